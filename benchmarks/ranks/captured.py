@@ -7,7 +7,8 @@
 Cases are model:pixels:batch:stages. Every rank count trains the same weights on the same
 micro-batches with a full pipeline; backends take turns. All ranks may be on one GPU; there each
 claims to be a machine of its own, and messages go through the host, so the link's own time is
-measured too:
+measured too. A GPU runs the kernels of several processes in turns, also while one only waits for
+a message: with `--mps` (NVIDIA's multi-process service) it runs them side by side.
 
     ms        a micro-batch, of the slowest rank; the median of the rounds
     host      processor time of each rank's main thread for a micro-batch, waiting not counted
@@ -15,6 +16,7 @@ measured too:
     link      all messages of a micro-batch at once between all ranks, and nothing else
     of bound  ms, divided by the larger of link and all kernels together
     memory    the most that each rank has taken of the device for this training
+    driver    allocations of device memory by each rank's driver, in all rounds but the first
     losses    largest relative difference to the first row of the case
 """
 
@@ -25,6 +27,7 @@ import gc
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Final
@@ -36,7 +39,7 @@ from torch.nn import functional as F
 import revcompile
 from benchmarks.harness import mib, synchronize
 from benchmarks.models import Case, create, sgd
-from benchmarks.ranks.launch import on_ranks
+from benchmarks.ranks.launch import on_ranks, side_by_side
 from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.engine import Feed
 from revcompile.runtime.distributed.trainer import DistributedTrainer
@@ -58,6 +61,8 @@ class Found:
     sent: int = 0
     """Bytes a micro-batch to other ranks."""
     reserved: int = 0
+    segments: list[int] = field(default_factory=list)
+    """Blocks of memory that the driver has given so far, after each round."""
     captured: bool = False
 
 
@@ -114,6 +119,8 @@ class Variant:
         synchronize(self.device)
         self.found.seconds.append((time.perf_counter() - began) / steps)
         self.found.host = min(self.found.host or 1.0, host / steps)
+        if self.device.type == "cuda":
+            self.found.segments.append(torch.cuda.memory_stats()["segment.all.allocated"])
 
     def finish(self) -> Found:
         """Measure what the steps are compared with, and close the trainer."""
@@ -228,7 +235,19 @@ def row_of(case: str, by_rank: list[Found], reference: Losses) -> Row:
     }
 
 
-COLUMNS: Final = (28, 11, 7, 24, 26, 6, 8, 26, 7)
+COLUMNS: Final = {
+    "": 28,
+    "backend": 11,
+    "ms": 7,
+    "host": 24,
+    "kernels": 26,
+    "link": 6,
+    "of bound": 8,
+    "memory": 26,
+    "driver": 8,
+    "losses": 7,
+}
+"""Their widths."""
 
 
 def line_of(row: Row) -> str:
@@ -245,19 +264,23 @@ def line_of(row: Row) -> str:
         f"{row['link_ms']:.2f}",
         f"{row['ms'] / bound:.2f}" if bound == bound and bound else "",
         " ".join(mib(each["reserved"]) for each in by_rank),
+        " ".join(str(each["segments"][-1] - each["segments"][0]) for each in by_rank)
+        if by_rank[0]["segments"]
+        else "",
         f"{row['deviation']:.0e}",
     )
-    return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, COLUMNS, strict=True))
+    pairs = zip(cells, COLUMNS.values(), strict=True)
+    return "  ".join(f"{cell:<{width}}" for cell, width in pairs)
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
     """One for each rank count, case and backend."""
     reference: Losses = {}
-    names = ("", "backend", "ms", "host", "kernels", "link", "of bound", "memory", "losses")
     for ranks in options.ranks:
         print(f"\n{ranks} ranks")
-        print("  ".join(f"{n:<{w}}" for n, w in zip(names, COLUMNS, strict=True)), flush=True)
-        found = on_ranks(all_cases, options, reference, ranks=ranks, device=options.device)[0]
+        print("  ".join(f"{name:<{width}}" for name, width in COLUMNS.items()), flush=True)
+        with side_by_side() if options.mps else nullcontext():
+            found = on_ranks(all_cases, options, reference, ranks=ranks, device=options.device)[0]
         for row in found:
             reference.setdefault(row["case"], row["by_rank"][-1]["losses"])
         yield from found
@@ -268,6 +291,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", nargs="+", default=list(CASES), help="model:pixels:batch:stages")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--backends", nargs="+", default=["cudagraphs", "eager"])
+    parser.add_argument("--mps", action="store_true", help="kernels of all ranks side by side")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=4)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection
 from typing import Any, Final
 
 import torch
 from torch import distributed, multiprocessing
 
-__all__ = ["RANKS", "on_ranks"]
+__all__ = ["RANKS", "on_ranks", "side_by_side"]
 
 RANKS: Final = 2
 
@@ -35,6 +38,27 @@ def on_ranks(
         codes = ", ".join(f"rank {rank}: {p.exitcode}" for rank, p in enumerate(processes))
         raise RuntimeError(f"{work.__module__}: a rank gave no result (exit codes: {codes})")
     return [by_rank[rank] for rank in range(ranks)]
+
+
+@contextmanager
+def side_by_side() -> Iterator[None]:
+    """NVIDIA's multi-process service: processes that start meanwhile share a GPU at any moment.
+
+    Without it the kernels of one process run at a time, and those of others wait for their turn.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        raise RuntimeError("there is no nvidia-cuda-mps-control, which comes with NVIDIA's driver")
+    with tempfile.TemporaryDirectory() as folder:
+        places = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), folder)
+        os.environ |= places
+        try:
+            subprocess.run([control, "-d"], check=True)
+            yield
+        finally:
+            subprocess.run([control], input="quit\n", text=True, timeout=30, check=False)
+            for name in places:
+                del os.environ[name]
 
 
 def _join(processes: Sequence[Any]) -> None:

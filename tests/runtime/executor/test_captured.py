@@ -539,6 +539,39 @@ def test_what_a_stage_hands_on_stays_where_it_is_for_one_more_step() -> None:
     assert len(transport.tensors) == 4  # of stage 1 two for `x` and one for `g`, of stage 0 one
 
 
+def test_messages_of_replayed_steps_are_found_after_coming_back() -> None:
+    """A replay leaves its message where the step that was captured has, and calls nothing."""
+    transport, route = StaticTransport(2, hands_on=True), (1, 0, DY)
+
+    def load(microbatch: int, is_new: bool) -> None:
+        message = Message(microbatch, {}, {"g": torch.tensor([float(microbatch)])})
+        if is_new:
+            transport.open(route, message, 1)
+        transport.load(route, message, is_new)
+
+    def step(microbatch: int) -> None:
+        transport.begin(route, [microbatch])
+        transport.receive(route)
+        gradient = torch.tensor([microbatch + 1.0])
+        transport.send(route, Message(microbatch + 1, {}, {"g": gradient}))
+
+    def waiting(microbatch: int) -> Tensor:
+        (message,) = transport.waiting(route, [microbatch])
+        return message.gradients["g"]
+
+    load(0, is_new=True)
+    for microbatch in range(4):
+        step(microbatch)
+    left = [waiting(microbatch) for microbatch in (4, 5)]
+    load(10, is_new=False)
+    assert float(waiting(10)) == 10 and not transport.is_static
+    step(10)
+    assert float(waiting(11)) == 11 and transport.is_static
+    assert [waiting(microbatch).data_ptr() for microbatch in (12, 13)] == [
+        each.data_ptr() for each in left
+    ]
+
+
 @pytest.mark.parametrize("hands_on", [True, False])
 def test_what_a_step_has_read_is_freed_when_it_is_over(hands_on: bool) -> None:
     """A backward pass on another stream may still read a message that the host has replaced."""

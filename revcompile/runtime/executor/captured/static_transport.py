@@ -40,8 +40,6 @@ class _Waiting:
     payload: Flat
     own: dict[int, int]
     """The places of tensors that lie in its own buffers, by the address of their memory."""
-    is_static: bool = True
-    """Does all of it lie in static buffers? Not what was moved here from eager execution."""
     handed_on: set[int] = field(default_factory=set)
     """The places of tensors that lie in the next message of the micro-batch, too."""
 
@@ -71,14 +69,16 @@ class StaticTransport(Transport):
         """Of routes on which many messages wait, and are copied when they are received."""
         self._counts: dict[Route, int] = {}
         self._forms: dict[Route, Flat] = {}
-        self._waiting: dict[tuple[Route, int], _Waiting] = {}
+        self._static: dict[tuple[Route, int], _Waiting] = {}
+        """Where messages lie that a step has left there, called or replayed."""
+        self._moved: dict[tuple[Route, int], _Waiting] = {}
+        """Those that wait instead, with tensors of eager execution."""
         self._replaced: list[_Waiting] = []
-        """Those of this step that were not in static buffers. Other streams may still read them: if
-        they were freed, their memory would be given away at once."""
+        """Of these, those of this step. Other streams may still read them: if they were freed,
+        their memory would be given away at once."""
         self._buffers: dict[tuple[Route, int, int], Tensor] = {}
         self._storages: set[int] = set()
         """Of these buffers."""
-        self._is_static = False
 
     @property
     def routes(self) -> list[Route]:
@@ -88,9 +88,7 @@ class StaticTransport(Transport):
     @property
     def is_static(self) -> bool:
         """Do all messages lie where those of later steps will? Not in the first steps."""
-        if not self._is_static:
-            self._is_static = all(waiting.is_static for waiting in self._waiting.values())
-        return self._is_static
+        return not self._moved
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -118,8 +116,7 @@ class StaticTransport(Transport):
             ring.put(message.index, value)
             return
         places = {storage(t): n for n, t in enumerate(value.leaves) if isinstance(t, Tensor)}
-        self._waiting[route, self._place(route, message.index)] = _Waiting(value, places, False)
-        self._is_static = False
+        self._moved[route, self._place(route, message.index)] = _Waiting(value, places)
 
     def begin(self, route: Route, indices: Sequence[int]) -> None:
         """Queue the messages that wait for the step to come; all before it are over."""
@@ -130,7 +127,10 @@ class StaticTransport(Transport):
         """The messages of these micro-batches, which wait for the next step."""
         if (ring := self.rings.get(route)) is not None:
             return [Message.of_payload(index, ring.slot(index)) for index in indices]
-        waiting = [(index, self._waiting[route, self._place(route, index)]) for index in indices]
+        places = [(index, (route, self._place(route, index))) for index in indices]
+        waiting = [
+            (index, self._moved.get(place) or self._static[place]) for index, place in places
+        ]
         return [Message.of_payload(index, each.payload) for index, each in waiting]
 
     def send(self, route: Route, message: Message) -> Sending | None:
@@ -174,8 +174,9 @@ class StaticTransport(Transport):
         place, value = self._place(route, message.index), Flat.of(message.payload)
         received = before = None
         if self._hands_on:
-            received = self._waiting.get(((source + 1, source, kind), message.index % 2))
-            before = self._waiting.get((route, 1 - place))
+            waiting = self._static | self._moved
+            received = waiting.get(((source + 1, source, kind), message.index % 2))
+            before = waiting.get((route, 1 - place))
         leaves, copies, own = list(value.leaves), [], {}
         is_static = True
         for number, (leaf, like) in enumerate(zip(leaves, self._forms[route].leaves, strict=True)):
@@ -197,9 +198,9 @@ class StaticTransport(Transport):
             copies.append((buffer, leaf))
             leaves[number], own[storage(buffer)] = buffer, number
         copy_tensors(copies)
-        if before is not None and not before.is_static:
-            self._replaced.append(self._waiting.pop((route, 1 - place)))
-        if (old := self._waiting.get((route, place))) is not None and not old.is_static:
-            self._replaced.append(old)
-        self._waiting[route, place] = _Waiting(value.with_leaves(leaves), own, is_static)
-        return value.with_leaves(leaves)
+        stored = _Waiting(value.with_leaves(leaves), own)
+        for read in (place, 1 - place) if self._hands_on else (place,):
+            if (moved := self._moved.pop((route, read), None)) is not None:
+                self._replaced.append(moved)
+        (self._static if is_static else self._moved)[route, place] = stored
+        return stored.payload
