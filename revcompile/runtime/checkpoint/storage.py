@@ -87,7 +87,9 @@ def save_checkpoint(
     ('step_00000007', [{'note': 'x'}], {'model.w': tensor([1., 1.])})
     """
     try:
-        folder = _checked(folder, keep)
+        if not isinstance(keep, int) or keep < 1:
+            raise InputError(f"trainer.save: keep={keep!r}; keep at least 1 checkpoint")
+        folder = _path(folder, "trainer.save")
     except InputError:
         join_barriers(barrier)  # so that the other ranks do not wait
         raise
@@ -110,12 +112,6 @@ def save_checkpoint(
     if is_first:
         _prune(folder, keep)
     return saved
-
-
-def _checked(folder: Any, keep: Any) -> Path:
-    if not isinstance(keep, int) or keep < 1:
-        raise InputError(f"trainer.save: keep={keep!r}; keep at least 1 checkpoint")
-    return _path(folder, "trainer.save")
 
 
 def _path(place: Any, where: str) -> Path:

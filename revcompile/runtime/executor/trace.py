@@ -17,8 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from revcompile.arguments import new_file
-from revcompile.errors import InputError
+from revcompile.arguments import new_file, whole_number
 from revcompile.schedule import Action
 from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
 
@@ -103,8 +102,8 @@ class Trace:
         self, trainer: Traced, path: str | Path, steps: int | None = None, title: str = ""
     ) -> None:
         self.path = new_file("trainer.trace", path, "run.json")
-        if steps is not None and steps < 1:
-            raise InputError(f"trainer.trace: steps={steps}; a trace has at least 1")
+        if steps is not None:
+            whole_number("trainer.trace", "steps", steps, 1)
         self._trainer, self._left = trainer, steps
         self._rank, self._title = trainer.rank, title
         self.busy: tuple[float, ...] | None = None

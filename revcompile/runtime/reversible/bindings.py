@@ -237,24 +237,20 @@ def _members_and_forward(module: nn.Module) -> tuple[Any, ...]:
 class Bound:
     """What one run of a branch read of the module tree, for its second run."""
 
-    __slots__ = ("_bindings", "_entries", "_hooks", "_parameters", "_versions")
+    __slots__ = ("_bindings", "_entries", "_hooks", "_versions", "parameters")
 
     def __init__(self, bindings: Bindings) -> None:
         self._bindings = bindings
         self._entries = bindings.entries.read()
-        self._parameters = self._entries[: len(bindings.labels)]
-        self._versions = _versions(self._parameters)
+        self.parameters: Sequence[Any] = self._entries[: len(bindings.labels)]
+        """In the order of `Bindings.labels`."""
+        self._versions = _versions(self.parameters)
         self._hooks: HookRecord = {}
 
     def differentiable(self) -> list[Tensor]:
         """The parameters that require a gradient, each once."""
-        unique = {id(p): p for p in self._parameters if p is not None and p.requires_grad}
+        unique = {id(p): p for p in self.parameters if p is not None and p.requires_grad}
         return list(unique.values())
-
-    @property
-    def parameters(self) -> Sequence[Any]:
-        """In the order of `Bindings.labels`."""
-        return self._parameters
 
     def recording_hooks(self) -> AbstractContextManager[None]:
         """Around the first run."""
@@ -267,14 +263,14 @@ class Bound:
 
     def check(self, block: str) -> None:
         """Raise if the run cannot be repeated: a parameter was written to since."""
-        now = _versions(self._parameters)
+        now = _versions(self.parameters)
         if now != self._versions:
             self._refuse_written(now, block)
 
     def _refuse_written(self, now: list[int], block: str) -> None:
         pairs = zip(now, self._versions, strict=True)
         index = next(i for i, (new, old) in enumerate(pairs) if new != old)
-        parameter, label = self._parameters[index], self._bindings.labels[index]
+        parameter, label = self.parameters[index], self._bindings.labels[index]
         assert parameter is not None
         raise ModifiedError(
             "one of the variables needed for gradient computation has been modified by an inplace "
@@ -289,7 +285,7 @@ class Bound:
         Parameters may be computed (given to `functional_call`): differentiating the second run must
         not go on into the graph, or the retained gradient, of what they are computed from.
         """
-        computed = [p for p in self._parameters if p is not None and not p.is_leaf]
+        computed = [p for p in self.parameters if p is not None and not p.is_leaf]
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
     def restored(

@@ -22,7 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -130,19 +130,18 @@ class CapturedCalls:
         if captured is None:
             captured = self._warmed_up(kind, run, values, results, bindings, plan)
         self._calls += 1
-        is_between = self._latest is not None and _is_waiting(self._latest())
+        latest = None if self._latest is None else self._latest()
+        is_between = latest is not None and not latest.is_done
         if captured is None or is_between or self._calls % check_every == 0:
             return run(values)
-        call = _Call(self)
+        if latest is not None:
+            latest.is_overwritten = True
+        call = _Call()
         self._latest = weakref.ref(call)
         captured.load(tensors)
         given = *(tensors[name] for name in captured.differentiated), *captured.reads.parameters
         found = _Replayed.apply(captured, call, *given)
         return captured.others | dict(zip(captured.outputs, found, strict=True))
-
-    def is_latest(self, call: _Call) -> bool:
-        """Is what this call has saved still there?"""
-        return self._latest is not None and self._latest() is call
 
     def _is_capturable(self, tensors: Sequence[Tensor], bindings: Sequence[Bindings]) -> bool:
         is_watched = (
@@ -194,10 +193,6 @@ class CapturedCalls:
         self._captured[kind] = captured
         _log.info("backend='cudagraphs': forward and backward are captured (%s)", kind)
         return captured
-
-
-def _is_waiting(call: _Call | None) -> bool:
-    return call is not None and not call.is_done
 
 
 def _kind(values: Mapping[str, Any]) -> Hashable:
@@ -263,8 +258,10 @@ def _place(tensor: Tensor) -> tuple[int, bool]:
 class _Call:
     """One call: its backward pass finds in the pool what its forward pass has saved there."""
 
-    calls: CapturedCalls
-    is_done: bool = field(default=False)
+    is_done: bool = False
+    """Has it had a backward pass?"""
+    is_overwritten: bool = False
+    """Has a later call saved something in the same place?"""
 
 
 class _Captured:
@@ -359,7 +356,7 @@ class _Replayed(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         captured, call, _ = ctx.captured, ctx.call, ctx.saved_tensors
-        if not call.calls.is_latest(call):
+        if call.is_overwritten:
             raise InputError(
                 "a second backward pass through a captured call, after another call; "
                 "reversify(..., backend='eager') keeps what each call needs"

@@ -37,8 +37,13 @@ class Inlined:
         self._slots: list[tuple[dict[str, Any], str, nn.Module, str]] = []
         """Where each module is, its name there, the module, and its path."""
         for path in sorted(paths - called - {""}):
-            if not path.startswith(within):
-                self._add(root, path)
+            outer, _, name = path.rpartition(".")
+            try:
+                owner = None if path.startswith(within) else root.get_submodule(outer)
+            except AttributeError:  # rewiring has put something else there
+                continue
+            if owner is not None and (module := owner._modules.get(name)) is not None:
+                self._slots.append((owner._modules, name, module, path))
         self._modules = [module for _, _, module, _ in self._slots]
         self._hook_counts = list(map(_hook_count, self._modules))
         # Columns, to compare without a loop in Python in every call.
@@ -47,16 +52,6 @@ class Inlined:
         self._lists = [own["_modules"] for own in self._dicts]
         self._hooks = [own[kind] for own in self._dicts for kind in MODULE_HOOKS]
         self._before = self._now()
-
-    def _add(self, root: nn.Module, path: str) -> None:
-        outer, _, name = path.rpartition(".")
-        try:
-            owner = root.get_submodule(outer)
-        except AttributeError:  # rewiring has put something else there
-            return
-        module = owner._modules.get(name)
-        if module is not None:
-            self._slots.append((owner._modules, name, module, path))
 
     def _now(self) -> tuple[list[Any], ...]:
         forwards = [own.get("forward") for own in self._dicts]

@@ -22,6 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from revcompile.arguments import whole_number
 from revcompile.errors import InputError
 from revcompile.ir.coupling_ops import mix
 
@@ -188,15 +189,10 @@ def _check(
             f"trainer.loader: expected a dataset or a DataLoader, got {type(data).__name__}; "
             "something that can only be iterated over cannot be dealt out to ranks"
         )
-    for name, value in (
-        ("batch_size", batch_size),
-        ("skip", selection.skip),
-        ("epoch", selection.epoch),
-    ):
-        least = 1 if name == "batch_size" else 0
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and (not whole or value < least):
-            raise InputError(f"trainer.loader: {name}={value!r}; use a whole number >= {least}")
+    if batch_size is not None:
+        whole_number("trainer.loader", "batch_size", batch_size, 1)
+    whole_number("trainer.loader", "skip", selection.skip, 0)
+    whole_number("trainer.loader", "epoch", selection.epoch, 0)
 
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from revcompile.arguments import number, whole_number
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.executor.captured import Backend
@@ -38,26 +39,16 @@ class Settings:
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        if not is_int(self.accumulate) or self.accumulate < 1:
-            raise InputError(
-                f"accumulate={self.accumulate!r}; an update needs a whole number of micro-batches, "
-                "at least 1"
-            )
-        if not is_int(self.synchronous) or self.synchronous < 0:
-            raise InputError(
-                f"synchronous={self.synchronous!r}; use a whole number of updates, or 0"
-            )
-        norm = self.clip_grad_norm
-        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
-        if norm is not None and not (is_number and norm > 0):
-            raise InputError(f"clip_grad_norm={norm!r}; use a positive norm or None")
-        every = self.measure_every
-        if every is not None and not (is_int(every) and every >= 1):
-            raise InputError(f"measure_every={every!r}; use a whole number of steps, or None")
+        for name, least in (("accumulate", 1), ("synchronous", 0), ("measure_every", 1)):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number("net.trainer", name, given, least))
+        if self.clip_grad_norm is not None:
+            hint = "use a positive norm or None"
+            number("net.trainer", "clip_grad_norm", self.clip_grad_norm, hint)
         if not is_int(self.seed):
             raise InputError(f"seed={self.seed!r}; use a whole number")
-        for name, given in (("lr_schedule", self.lr_schedule), ("param_groups", self.param_groups)):
-            if given is not None and not callable(given):
+        for name in ("lr_schedule", "param_groups"):
+            if (given := getattr(self, name)) is not None and not callable(given):
                 raise InputError(
                     f"{name}: expected a function, called once a stage, got "
                     f"{type(given).__name__}; see help(net.trainer)"

@@ -97,16 +97,18 @@ class TrainerState:
     def _check_fits(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that this trainer cannot continue from; nothing is changed."""
         with well_formed("what trainer.state_dict() returns"):
-            _check_entries(state, self.model, (executor.updater for executor in self.executors))
+            updaters = (executor.updater for executor in self.executors)
+            if problems := list(_mismatches(state, self.model, updaters)):
+                raise InputError(
+                    "trainer.load_state_dict: the state does not fit this trainer: "
+                    f"{first_few(problems)}"
+                )
             same = _is_same_pipeline(state, self.partition, self.programs, self.schedule)
             _check_in_flight(state, same, self.schedule, self.replicas)
 
+    @well_formed("what trainer.state_dict() returns")
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """Load a state that fits."""
-        with well_formed("what trainer.state_dict() returns"):
-            self._replace_state(state)
-
-    def _replace_state(self, state: Mapping[str, Any]) -> None:
         same = _is_same_pipeline(state, self.partition, self.programs, self.schedule)
         saved = Schedule.load(state["schedule"])
         self.schedule = saved if same else _continue_counting(self.schedule, saved)
@@ -126,16 +128,8 @@ class TrainerState:
 # -- does a state fit? ----------------------------------------------------------------------------
 
 
-def _check_entries(state: State, model: nn.Module, updaters: Iterable[Updater]) -> None:
-    """Refuse what is no trainer's state, or that of another model or optimizer."""
-    problems = list(_mismatches(state, model, updaters))
-    if problems:
-        raise InputError(
-            f"trainer.load_state_dict: the state does not fit this trainer: {first_few(problems)}"
-        )
-
-
 def _mismatches(state: State, model: nn.Module, updaters: Iterable[Updater]) -> Iterator[str]:
+    """Why it is no trainer's state, or that of another model or optimizer."""
     if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
         got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         yield f"expected what trainer.state_dict() returns (format {_FORMAT}), got {got!r}"

@@ -181,7 +181,7 @@ def test_a_dataset_with_its_own_order_is_given_the_epoch() -> None:
         (DataLoader(ROWS, 2, sampler=Odd()), {}, "sampler is a Odd, .*trainer.step checks"),
         (DataLoader(ROWS, batch_sampler=[[0], [1]]), {}, "batch sampler is a list"),
         (ROWS, {}, "give batch_size="),
-        (ROWS, {"batch_size": 0}, "batch_size=0; use a whole number >= 1"),
+        (ROWS, {"batch_size": 0}, "batch_size=0; expected a whole number, at least 1"),
         (ROWS, {"batch_size": 2, "skip": -1}, "skip=-1"),
         (ROWS, {"batch_size": 2, "shuffle": True}, "shuffle= is what the trainer chooses"),
         (ROWS, {"batch_size": 2, "wrong": 1}, "DataLoader refuses its options: .*wrong"),
