@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 from torch import distributed
@@ -142,16 +143,24 @@ def _ask_store(ask: Callable[[], Answer], limit: float) -> Answer | None:
 
     In a thread, because a call to a store whose process is gone may block for minutes.
     """
-    answers: list[Answer] = []
+    try:
+        return in_thread(ask).result(limit)
+    except Exception:
+        return None
+
+
+def in_thread(ask: Callable[[], Answer]) -> Future[Answer]:
+    """What a function will return, or raise, in a thread of its own, which no process waits for."""
+    answer: Future[Answer] = Future()
 
     def run() -> None:
-        with contextlib.suppress(Exception):
-            answers.append(ask())
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit)
-    return answers[0] if answers else None
+    threading.Thread(target=run, daemon=True).start()
+    return answer
 
 
 def short_error(error: Exception) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -15,6 +13,7 @@ from torch import distributed, nn
 from torch.distributed.rendezvous import rendezvous
 
 from revcompile.errors import InputError, RankError
+from revcompile.runtime.distributed.liveness import in_thread
 from revcompile.runtime.distributed.p2p import Channel
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.schedule import Tie
@@ -158,16 +157,12 @@ def _bounded(make: Callable[[], Made], ranks: Sequence[int], timeout: timedelta)
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def run() -> None:
+    def run() -> Made:
         if device is not None:
             torch.cuda.set_device(device)
-        try:
-            made.set_result(make())
-        except BaseException as error:
-            made.set_exception(error)
+        return make()
 
-    made: Future[Made] = Future()
-    threading.Thread(target=run, daemon=True).start()
+    made = in_thread(run)
     try:
         return made.result(timeout.total_seconds() + _GRACE)
     except FutureTimeoutError:

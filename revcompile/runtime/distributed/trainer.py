@@ -43,6 +43,7 @@ from revcompile.runtime.distributed.replicas import open_replica_groups
 from revcompile.runtime.distributed.transport import DistributedTransport
 from revcompile.runtime.executor.captured import Backend, GraphRunner
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import MessageKind, next_message
 from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.trainer.core import Trainer
@@ -58,6 +59,7 @@ from revcompile.runtime.trainer.settings import Task
 from revcompile.schedule import window
 
 Batch = TypeVar("Batch")
+Made = TypeVar("Made")
 
 _open: Final[list[DistributedTransport]] = []
 """Transports whose threads wait for messages, even if their trainer was garbage-collected."""
@@ -174,10 +176,14 @@ class DistributedTrainer(Trainer):
         refusal = problem and f"trainer.step: {problem}"
         for executor in self.executors:
             executor.refusal = refusal
-        values = self._prepare_inputs(inputs)
+        values = None
+        if self.is_first:
+            values = self._prepared(self.executors[0], lambda: self.binder.prepare(inputs))
         if self.is_last:
             self._given = inputs, target
-            self._prepare_target(microbatch, target)
+            moved = self._prepared(self.executors[-1], lambda: (self.binder.to_device(target),))
+            if moved is not None:
+                self.loss_head.targets[microbatch] = moved[0]
         fingerprint = None
         if self.is_first and not self.is_last:
             fingerprint = Fingerprint.of(inputs, target, microbatch)
@@ -241,22 +247,13 @@ class DistributedTrainer(Trainer):
         self._keep(microbatch, outcome)
         return True
 
-    def _prepare_inputs(self, inputs: Any) -> dict[str, Any] | None:
-        """The model's inputs; None if they are not needed here or cannot be used."""
-        if not self.is_first:
-            return None
+    def _prepared(self, executor: StageExecutor, prepare: Callable[[], Made]) -> Made | None:
+        """Inputs or target; None if they cannot be used: all ranks then skip the micro-batch."""
         try:
-            return self.binder.prepare(inputs)
+            return prepare()
         except Exception as error:
-            self.executors[0].forward_errors.append(error)
+            executor.forward_errors.append(error)
             return None
-
-    def _prepare_target(self, microbatch: int, target: Any) -> None:
-        """If the target cannot be used, all ranks skip the micro-batch."""
-        try:
-            self.loss_head.targets[microbatch] = self.binder.to_device(target)
-        except Exception as error:
-            self.executors[-1].forward_errors.append(error)
 
     def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
         """At the last stage: does the target belong to the inputs of the first stage?"""

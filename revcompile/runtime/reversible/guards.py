@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any, Final
@@ -34,7 +34,7 @@ from revcompile.ir.guards import (
     input_types,
 )
 from revcompile.ir.module_tree import copy_module
-from revcompile.ir.ops import attribute, called
+from revcompile.ir.ops import called
 from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import TYPE, TensorType
 from revcompile.kernels.autocast import is_autocasting
@@ -213,60 +213,44 @@ def _fake_copy(skeleton: nn.Module, device: torch.device) -> nn.Module:
     return copied
 
 
-class _Sizes:
-    """Evaluates the graph of guards, each node at most once."""
+class _Sizes(fx.Interpreter):
+    """Evaluates the graph of guards; what cannot be computed is `_ABSENT`."""
 
     def __init__(self, sizes: SizeGuards, root: nn.Module | None, inputs: list[Tensor]) -> None:
         assert sizes.graph is not None and root is not None
-        self._sizes, self._root = sizes, root
-        self._graph = sizes.graph
-        placeholders = self._graph.find_nodes(op="placeholder")
-        self._known: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+        super().__init__(root, garbage_collect_values=False, graph=sizes.graph)
+        self._sizes, self._inputs = sizes, inputs
 
     def results(self) -> list[Any]:
-        """The guards' values; `_ABSENT` where one cannot be computed."""
+        """The guards' values."""
         with torch.enable_grad(), torch.random.fork_rng(devices=()):
-            for node in self._graph.nodes:
-                if node.op != "output" and node not in self._known:
-                    self._known[node] = self._value(node)
-            outputs: Any = next(iter(self._graph.find_nodes(op="output"))).args[0]
-            return [self._result(i, node) for i, node in enumerate(outputs)]
+            values = list(self.run(*self._inputs))
+            outputs: Any = self.graph.output_node().args[0]
+            for position in sorted(self._sizes.contents):
+                values[position] = _ABSENT
+                with suppress(Exception):
+                    values[position] = self._contents(outputs[position]).tolist()
+        return values
 
-    def _result(self, position: int, node: fx.Node) -> Any:
-        if position not in self._sizes.contents:
-            return self._known[node]
-        try:
-            return self._contents(node).tolist()
-        except Exception:
-            return _ABSENT
-
-    def _value(self, node: fx.Node) -> Any:
-        """The node's value; absent where it, or what it is made from, cannot be computed."""
-        if any(self._known[source] is _ABSENT for source in node.all_input_nodes):
-            return self._reshaped(node)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
-        try:
-            return self._run(node, args, kwargs)
-        except Exception:
-            return _ABSENT
-
-    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.op == "get_attr":
-            return attribute(self._root, str(node.target))
-        if node.op != "call_module":
-            return called(node, args, kwargs)
-        try:
-            return self._root.get_submodule(str(node.target))(*args, **kwargs)
-        except Exception:
-            return self._extrapolated(node)
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return super().run_node(n)
+        if any(self.env[source] is _ABSENT for source in n.all_input_nodes):
+            return self._reshaped(n)
+        with suppress(Exception):
+            return super().run_node(n)
+        with suppress(Exception):
+            return self._extrapolated(n)
+        return _ABSENT
 
     def _extrapolated(self, node: fx.Node) -> Any:
         """The result of a module that needs real data: as captured, but for the batch size."""
         sources = [n for n in node.all_input_nodes if isinstance(n.meta.get(TYPE), TensorType)]
-        batches = {_batch(n.meta[TYPE], self._known[n]) for n in sources}
+        batches = {_batch(n.meta[TYPE], self.env[n]) for n in sources}
         kind = node.meta.get(TYPE)
-        if len(batches) != 1 or None in batches or not isinstance(kind, TensorType):
-            raise ValueError(f"{node.target} needs real data")
+        is_known = len(batches) == 1 and None not in batches and node.op == "call_module"
+        if not is_known or not isinstance(kind, TensorType):
+            return _ABSENT
         return torch.empty(kind.at(batches.pop() or 0), dtype=kind.dtype, device="meta")
 
     def _reshaped(self, node: fx.Node) -> Any:
@@ -274,7 +258,7 @@ class _Sizes:
         name, kind = getattr(node.target, "__name__", node.target), node.meta.get(TYPE)
         if name not in ("reshape", "view") or node.kwargs or not isinstance(kind, TensorType):
             return _ABSENT
-        given: Any = fx.node.map_arg(node.args[1:], self._known.__getitem__)
+        given: Any = fx.node.map_arg(node.args[1:], self.env.__getitem__)
         sizes = tuple(given[0]) if isinstance(given[0], (tuple, list)) else given
         if not all(type(size) is int and size >= 0 for size in sizes):
             return _ABSENT
@@ -282,7 +266,7 @@ class _Sizes:
 
     def _contents(self, node: fx.Node) -> Any:
         """The contents of a tensor that is made from sizes alone, computed on the CPU."""
-        value = self._known[node]
+        value = self.env[node]
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if not isinstance(value, (Tensor, tuple, list)):

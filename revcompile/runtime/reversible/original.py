@@ -81,9 +81,9 @@ class watched(TorchFunctionMode):
     use. Whatever else a method is given, or makes itself, is data.
     """
 
-    def __init__(self, call: str, rewired: Callable[[], dict[int, str]], module: nn.Module) -> None:
+    def __init__(self, call: str, module: OriginalSurface) -> None:
         super().__init__()
-        self._call, self._find_rewired, self._module = call, rewired, module
+        self._call, self._module = call, module
         self._rewired: dict[int, str] = {}
         self._state: dict[int, Tensor] = {}
 
@@ -94,7 +94,7 @@ class watched(TorchFunctionMode):
         if _suspended.get():
             return func(*args, **kwargs)
         if not self._state:
-            self._rewired = self._find_rewired()
+            self._rewired = self._module.rewired_tensors()
             tensors = (*self._module.parameters(), *self._module.buffers())
             self._state = {id(tensor): tensor for tensor in tensors}
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -364,7 +364,7 @@ class OriginalSurface(nn.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if member is not missing and not hasattr(member, "__get__"):
             return member
-        with watched(call, self.rewired_tensors, self):
+        with watched(call, self):
             if member is missing:
                 value = type(view).__getattr__(view, name)
             else:
@@ -401,7 +401,7 @@ def _method(
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with structure_unchanged(call, module), watched(call, module.rewired_tensors, module):
+        with structure_unchanged(call, module), watched(call, module):
             try:
                 result = method(*args, **kwargs)
             except InputError as error:
@@ -424,7 +424,7 @@ def _items(
 ) -> Iterator[Any]:
     """A generator whose body is watched, though it runs after the method has returned."""
     while True:
-        with structure_unchanged(call, module), watched(call, module.rewired_tensors, module):
+        with structure_unchanged(call, module), watched(call, module):
             try:
                 item = next(generator)
             except StopIteration:

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from revcompile.ir.coupling_ops import call_bn_relu, call_norm
-from revcompile.ir.module_tree import casts_input
+from revcompile.ir.module_tree import called_module, casts_input
 from revcompile.ir.ops import as_read, matching
 from revcompile.ir.python_code import copied
 from revcompile.kernels.batch_norm import bn_relu
@@ -50,9 +50,7 @@ def cast_down(graph: fx.Graph, root: nn.Module) -> fx.Graph:
 
 
 def _is_layer_norm(node: fx.Node, root: nn.Module) -> bool:
-    if node.op == "call_module":
-        return isinstance(root.get_submodule(str(node.target)), nn.LayerNorm)
-    return node.op == "call_function" and node.target is F.layer_norm
+    return node.target is F.layer_norm or isinstance(called_module(node, root), nn.LayerNorm)
 
 
 def _cast_result(node: fx.Node) -> None:
@@ -130,10 +128,9 @@ def _is_batch_norm(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _is_relu(node: fx.Node, root: nn.Module) -> bool:
-    if node.op == "call_module":
-        layer = root.get_submodule(str(node.target))
-        return type(layer) is nn.ReLU and "forward" not in vars(layer)
-    return node.op == "call_function" and node.target in _RELU_FUNCTIONS
+    layer = called_module(node, root)
+    is_plain = type(layer) is nn.ReLU and "forward" not in vars(layer)
+    return is_plain or node.target in _RELU_FUNCTIONS
 
 
 def _join(norm: fx.Node, relu: fx.Node) -> None:

@@ -178,7 +178,9 @@ class StatefulBuffers:
 
     def snapshot(self) -> list[BufferSnapshot]:
         """Before a run: copies of the buffers that may change."""
-        is_new_mode = bool(self._candidates) and self._modes() not in self._modes_seen
+        if not self._candidates:  # as most branches, of which a deep chain has many
+            return []
+        is_new_mode = self._modes() not in self._modes_seen
         snapshots = (
             BufferSnapshot.of(module, name)
             for position, (module, name) in enumerate(self._candidates)

@@ -7,7 +7,7 @@ while other micro-batches pass, and store inputs unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -125,10 +125,16 @@ class ActivationStore:
 
     def store(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that a forward pass keeps, compressed and offloaded as configured."""
+        return self._mapped(kept, lambda _, value: self._store(value))
+
+    def _mapped(
+        self, kept: tuple[Any, ...], function: Callable[[str, Any], Any]
+    ) -> tuple[Any, ...]:
+        """A function of name and value applied to those that are not stored as they are."""
         if not self._names:
             return kept
         pairs = zip(self._kept, kept, strict=True)
-        return tuple(self._store(v) if name in self._names else v for name, v in pairs)
+        return tuple(function(name, v) if name in self._names else v for name, v in pairs)
 
     def _store(self, value: Any) -> Any:
         # Single numbers stay unchanged: a grid must be exact.
@@ -149,15 +155,8 @@ class ActivationStore:
         """Stored values as a backward program takes them: those in `sent`, or in `low`, as they are
         stored, but for float8, which has no meaning without its scale.
         """
-        if not self._names:
-            return kept
-        pairs = zip(self._kept, kept, strict=True)
-        return tuple(
-            self._load(v, name in (self.low if as_stored else self.sent))
-            if name in self._names
-            else v
-            for name, v in pairs
-        )
+        unchanged = self.low if as_stored else self.sent
+        return self._mapped(kept, lambda name, value: self._load(value, name in unchanged))
 
     def _load(self, value: Any, as_stored: bool) -> Any:
         if isinstance(value, OffloadedTensor):
@@ -184,8 +183,7 @@ class ActivationStore:
 
     def state(self, kept: tuple[Any, ...]) -> list[Any]:
         """Stored values as tensors, and dicts that say how they are stored."""
-        pairs = zip(self._kept, kept, strict=True)
-        return [self._state_of(v) if name in self._names else v for name, v in pairs]
+        return list(self._mapped(kept, lambda _, value: self._state_of(value)))
 
     def _state_of(self, value: Any) -> Any:
         if isinstance(value, OffloadedTensor):

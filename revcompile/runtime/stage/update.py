@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -56,14 +57,19 @@ class Updater:
         self.set_delay(delay)
         self.lr_schedule = None
         if lr_schedule is not None and self.optimizer is not None:
-            try:
+            with self._explaining("lr_schedule", "it", "it is given the stage's optimizer"):
                 self.lr_schedule = lr_schedule(self.optimizer)
-            except Exception as error:
-                raise InputError(
-                    f"lr_schedule, {self.where}: it raised {type(error).__name__}: {error}; it is "
-                    "given the stage's optimizer"
-                ) from error
             self._check_schedule()
+
+    @contextmanager
+    def _explaining(self, argument: str, who: str, hint: str) -> Iterator[None]:
+        """Around a function of the user's."""
+        try:
+            yield
+        except Exception as error:
+            raise InputError(
+                f"{argument}, {self.where}: {who} raised {type(error).__name__}: {error}; {hint}"
+            ) from error
 
     def set_delay(self, delay: float) -> None:
         """Tell optimizers that want to know by how many updates gradients are late."""
@@ -96,13 +102,9 @@ class Updater:
         given: Any = [p for _, p in named]
         if groups is not None:
             given = self._grouped(groups, named)
-        try:
+        what = "parameters" if groups is None else "what param_groups= returned"
+        with self._explaining("optimizer", "the factory", f"it was given {what}"):
             returned = factory(given)
-        except Exception as error:
-            raise InputError(
-                f"optimizer, {self.where}: the factory raised {type(error).__name__}: {error}; it "
-                f"was given {'parameters' if groups is None else 'what param_groups= returned'}"
-            ) from error
         optimizer = self._combined(returned, advice)
         for part in elementary(optimizer):
             self._check_optimizer(part, advice)
@@ -161,13 +163,9 @@ class Updater:
             "return a list of dicts, e.g. lambda named: [{'params': [p for _, p in named], "
             "'weight_decay': 0.0}]"
         )
-        try:
+        hint = f"it is given a stage's [(name, parameter), ...]; {advice}"
+        with self._explaining("param_groups", "it", hint):
             returned = groups(named)
-        except Exception as error:
-            raise InputError(
-                f"param_groups, {self.where}: it raised {type(error).__name__}: {error}; it is "
-                f"given a stage's [(name, parameter), ...]; {advice}"
-            ) from error
         as_list = list(returned) if isinstance(returned, Iterable) else None
         if as_list is None or not all(isinstance(group, Mapping) for group in as_list):
             raise InputError(

@@ -13,6 +13,7 @@ from typing import Final
 from torch import fx, nn
 
 from revcompile.errors import RevcompileWarning
+from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
 from revcompile.ir.program import StageProgram
 from revcompile.optim.combined import members
@@ -85,12 +86,11 @@ def warn_of_delay(
 
 def has_attention(graphs: Iterable[fx.Graph], root: nn.Module) -> bool:
     """Do graphs call an attention, or a softmax whose result goes into a matrix product?"""
-    return any(_is_attention(node, root) for graph in graphs for node in graph.nodes)
-
-
-def _is_attention(node: fx.Node, root: nn.Module) -> bool:
-    kind = _operator(node, root)
-    return kind in _ATTENTION or (kind == "softmax" and _reaches_product(node, root))
+    kinds = ((node, _operator(node, root)) for graph in graphs for node in graph.nodes)
+    return any(
+        kind in _ATTENTION or (kind == "softmax" and _reaches_product(node, root))
+        for node, kind in kinds
+    )
 
 
 def _reaches_product(node: fx.Node, root: nn.Module, steps: int = 8) -> bool:
@@ -105,8 +105,7 @@ def _reaches_product(node: fx.Node, root: nn.Module, steps: int = 8) -> bool:
 
 def _operator(node: fx.Node, root: nn.Module) -> str:
     """`softmax` for torch.softmax, x.softmax, nn.Softmax and aten.softmax.int."""
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
+    if (module := called_module(node, root)) is not None:
         if isinstance(module, nn.MultiheadAttention):
             return "multi_head_attention_forward"
         return "softmax" if isinstance(module, nn.Softmax) else ""
