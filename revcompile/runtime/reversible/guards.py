@@ -360,7 +360,7 @@ class _Attributes:
                 classes.append((kind, name))
             else:
                 self._pairs.append((guard, module))
-        self._found, self._present = Column(found, missing=self), Column(present)
+        self._found, self._present = Column(found, missing=_ABSENT), Column(present)
         self._values = self._found.read()
         self._classes, self._named = [kind for kind, _ in classes], [name for _, name in classes]
         self._plain = [getattr(kind, name, ABSENT) for kind, name in classes]
