@@ -187,22 +187,23 @@ class DelayAwareMuon(Optimizer):
     ) -> list[Tensor]:
         """By torch's fused kernels: from parameters that are 0 they go to minus the update."""
         beta1, beta2 = group["betas"]
-        rate, steps = group["lr"], [self.state[p]["step"] for p in params]
-        torch._foreach_add_(steps, 1)
-        states = [(self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params]
-        updates = [torch.zeros_like(mean) for mean, _ in states]
+        rate, states = group["lr"], [self.state[p] for p in params]
+        torch._foreach_add_([state["step"] for state in states], 1)
+        updates = [torch.zeros_like(state["exp_avg"]) for state in states]
         batches: dict[Any, list[int]] = {}
-        for index, mean in enumerate(updates):
-            batches.setdefault((mean.device, mean.dtype), []).append(index)
+        for index, update in enumerate(updates):
+            batches.setdefault((update.device, update.dtype), []).append(index)
         for (device, _), indices in batches.items():
-            # In single precision, as the kernels read them; one copy for all.
-            counts = torch.stack([steps[index] for index in indices])
+            own = [states[index] for index in indices]
+            # The kernels read single precision; one copy of all counts.
+            counts = torch.stack([state["step"] for state in own]).to(device, torch.float32)
             torch._fused_adamw_(
                 [updates[index] for index in indices],
                 [grads[index] for index in indices],
-                *([states[index][kind] for index in indices] for kind in (0, 1)),
+                [state["exp_avg"] for state in own],
+                [state["exp_avg_sq"] for state in own],
                 [],
-                list(counts.to(device, torch.float32).unbind()),
+                list(counts.unbind()),
                 lr=rate.to(device, torch.float32) if isinstance(rate, Tensor) else rate,
                 beta1=beta1,
                 beta2=beta2,

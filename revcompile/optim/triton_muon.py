@@ -19,8 +19,8 @@ _SIZE: Final = 2048
 _MAX_ELEMENTS: Final = 2**31 - _SIZE
 
 
-# Nothing is written to parameters and state if `flag` is not 0. Triton reads annotations as code, and an
-# argument must not be called `params`.
+# Nothing is written to parameters and state if `flag` is not 0. Triton reads annotations as code,
+# and an argument must not be called `params`.
 # fmt: off
 def _momentum(  # type: ignore[no-untyped-def]
     grads, means, out, flag, count, fresh, is_flagged: tl.constexpr, size: tl.constexpr,
