@@ -301,7 +301,7 @@ class Stage:
                 self.root, mix(self.seed, microbatch), *arguments
             )
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
-        own_grads = self.cast_weights.to_weight_dtype(
+        own_grads = self.cast_weights.like_weights(
             dict(zip(program.parameters, dense, strict=True))
         )
         sent = map(self._as_sent, of_inputs)
