@@ -227,6 +227,10 @@ class CastWeights:
         self.refresh_if_changed()
         return {**self._parameters, **self._copies} if self._names else None
 
+    @property
+    def copies(self) -> list[Tensor]:
+        return list(self._copies.values())
+
     def refresh(self) -> None:
         if not self._names:
             return

@@ -131,6 +131,12 @@ class CapturedUpdater(Updater):
             return 0
         return sum(t.numel() * t.element_size() for t in self._written(self.parameters))
 
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        """What the optimizer keeps of each parameter."""
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
     def prepare(self) -> None:
         """Before a step: copy learning rates that have changed to the device."""
         for index, group in enumerate(self._groups):

@@ -38,7 +38,7 @@ from revcompile.runtime.reversible.overlap import SMALL
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.ring_buffer import RingBuffer
-from revcompile.runtime.stage.static_buffers import StaticBuffers, empty_on
+from revcompile.runtime.stage.static_buffers import StaticBuffers, empty_on, free_cached, move
 from revcompile.schedule import Order, Schedule, window
 from revcompile.units import format_size
 
@@ -189,6 +189,10 @@ class StaticState:
             sizes = sorted(executor.updater.snapshot_bytes for executor in self.executors)
             if why := missing_memory(messages, sum(sizes[-2:]), self._flags.device):
                 raise CaptureUnsupported(why)
+            free_cached(self._flags.device)
+            for executor in self.executors:
+                move(executor.updater.state_tensors)
+                move(executor.stage.cast_weights.copies)
             self._allocate(messages, batch)
             if self._streams is not None and 0 in self._by_stage:
                 self._streams.staying |= self._large_stages(batch)
