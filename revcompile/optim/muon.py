@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -114,7 +114,7 @@ class DelayAwareMuon(Optimizer):
                 continue
             for p in params:
                 self._initialise(p, group)
-            if group["use_muon"] and self._by_kernels(group["params"]):
+            if self._by_kernels(group["params"]):
                 self._fused_step(group, params)
                 continue
             grads = [p.grad.to(_wide(p)) for p in params]
@@ -149,71 +149,107 @@ class DelayAwareMuon(Optimizer):
         nesterov = torch._foreach_lerp(grads, buffers, momentum)
         return orthogonalise(nesterov, group["ns_steps"], group["lr"])
 
-    def guarded(self) -> list[Tensor]:
-        """Parameters that a step leaves as they are, with their state, if `found_inf` is set."""
-        groups = [group for group in self.param_groups if group["use_muon"]]
-        return [p for group in groups if self._by_kernels(group["params"]) for p in group["params"]]
-
-    def _by_kernels(self, params: Sequence[Tensor]) -> bool:
-        """Are these matrices updated by Triton kernels? On GPUs, if possible."""
-        on_gpu = all(p.is_cuda for p in params) if self._is_fused is None else self._is_fused
-        states = [t for p in params for t in self.state.get(p, {}).values()]
-        return bool(on_gpu and _kernels().supports([*params, *states]))
-
-    def _fused_step(self, group: Mapping[str, Any], params: list[Any]) -> None:
-        """The update of matrices by kernels."""
-        kernels, flag = _kernels(), getattr(self, "found_inf", None)
-        feedback = group["feedback"] * self.delay
-        last = last_updates(params, self.state, params) if feedback else [None] * len(params)
-        rate = group["lr"]
-        if isinstance(rate, Tensor) and rate.device != params[0].device:
-            rate = float(rate)
-        settings = group["weight_decay"], feedback, flag
-        for indices in _by_shape(params):
-            first = params[indices[0]]
-            rows, columns = _sides(first.shape)
-            batch = first.new_empty((len(indices), rows, columns), dtype=torch.bfloat16)
-            for index, out in zip(indices, batch, strict=True):
-                grad = params[index].grad.to(torch.float32).contiguous()
-                mean = self.state[params[index]]["momentum_buffer"]
-                kernels.momentum(grad, mean, out, 1 - group["momentum"], flag)
-            scale = _scale(rows, columns)
-            directions = _newton_schulz(batch, group["ns_steps"])
-            for index, direction in zip(indices, directions, strict=True):
-                kernels.update(params[index], direction, last[index], rate, scale, *settings)
-
     def _adamw_updates(
         self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> list[Tensor]:
-        """By torch's fused kernels: from parameters that are 0 they go to minus the update."""
+        directions = self._adamw_directions(group, params, grads)
+        torch._foreach_mul_(directions, -group["lr"])
+        return directions
+
+    def _adamw_directions(
+        self,
+        group: Mapping[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        flag: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Where torch's fused kernels take parameters that are 0 with a learning rate of 1."""
         beta1, beta2 = group["betas"]
-        rate, states = group["lr"], [self.state[p] for p in params]
-        torch._foreach_add_([state["step"] for state in states], 1)
-        updates = [torch.zeros_like(state["exp_avg"]) for state in states]
+        states = [self.state[p] for p in params]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1 if flag is None else (1 - flag).to(steps[0].dtype))
+        directions = [torch.empty_like(state["exp_avg"]) for state in states]
+        torch._foreach_zero_(directions)
         batches: dict[Any, list[int]] = {}
-        for index, update in enumerate(updates):
-            batches.setdefault((update.device, update.dtype), []).append(index)
+        for index, direction in enumerate(directions):
+            batches.setdefault((direction.device, direction.dtype), []).append(index)
         for (device, _), indices in batches.items():
             own = [states[index] for index in indices]
             # The kernels read single precision; one copy of all counts.
             counts = torch.stack([state["step"] for state in own]).to(device, torch.float32)
             torch._fused_adamw_(
-                [updates[index] for index in indices],
+                [directions[index] for index in indices],
                 [grads[index] for index in indices],
                 [state["exp_avg"] for state in own],
                 [state["exp_avg_sq"] for state in own],
                 [],
                 list(counts.unbind()),
-                lr=rate.to(device, torch.float32) if isinstance(rate, Tensor) else rate,
+                lr=1.0,
                 beta1=beta1,
                 beta2=beta2,
                 weight_decay=0.0,
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                found_inf=flag,
             )
-        torch._foreach_neg_(updates)
-        return updates
+        return directions
+
+    # -- by Triton kernels --------------------------------------------------------------------
+
+    def guarded(self) -> list[Tensor]:
+        """Parameters that a step leaves as they are, with their state, if `found_inf` is set."""
+        groups = [group["params"] for group in self.param_groups]
+        return [p for params in groups if self._by_kernels(params) for p in params]
+
+    def _by_kernels(self, params: Sequence[Tensor]) -> bool:
+        """Are these updated by Triton kernels? On GPUs, if possible."""
+        on_gpu = all(p.is_cuda for p in params) if self._is_fused is None else self._is_fused
+        states = [self.state.get(p, {}) for p in params]
+        tensors = [t for state in states for key, t in state.items() if key != "step"]
+        return bool(on_gpu and _kernels().supports([*params, *tensors]))
+
+    def _fused_step(self, group: Mapping[str, Any], params: list[Any]) -> None:
+        kernels, flag = _kernels(), getattr(self, "found_inf", None)
+        feedback = group["feedback"] * self.delay
+        last = last_updates(params, self.state, params) if feedback else [None] * len(params)
+        rate = group["lr"]
+        if isinstance(rate, Tensor) and rate.device != params[0].device:
+            rate = float(rate)
+        grads = [p.grad.to(torch.float32).contiguous() for p in params]
+        compute = self._fused_muon if group["use_muon"] else self._fused_adamw
+        for index, direction, scale in compute(group, params, grads, flag):
+            settings = scale, group["weight_decay"], feedback, flag
+            kernels.update(params[index], direction, last[index], rate, *settings)
+
+    def _fused_muon(
+        self,
+        group: Mapping[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        flag: Tensor | None,
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        """Places of parameters, the direction of each, and what the learning rate is scaled by."""
+        for indices in _by_shape(params):
+            first = params[indices[0]]
+            rows, columns = _sides(first.shape)
+            batch = first.new_empty((len(indices), rows, columns), dtype=torch.bfloat16)
+            for index, out in zip(indices, batch, strict=True):
+                mean = self.state[params[index]]["momentum_buffer"]
+                _kernels().momentum(grads[index], mean, out, 1 - group["momentum"], flag)
+            directions = _newton_schulz(batch, group["ns_steps"])
+            for index, direction in zip(indices, directions, strict=True):
+                yield index, direction, _scale(rows, columns)
+
+    def _fused_adamw(
+        self,
+        group: Mapping[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        flag: Tensor | None,
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        for index, direction in enumerate(self._adamw_directions(group, params, grads, flag)):
+            yield index, direction, -1.0
 
 
 def orthogonalise(
@@ -271,13 +307,20 @@ def _scale(rows: int, columns: int) -> float:
 def _newton_schulz(x: Tensor, steps: int) -> Tensor:
     """Of a batch of matrices; the polynomials are of the smaller of both Gram matrices."""
     a, b, c = _COEFFICIENTS
+    by_kernels = x.is_cuda and _kernels().multiplies(x)
+    product = _kernels().symmetric_product if by_kernels else _symmetric_product
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(steps):
-        gram = x.mT @ x if is_tall else x @ x.mT
-        powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram = product(x.mT if is_tall else x)
+        powers = product(gram, c, b)
         x = torch.baddbmm(x, *((x, powers) if is_tall else (powers, x)), beta=a)
     return x
+
+
+def _symmetric_product(x: Tensor, factor: float = 1.0, beta: float = 0.0) -> Tensor:
+    """Of each matrix `x` of a batch: `factor * x x' + beta * x`; beta for symmetric ones only."""
+    return torch.baddbmm(x, x, x.mT, beta=beta, alpha=factor) if beta else x @ x.mT
 
 
 @functools.cache

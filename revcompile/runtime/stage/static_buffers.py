@@ -22,7 +22,7 @@ Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None,
 
 None for one that has to be computed from its bytes."""
 
-_SMALL: Final = 1 << 16
+SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
 _LARGE: Final = 1 << 20
 """Bytes from which on torch's allocator puts a tensor among other large ones."""
@@ -203,7 +203,7 @@ def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             if target is source:
                 continue
             is_local = target.device == source.device and target.dtype is not torch.float8_e4m3fn
-            if target.numel() <= _SMALL and is_local:
+            if target.numel() <= SMALL and is_local:
                 kind = target.device, target.dtype, source.dtype
                 small.setdefault(kind, []).append((target, source))
             else:
