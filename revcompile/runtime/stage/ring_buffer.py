@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.runtime.stage.static_buffers import Flat, StaticBuffers
+from revcompile.runtime.stage.static_buffers import Flat, StaticBuffers, free_cached
 
 _NONE: Final = torch.empty(0, dtype=torch.int64)
 
@@ -45,6 +45,8 @@ class RingBuffer:
     def __init__(self, like: Any, count: int, newest: Tensor = _NONE, oldest: Tensor = _NONE):
         self.count, self.newest, self.oldest = count, newest, oldest
         form = Flat.of(like)
+        for device in {x.device: None for x in form.leaves if isinstance(x, Tensor)}:
+            free_cached(device)
         self._rows = [_Rows(x, count) if isinstance(x, Tensor) else None for x in form.leaves]
         # Not the tensors themselves: they would live on.
         self._form = form.with_leaves([None if isinstance(x, Tensor) else x for x in form.leaves])

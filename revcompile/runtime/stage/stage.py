@@ -301,7 +301,7 @@ class Stage:
                 self.root, mix(self.seed, microbatch), *arguments
             )
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
-        own_grads = self.cast_weights.to_weight_dtype(
+        own_grads = self.cast_weights.like_weights(
             dict(zip(program.parameters, dense, strict=True))
         )
         sent = map(self._as_sent, of_inputs)
@@ -342,13 +342,17 @@ class Stage:
         memory; what is accumulated is the stage's own.
         """
         used = {g.untyped_storage()._cdata for g in input_grads.values() if g is not None}
+        if self.accumulates_in_place:
+            given = {n: g for n, g in gradients.items() if g is not None and n in self.gradients}
+            if given:
+                torch._foreach_add_([self.gradients[name] for name in given], list(given.values()))
+            for name in given:
+                del gradients[name]
         for name in tuple(gradients):
             gradient = gradients.pop(name)
             if gradient is None:
                 continue
-            if name in self.gradients and self.accumulates_in_place:
-                gradient = self.gradients[name].add_(gradient)
-            elif name in self.gradients:
+            if name in self.gradients:
                 gradient = self.gradients[name] + gradient
             elif gradient.untyped_storage()._cdata in used or overlaps(gradient):
                 gradient = gradient.clone(memory_format=torch.contiguous_format)

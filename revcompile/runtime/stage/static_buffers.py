@@ -7,7 +7,7 @@ a later one is therefore copied into buffers that are allocated once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,8 +22,10 @@ Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None,
 
 None for one that has to be computed from its bytes."""
 
-_SMALL: Final = 1 << 16
+SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
+_LARGE: Final = 1 << 20
+"""Bytes from which on torch's allocator puts a tensor among other large ones."""
 
 
 class Flat:
@@ -119,6 +121,23 @@ def empty_on(device: torch.device, tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t.detach(), device=device), tree)
 
 
+def free_cached(device: torch.device) -> None:
+    """Before something is allocated that lasts: free what torch's allocator has cached.
+
+    A tensor that gets a part of a large cached block keeps all of that block from being freed.
+    """
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.empty_cache()
+
+
+def move(tensors: Iterable[Tensor]) -> None:
+    """Have large tensors on a GPU lie in memory that is allocated now."""
+    for tensor in tensors:
+        is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        if tensor.is_cuda and is_whole and tensor.nbytes >= _LARGE:
+            tensor.data = tensor.data.clone()
+
+
 def pooled_copy(pool: BufferPool, tree: Any) -> Any:
     """A copy of nested values in buffers of a pool: no memory is allocated in the long run."""
 
@@ -184,7 +203,7 @@ def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             if target is source:
                 continue
             is_local = target.device == source.device and target.dtype is not torch.float8_e4m3fn
-            if target.numel() <= _SMALL and is_local:
+            if target.numel() <= SMALL and is_local:
                 kind = target.device, target.dtype, source.dtype
                 small.setdefault(kind, []).append((target, source))
             else:

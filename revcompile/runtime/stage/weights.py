@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from revcompile.ir.module_tree import TreeReads, is_cast
 from revcompile.ir.program import StageProgram
-from revcompile.kernels.autocast import converted
 from revcompile.runtime.reversible.slots import Slot, filled
 from revcompile.schedule import Order, Weights
 
@@ -228,6 +227,10 @@ class CastWeights:
         self.refresh_if_changed()
         return {**self._parameters, **self._copies} if self._names else None
 
+    @property
+    def copies(self) -> list[Tensor]:
+        return list(self._copies.values())
+
     def refresh(self) -> None:
         if not self._names:
             return
@@ -256,14 +259,22 @@ class CastWeights:
         # Before every step, for every weight: no Python in the loop.
         return list(map(_version, self._weights)), list(map(Tensor.data_ptr, self._weights))
 
-    def to_weight_dtype(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Gradients of the copies, converted to the dtype of the weights themselves."""
-        cast = {n: g for n, g in gradients.items() if g is not None and n in self._copies}
-        if not cast:
+    def like_weights(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Gradients in the dtypes and memory layouts of the weights, as fused optimizers need."""
+        given = {n: g for n, g in gradients.items() if g is not None}
+        differ = [n for n, g in given.items() if not _is_laid_out_as(g, self._parameters[n])]
+        if not differ:
             return dict(gradients)
-        dtypes = [self._parameters[name].dtype for name in cast]
-        copies = converted(list(cast.values()), dtypes)
-        return {**gradients, **dict(zip(cast, copies, strict=True))}
+        copies = [torch.empty_like(self._parameters[n], requires_grad=False) for n in differ]
+        torch._foreach_copy_(copies, [given[n] for n in differ])
+        return {**gradients, **dict(zip(differ, copies, strict=True))}
+
+
+def _is_laid_out_as(gradient: Tensor, weight: Tensor) -> bool:
+    if gradient.dtype != weight.dtype:
+        return False
+    pairs = zip(gradient.stride(), weight.stride(), weight.shape, strict=True)
+    return all(a == b or size == 1 for a, b, size in pairs)
 
 
 def castable_parameters(

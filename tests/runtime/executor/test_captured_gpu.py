@@ -14,6 +14,7 @@ from training import SCHEDULES, Net, adam, fresh, momentum, weights
 
 import revcompile
 from revcompile.errors import NonFiniteError
+from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.stage.loss_scale import LossScale
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
@@ -72,7 +73,8 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32))
+        # Folded where it is compiled.
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32))
         self.blocks = nn.ModuleList(self.block() for _ in range(3))
         self.head = nn.Linear(32, 3)
         self.to(memory_format=torch.channels_last)
@@ -92,7 +94,7 @@ class Small(nn.Module):
 
 def convolved(backend: str) -> list[float]:
     torch.manual_seed(0)
-    x = torch.randn(8, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+    x = torch.randn(8, 3, 16, 16, device="cuda").to(memory_format=torch.channels_last)
     net = revcompile.petrafy(Small().cuda(), 4, x, check="off")
     trainer = net.trainer(momentum, F.cross_entropy, backend=backend, autocast=torch.bfloat16)
     y = torch.arange(8, device="cuda") % 3
@@ -104,6 +106,15 @@ def test_convolutions_in_bfloat16(backend: str) -> None:
     losses = convolved("eager")
     assert losses[-1] < 0.5 * losses[0]
     assert convolved(backend) == pytest.approx(losses, abs=0.03)
+
+
+@pytest.mark.parametrize("staying", [{0, 2}, {1}, {0, 1, 2}], ids=str)
+def test_stages_with_large_tensors_stay_on_the_current_stream(
+    monkeypatch: pytest.MonkeyPatch, staying: set[int]
+) -> None:
+    losses = convolved("eager")
+    monkeypatch.setattr(StaticPipeline, "_large_stages", lambda *_: staying)
+    assert convolved("cudagraphs") == pytest.approx(losses, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -17,6 +17,7 @@ from revcompile.kernels.exact_sum import make_grid, rounded
 from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
 from revcompile.runtime.executor.captured.fusion_regions import (
     find_regions,
+    folded_conv2d,
     fuse_residual_adds,
 )
 from revcompile.staged import StagedModel
@@ -111,3 +112,19 @@ def _run(
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_imprecise):
         outputs, _ = forward(net.model, KEY, a, b, grid)
         return outputs, *backward(net.model, KEY, grid, *outputs, *seeds)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "step", "padding", "size"), [(7, 2, 3, 12), (3, 2, 1, 8), (4, 4, 0, 8), (5, 3, 1, 9)]
+)
+def test_convolutions_of_few_channels_are_folded(
+    kernel: int, step: int, padding: int, size: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, size, 2 * size if size % 2 == 0 else size, dtype=torch.float64)
+    conv = nn.Conv2d(3, 5, kernel, step, padding).double()
+    found = folded_conv2d(x, conv.weight, conv.bias, step, padding)
+    torch.testing.assert_close(found, conv(x))
+    seed = torch.randn_like(found)
+    gradients = [torch.autograd.grad(y, conv.weight, seed)[0] for y in (found, conv(x))]
+    torch.testing.assert_close(*gradients)

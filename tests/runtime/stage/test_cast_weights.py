@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from training import (
     METHODS,
@@ -157,3 +158,16 @@ def test_a_model_without_autocast_has_no_copies() -> None:
     trainer = net.trainer(momentum, F.cross_entropy)
     feed(trainer, DATA[:2])
     assert all(executor.stage.cast_weights.current() is None for executor in trainer.executors)
+
+
+def test_gradients_are_laid_out_as_their_weights() -> None:
+    """Fused optimizers refuse any other layout."""
+    shape = (2, 3, 4, 4)
+    conv = nn.Parameter(torch.zeros(shape).to(memory_format=torch.channels_last))
+    own = {"conv": conv, "norm": nn.Parameter(torch.zeros(3)), "frozen": torch.zeros(3)}
+    given = {"conv": torch.randn(shape).bfloat16(), "norm": torch.randn(3), "frozen": None}
+    found = CastWeights(own, ["conv"], torch.bfloat16).like_weights(given)
+    assert found["norm"] is given["norm"] and found["frozen"] is None
+    assert found["conv"] is not None and given["conv"] is not None
+    assert torch.equal(found["conv"], given["conv"].float())
+    assert found["conv"].stride() == conv.stride()

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.stage.loss_scale import OVERFLOW
+from revcompile.runtime.stage.static_buffers import SMALL
 from revcompile.runtime.stage.tensors import overlaps
 
 
@@ -38,9 +40,18 @@ def found_inf(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
     return torch.maximum(flag, (~is_finite).to(flag.dtype))
 
 
-def zero_if(flag: Tensor, gradient: Tensor) -> Tensor:
-    """Zeros if the flag is set, else the gradient."""
-    return torch.where(flag.bool(), torch.zeros_like(gradient), gradient)
+def zero_if(flag: Tensor, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Zeros if the flag is set, else the gradients.
+
+    >>> zero_if(torch.ones(1), {"weight": torch.tensor([1.0, float("nan")]), "bias": None})
+    {'weight': tensor([0., 0.]), 'bias': None}
+    """
+    flag = flag.bool().reshape(())
+    zeros = {g.dtype: g.new_zeros(()) for g in gradients.values() if g is not None}
+    return {
+        name: None if g is None else torch.where(flag, zeros[g.dtype], g)
+        for name, g in gradients.items()
+    }
 
 
 def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
@@ -53,9 +64,19 @@ def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tenso
     tensor([1., 2.])
     """
     flag = flag.bool().reshape(())
+    small: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for tensor, old in zip(tensors, snapshot, strict=True):
         target = tensor.detach()
-        torch.where(flag, old, target, out=target)
+        if target.numel() <= SMALL:
+            small.setdefault((target.device, target.dtype), []).append((target, old))
+        else:
+            torch.where(flag, old, target, out=target)
+    for pairs in small.values():  # all of one type as one tensor: there may be hundreds
+        now, before = (torch.cat([t.flatten() for t in part]) for part in zip(*pairs, strict=True))
+        sizes = [target.numel() for target, _ in pairs]
+        kept = torch.where(flag, before, now).split(sizes)
+        targets = [target for target, _ in pairs]
+        torch._foreach_copy_(targets, [k.view(t.shape) for k, t in zip(kept, targets, strict=True)])
 
 
 class RunningStatistics:

@@ -149,7 +149,7 @@ class CapturedStageExecutor(StageExecutor):
                 restored = torch.where(flag == OVERFLOW, before, flag)
             self.flag, self.restored = flag, restored
             if self._is_counted or self._shares_norm:
-                gradients = {n: g if g is None else zero_if(flag, g) for n, g in gradients.items()}
+                gradients = zero_if(flag, gradients)
             if self._is_counted:
                 self.count = self.count + (flag == 0).reshape(())
         if message.scale is not None:

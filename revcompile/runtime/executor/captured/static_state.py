@@ -24,7 +24,7 @@ from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, Eage
 from revcompile.runtime.executor.captured.optimizers import FixedSettings
 from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
-from revcompile.runtime.executor.captured.streams import StepStreams
+from revcompile.runtime.executor.captured.streams import StepStreams, largest_tensor
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import (
@@ -34,10 +34,11 @@ from revcompile.runtime.executor.transport import (
     Route,
     Transport,
 )
+from revcompile.runtime.reversible.overlap import SMALL
 from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.ring_buffer import RingBuffer
-from revcompile.runtime.stage.static_buffers import StaticBuffers, empty_on
+from revcompile.runtime.stage.static_buffers import StaticBuffers, empty_on, free_cached, move
 from revcompile.schedule import Order, Schedule, window
 from revcompile.units import format_size
 
@@ -188,7 +189,13 @@ class StaticState:
             sizes = sorted(executor.updater.snapshot_bytes for executor in self.executors)
             if why := missing_memory(messages, sum(sizes[-2:]), self._flags.device):
                 raise CaptureUnsupported(why)
+            free_cached(self._flags.device)
+            for executor in self.executors:
+                move(executor.updater.state_tensors)
+                move(executor.stage.cast_weights.copies)
             self._allocate(messages, batch)
+            if self._streams is not None and 0 in self._by_stage:
+                self._streams.staying |= self._large_stages(batch)
             self._boundary.allocate(batch, expected, self._by_stage, flag)
         self._load(messages, schedule, is_new)
         for route, queue in messages.items():
@@ -254,6 +261,19 @@ class StaticState:
             if kind is MessageKind.DY:
                 self._transport.open(route, queue[0], self._waiting_counts[target])
         self._open_tied_routes()
+
+    def _large_stages(self, batch: StepInputs) -> set[int]:
+        """Stages with tensors so large that each of their kernels fills the GPU."""
+        kind, value = self.executors[0].program.inputs[0].type, batch.local.leaves[0]
+        dim = None if kind is None else kind.batch_dim
+        if dim is None or not isinstance(value, Tensor) or value.ndim <= dim:
+            return set()
+        samples = value.shape[dim]
+        return {
+            executor.index
+            for executor in self.executors
+            if largest_tensor(executor.program.forward, samples) > SMALL
+        }
 
     def _open_tied_routes(self) -> None:
         for source, target, kind in tied_routes(self.executors):

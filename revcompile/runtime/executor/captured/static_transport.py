@@ -28,6 +28,7 @@ from revcompile.runtime.stage.static_buffers import (
     Flat,
     copy_tensors,
     empty_on,
+    free_cached,
     storage,
 )
 from revcompile.runtime.stage.tensors import clone_tree
@@ -192,6 +193,7 @@ class StaticTransport(Transport):
             elif before is not None and buffer is before.payload.leaves[number]:
                 buffer = None
             if buffer is None:
+                free_cached(leaf.device)
                 buffer = torch.empty_like(like, device=leaf.device)
                 self._buffers[route, place, number] = buffer
                 self._storages.add(storage(buffer))

@@ -9,16 +9,21 @@ and so do the backward passes of different stages. Four stages, two backward str
     updates                U0  U1  U2
 
 A stage's backward pass waits for its own forward pass only; its update for its backward pass.
+Stages with large tensors stay on the current stream: their kernels fill the GPU on their own, and
+what they compute in takes the place of what the forward passes have used.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+
+from revcompile.ir.types import TYPE, TensorType
 
 
 @functools.cache
@@ -31,16 +36,23 @@ def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def largest_tensor(program: fx.Graph, samples: int) -> int:
+    """Elements of the largest tensor that a program computes for so many samples."""
+    types = (node.meta.get(TYPE) for node in program.nodes)
+    return max((math.prod(t.at(samples)) for t in types if isinstance(t, TensorType)), default=0)
+
+
 class StepStreams:
     """The streams of a step.
 
     Args:
-        last: The index of the last stage, which stays on the current stream.
+        last: The index of the last stage.
         width: How many streams backward passes are spread over.
     """
 
     def __init__(self, device: torch.device, last: int, width: int = 2) -> None:
-        self._last = last
+        self.staying: set[int] = {last}
+        """The stages all of whose passes are on the current stream."""
         self._backward_streams = [stream_for(f"backward {n}", device) for n in range(width)]
         self._update_stream = stream_for("update", device)
         self._forward_done: dict[int, torch.cuda.Event] = {}
@@ -59,8 +71,9 @@ class StepStreams:
     @contextmanager
     def backward(self, stage: int) -> Iterator[None]:
         """The stream of a stage's backward pass."""
-        if stage == self._last:
+        if stage in self.staying:
             yield
+            self._backward_done[stage] = torch.cuda.current_stream().record_event()
             return
         stream = self._backward_stream(stage)
         stream.wait_event(self._forward_done[stage])
@@ -77,15 +90,14 @@ class StepStreams:
         may lie in the buffers of the message it has received (a coupling hands one half on as it
         is): that message is in use until this one is sent.
         """
-        is_last = stage == self._last
-        stream = torch.cuda.current_stream() if is_last else self._backward_stream(stage)
+        stays = stage in self.staying
+        stream = torch.cuda.current_stream() if stays else self._backward_stream(stage)
         for reader in (stage - 2, stage - 1):
             if reader in self._backward_done:
                 stream.wait_event(self._backward_done[reader])
         with torch.cuda.stream(stream):
             yield
-        if not is_last:
-            self._backward_done[stage] = stream.record_event()
+        self._backward_done[stage] = stream.record_event()
 
     @contextmanager
     def update(self, stage: int, read: Iterable[Tensor]) -> Iterator[None]:
@@ -95,7 +107,7 @@ class StepStreams:
             read: Tensors of the backward pass that the update reads. Of one that was in a graph of
                 its own nothing is known here: the update stays on the current stream.
         """
-        if stage == self._last or stage not in self._backward_done:
+        if stage in self.staying or stage not in self._backward_done:
             yield
             return
         # The allocator gives freed memory to the stream that allocated it, at once: the backward
