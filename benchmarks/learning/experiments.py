@@ -16,7 +16,7 @@ MUON = "delay-aware-muon"
 _USUAL = {
     "resnet18": ("sgd", 10, (64, 256)),
     "resnet50": ("sgd", 18, (64, 256)),
-    "vit_tiny": ("adamw", 8, (64,)),
+    "vit_tiny": ("adamw", 8, (64, 256)),
 }
 """With what a model is trained, in how many stages and by micro-batches of which sizes, unless the
 name says otherwise."""
@@ -45,6 +45,8 @@ class Experiment:
     """How many times an epoch gradients are compared."""
     weights: str | None = None
     """Which weights backward uses; None: as the method has it."""
+    policy: str = "paper"
+    """How the compiler makes two streams of one."""
 
     @property
     def setting(self) -> str:
@@ -59,7 +61,8 @@ class Experiment:
         schedule = f"-{self.schedule}" if self.schedule != "steps" else ""
         how = f"{optimizer}{rate}{schedule}{helps}"
         weights = f"-{self.weights}" if self.weights else ""
-        return f"{self.model}-{self.method}{weights}{order}-k{self.accumulate}{cut}{how}"
+        policy = f"-{self.policy}" if self.policy != "paper" else ""
+        return f"{self.model}{policy}-{self.method}{weights}{order}-k{self.accumulate}{cut}{how}"
 
     @property
     def name(self) -> str:
@@ -188,15 +191,22 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
 def _transformer_muon(seeds: int, epochs: int) -> Iterator[Experiment]:
     """The same with matrices by Muon: backprop, and the weights that backward may use."""
     for seed, rate in itertools.product(range(seeds), (0.01, 0.005)):
-        for method, weights in (
-            ("backprop", None),
-            ("petra", "latest"),
-            ("petra", "stashed"),
-            ("petra", "predicted"),
+        for method, weights, policy in (
+            ("backprop", None, "paper"),
+            ("petra", "latest", "paper"),
+            ("petra", "stashed", "paper"),
+            ("petra", "rewound", "paper"),
+            ("petra", "predicted", "paper"),
+            ("petra", "stashed", "pretrained"),
+            ("backprop", None, "pretrained"),
         ):
+            is_backprop = (
+                method == "backprop"
+            )  # there an update of four micro-batches is one of 256
             yield Experiment(
                 method,
-                accumulate=4,
+                accumulate=1 if is_backprop else 4,
+                batch=256 if is_backprop else 64,
                 seed=seed,
                 model="vit_tiny",
                 stages=8,
@@ -206,6 +216,7 @@ def _transformer_muon(seeds: int, epochs: int) -> Iterator[Experiment]:
                 schedule="cosine",
                 weight_decay=0.05,
                 weights=weights,
+                policy=policy,
             )
 
 

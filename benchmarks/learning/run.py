@@ -96,7 +96,8 @@ class Staged:
         device = data.train.device
         example = torch.randn(8, 3, 32, 32, device=device)
         model = create(experiment).to(device)
-        self.net = revcompile.petrafy(model, experiment.stages, example, check="off")
+        policy = revcompile.Policy.named(experiment.policy)
+        self.net = revcompile.petrafy(model, experiment.stages, example, policy=policy, check="off")
         recipe = recipe_of(experiment, len(data.train))
         is_muon = experiment.optimizer == MUON
         self.trainer = self.net.trainer(

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from revcompile.schedule import REWOUND_BLOCK as BLOCK
 
@@ -30,6 +29,8 @@ _GROWTH: Final = 8
 """How many times as large as at first the largest weight of a block may become."""
 _LEAST: Final = 2.0
 """What all weights may grow to."""
+_BUCKET: Final = 2**22
+"""Elements that are rounded at once: what is computed on the way takes some times their memory."""
 # What is rounded up where depends on these and the number of the update: over updates, fractions of
 # multiples of an irrational number are spread evenly, so that small parts of updates are not lost.
 _BY_UPDATE: Final = (math.sqrt(5) - 1) / 2
@@ -50,106 +51,151 @@ class RewoundWeights:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], count: int) -> None:
-        self._parameters, self._count = parameters, count
-        self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._updates: dict[str, tuple[Tensor, Tensor]] = {}
-        """By name: the last `count` updates, the newest first, and their scales' exponents.
-
-        The same tensors from the first update on: captured steps hold their addresses.
-        """
+        self._parameters = parameters
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._buckets = [_Bucket(bucket, count) for bucket in _bucketed(trained)]
         self._number: Tensor | None = None
         """How many updates there were."""
-        self._grids: dict[str, Tensor] = {}
-        """By name: the exponent of what each block's weights are multiples of."""
-        for name, p in self._trained.items():
-            if p.dtype in _DIGITS:
-                blocks = _blocks(p.detach())
-                largest = blocks.abs().amax(1).mul(_GROWTH).clamp_min(_LEAST)
-                grid = torch.frexp(largest).exponent - _DIGITS[p.dtype]
-                self._grids[name] = grid.to(torch.int8)
-                p.detach().copy_(_unblocked(_on_grid(blocks, self._grids[name]), p))
 
     @contextmanager
     def following(self) -> Iterator[None]:
         """Around an update of all parameters."""
         number = self._allocated()
-        trained = [p.detach() for p in self._trained.values()]
-        before = [torch.empty_like(p) for p in trained]
-        if trained:
-            torch._foreach_copy_(before, trained)
+        before = [bucket.rows() for bucket in self._buckets]
         yield
         offset = number.double() * _BY_UPDATE
-        for (name, p), old in zip(self._trained.items(), before, strict=True):
-            packed, exponents = self._updates[name]
-            for kept in (packed, exponents):
-                kept[1:].copy_(kept[:-1].clone())
-            update, grid = _blocks(old - p.detach()), self._grids.get(name)
-            multiples, exponents[0] = _rounded(update, offset, grid)
-            scale = _scale(exponents[0], p.dtype)
-            if grid is not None:
-                # Weights that have outgrown the grid stay where they are, unless they are still
-                # exact. What others have written may be anywhere, and returns to the grid here.
-                blocks = _blocks(old)
-                rounded = _on_grid(blocks, grid)
-                step = multiples * scale
-                is_exact = (rounded - step) + step == rounded
-                multiples = torch.where(is_exact, multiples, 0.0)
-                old = _unblocked(rounded, old)
-            packed[0] = _packed(multiples)
-            p.detach().copy_(old - _unblocked(multiples * scale, old))
+        for bucket, old in zip(self._buckets, before, strict=True):
+            bucket.follow(old, offset)
         number.add_(1)
 
     def _allocated(self) -> Tensor:
         if self._number is None:
-            for name, p in self._trained.items():
-                blocks = -(-p.numel() // BLOCK)
-                packed = torch.empty(
-                    self._count, blocks, BLOCK // 2, dtype=torch.uint8, device=p.device
-                )
-                packed.fill_(0x88)  # 8 in each half of a byte is zero
-                exponents = torch.zeros(self._count, blocks, dtype=torch.int8, device=p.device)
-                self._updates[name] = packed, exponents
-            device = next((p.device for p in self._trained.values()), None)
+            for bucket in self._buckets:
+                bucket.allocate()
+            device = next((bucket.device for bucket in self._buckets), None)
             self._number = torch.zeros((), dtype=torch.long, device=device)
         return self._number
 
     def past(self, updates: int) -> dict[str, Tensor]:
         """The weights of so many updates ago, as leaves of their own."""
         weights = dict(self._parameters)
-        for name, p in self._trained.items():
-            old = p.detach().clone()
-            packed, exponents = self._updates[name]
-            for number in range(updates):
-                step = _unpacked(packed[number], p.dtype) * _scale(exponents[number], p.dtype)
-                old.add_(_unblocked(step, p))
-            weights[name] = old.requires_grad_()
+        for bucket in self._buckets:
+            weights.update(bucket.past(updates))
         return weights
 
     # -- checkpoints --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What `load` needs."""
-        number = int(self._allocated())
-        return {"number": number, "updates": {**self._updates}, "grids": {**self._grids}}
+        number, updates, grids = int(self._allocated()), {}, {}
+        for bucket in self._buckets:
+            updates.update(bucket.updates())
+            grids.update(bucket.grids())
+        return {"number": number, "updates": updates, "grids": grids}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there. Tensors are written to: captured steps hold their addresses."""
         self._allocated().fill_(state["number"])
-        for name, kept in self._updates.items():
-            for own, saved in zip(kept, state["updates"][name], strict=True):
-                own.copy_(saved)
-        for name, grid in self._grids.items():
-            grid.copy_(state["grids"][name])
+        for bucket in self._buckets:
+            for name, kept in bucket.updates().items():
+                for own, saved in zip(kept, state["updates"][name], strict=True):
+                    own.copy_(saved)
+            for name, grid in bucket.grids().items():
+                grid.copy_(state["grids"][name])
 
 
-def _blocks(tensor: Tensor) -> Tensor:
-    """Its elements in rows that share a scale, filled up with zeros."""
-    flat = tensor.reshape(-1)
-    return F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+class _Bucket:
+    """Parameters of one dtype, side by side in rows of which each has a scale.
+
+    A kernel for each parameter would take longer to start than to run.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], count: int) -> None:
+        self._parameters, self._count = parameters, count
+        self._sizes = [-(-p.numel() // BLOCK) for p in parameters.values()]
+        first = next(iter(parameters.values()))
+        self._dtype, self.device = first.dtype, first.device
+        self._packed = self._exponents = torch.empty(0)
+        """The last `count` updates, the newest first, and their scales' exponents.
+
+        The same tensors from the first update on: captured steps hold their addresses.
+        """
+        self._grid: Tensor | None = None
+        """The exponent of what each row's weights are multiples of."""
+        if self._dtype in _DIGITS:
+            rows = self.rows()
+            largest = rows.abs().amax(1).mul(_GROWTH).clamp_min(_LEAST)
+            self._grid = (torch.frexp(largest).exponent - _DIGITS[self._dtype]).to(torch.int8)
+            self._write(_on_grid(rows, self._grid))
+
+    def allocate(self) -> None:
+        """Room for updates."""
+        shape, device = (self._count, sum(self._sizes)), self.device
+        # 8 in each half of a byte is zero.
+        self._packed = torch.full((*shape, BLOCK // 2), 0x88, dtype=torch.uint8, device=device)
+        self._exponents = torch.zeros(shape, dtype=torch.int8, device=device)
+
+    def rows(self) -> Tensor:
+        """The parameters as they are, rows filled up with zeros."""
+        rows = torch.zeros(sum(self._sizes), BLOCK, dtype=self._dtype, device=self.device)
+        torch._foreach_copy_(self._views(rows), [p.detach() for p in self._parameters.values()])
+        return rows
+
+    def _views(self, rows: Tensor) -> list[Tensor]:
+        parts = zip(rows.split(self._sizes), self._parameters.values(), strict=True)
+        return [part.reshape(-1)[: p.numel()].view(p.shape) for part, p in parts]
+
+    def _write(self, rows: Tensor) -> None:
+        torch._foreach_copy_([p.detach() for p in self._parameters.values()], self._views(rows))
+
+    def follow(self, old: Tensor, offset: Tensor) -> None:
+        """Round the update since the parameters were `old`, and keep it."""
+        for kept in (self._packed, self._exponents):
+            kept[1:].copy_(kept[:-1].clone())
+        multiples, exponents = _rounded(old - self.rows(), offset, self._grid)
+        scale = _scale(exponents, self._dtype)
+        if self._grid is not None:
+            # Weights that have outgrown the grid stay where they are, unless they are still
+            # exact. What others have written may be anywhere, and returns to the grid here.
+            old = _on_grid(old, self._grid)
+            step = multiples * scale
+            multiples = torch.where((old - step) + step == old, multiples, 0.0)
+        self._exponents[0], self._packed[0] = exponents, _packed(multiples)
+        self._write(old - multiples * scale)
+
+    def past(self, updates: int) -> dict[str, Tensor]:
+        """The parameters of so many updates ago, with the strides they have."""
+        rows = self.rows()
+        for number in range(updates):
+            scale = _scale(self._exponents[number], self._dtype)
+            rows.add_(_unpacked(self._packed[number], self._dtype) * scale)
+        found = {}
+        for (name, p), view in zip(self._parameters.items(), self._views(rows), strict=True):
+            value = view if p.is_contiguous() else torch.empty_like(p).copy_(view)
+            found[name] = value.requires_grad_()
+        return found
+
+    def updates(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """By name: parts of what is kept."""
+        kept = (tensor.split(self._sizes, dim=1) for tensor in (self._packed, self._exponents))
+        return dict(zip(self._parameters, zip(*kept, strict=True), strict=True))
+
+    def grids(self) -> dict[str, Tensor]:
+        """By name: parts of the grid, if there is one."""
+        if self._grid is None:
+            return {}
+        return dict(zip(self._parameters, self._grid.split(self._sizes), strict=True))
 
 
-def _unblocked(blocks: Tensor, like: Tensor) -> Tensor:
-    return blocks.reshape(-1)[: like.numel()].view(like.shape)
+def _bucketed(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Of one device and dtype each, and about as large as `_BUCKET` at most."""
+    by_kind: dict[Any, list[dict[str, Tensor]]] = {}
+    for name, p in parameters.items():
+        buckets = by_kind.setdefault((p.device, p.dtype), [{}])
+        if buckets[-1] and sum(q.numel() for q in buckets[-1].values()) + p.numel() > _BUCKET:
+            buckets.append({})
+        buckets[-1][name] = p
+    return [bucket for buckets in by_kind.values() for bucket in buckets]
 
 
 def _on_grid(blocks: Tensor, grid: Tensor) -> Tensor:
