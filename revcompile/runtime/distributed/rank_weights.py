@@ -247,7 +247,8 @@ def _send_to_users(tensor: Tensor, source: int, users: set[int], ranks: Ranks) -
 def _as_bytes(tensor: Tensor, device: torch.device, has_values: bool) -> Tensor:
     """A tensor's elements as bytes, or an empty buffer for them."""
     if has_values:
-        return tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+        # .data: a view would hold on to the tensor, and a thread that has sent it to the view
+        return tensor.data.to(device).contiguous().reshape(-1).view(torch.uint8)
     return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device).view(torch.uint8)
 
 

@@ -123,6 +123,8 @@ class Boundary:
         tied = [(tie.holder, tie.owner, MessageKind.TIED_GRAD) for tie in ties]
         tied += [(tie.owner, tie.holder, MessageKind.TIED_WEIGHT) for tie in ties]
         self._tied_out = [route for route in tied if route[0] in stages and route[1] not in stages]
+        self.tied_here = [route for route in tied if route[0] in stages and route[1] in stages]
+        """On which stages here exchange the parameters that they share, and their gradients."""
         self._tied_in = [route for route in tied if route[1] in stages and route[0] not in stages]
         self.routes = [self._y] * self.has_next + [self._dx] * self.has_previous + self._tied_out
         """Those of messages to other ranks."""

@@ -173,9 +173,7 @@ class StaticState:
         if not self._is_in_slots() or not self._has_steady_ages(schedule):
             return False
         flag = self._flags[:1]
-        messages = waiting_messages(
-            self._eager_executors, transport, flag if self._has_flags else None
-        )
+        messages = self._waiting_messages(transport, flag if self._has_flags else None)
         if messages is None:
             return False
         expected = self._boundary.expected(transport, flag)
@@ -202,6 +200,29 @@ class StaticState:
             for _ in queue:
                 transport.receive(route)
         return True
+
+    def _waiting_messages(self, transport: Transport, flag: Tensor | None) -> Messages | None:
+        """Those that wait for stages here; None if a captured step cannot work with one.
+
+        Args:
+            flag: If given, messages get flags `found_inf` like this one, which are not set.
+        """
+        waiting: Messages = {}
+        for stage in self._stages[:-1]:
+            route = stage + 1, stage, MessageKind.DY
+            for message in transport.queued(stage, MessageKind.DY):
+                if message.void:
+                    return None
+                if message.scale is not None:
+                    scale = torch.tensor(message.scale, dtype=torch.float64)
+                    message = replace(message, scale=scale.to(self._flags.device))
+                waiting.setdefault(route, []).append(message.flagged(flag))
+        for route in self._boundary.tied_here:
+            waiting[route] = [
+                message.flagged(flag) if route[2] is MessageKind.TIED_GRAD else message
+                for message in transport.queues.get(route, ())
+            ]
+        return waiting
 
     def _is_in_slots(self) -> bool:
         """Does all that stages store of micro-batches in flight lie in their slots?
@@ -276,7 +297,7 @@ class StaticState:
         }
 
     def _open_tied_routes(self) -> None:
-        for source, target, kind in tied_routes(self.executors):
+        for source, target, kind in self._boundary.tied_here:
             route, holder = (source, target, kind), self._by_stage[max(source, target)]
             if kind is MessageKind.TIED_WEIGHT:
                 names = holder.tied_owners[source]
@@ -374,42 +395,6 @@ class StaticState:
     def is_outdated(self) -> bool:
         """Has something changed since `enter` that captured steps hold fixed?"""
         return self._settings is not None and self._settings.have_changed()
-
-
-def waiting_messages(
-    executors: Sequence[StageExecutor], transport: Transport, flag: Tensor | None
-) -> Messages | None:
-    """The messages that wait for these stages; None if a captured step cannot work with one.
-
-    Args:
-        flag: If given, messages get flags `found_inf` like this one, which are not set.
-    """
-    waiting: Messages = {}
-    for executor in executors[:-1]:
-        route = executor.index + 1, executor.index, MessageKind.DY
-        for message in transport.queued(executor.index, MessageKind.DY):
-            if message.void:
-                return None
-            if message.scale is not None:
-                scale = torch.tensor(message.scale, dtype=torch.float64)
-                message = replace(message, scale=scale.to(executor.stage._device()))
-            waiting.setdefault(route, []).append(message.flagged(flag))
-    for route in tied_routes(executors):
-        waiting[route] = [
-            message.flagged(flag) if route[2] is MessageKind.TIED_GRAD else message
-            for message in transport.queues.get(route, ())
-        ]
-    return waiting
-
-
-def tied_routes(executors: Sequence[StageExecutor]) -> list[Route]:
-    """Those on which parameters that these stages share, and their gradients, are exchanged."""
-    here = [executor.index for executor in executors]
-    pairs = [(e.index, holder) for e in executors for holder in e.tied_replicas if holder in here]
-    return [
-        *((holder, owner, MessageKind.TIED_GRAD) for owner, holder in pairs),
-        *((owner, holder, MessageKind.TIED_WEIGHT) for owner, holder in pairs),
-    ]
 
 
 def missing_memory(messages: Messages, snapshots: int, device: torch.device) -> str | None:
