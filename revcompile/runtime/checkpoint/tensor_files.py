@@ -43,11 +43,6 @@ def _tensor_digest(tensor: Tensor) -> str:
 # -- writing --------------------------------------------------------------------------------------
 
 
-def _as_stored(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, which is what safetensors can hold."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
 def write_tensors(
     file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
 ) -> None:
@@ -55,7 +50,10 @@ def write_tensors(
     separate: dict[str, Tensor] = {}  # safetensors refuses tensors that share memory
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        stored = _as_stored(tensor.detach().cpu()).contiguous()
+        stored = tensor.detach().cpu()
+        if tensor.is_complex():  # which safetensors cannot hold: as pairs of real numbers
+            stored = torch.view_as_real(stored.resolve_conj())
+        stored = stored.contiguous()
         address = stored.untyped_storage().data_ptr()
         separate[name] = stored.clone() if address in seen else stored
         seen.add(address)

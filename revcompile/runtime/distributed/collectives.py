@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, distributed
 
 from revcompile.errors import InputError, VerificationError
-from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import source_of
 from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.trainer.settings import Task
@@ -66,13 +65,10 @@ def run_facts(task: Task, options: Mapping[str, Any]) -> dict[str, Any]:
         named[f"buffer {name}"] = described(buffer)
     for part, program in zip(partition.parts, programs, strict=True):
         named[f"stage {part.index}"] = ", ".join(piece.name for piece in part.pieces)
-        named[f"code of stage {part.index}"] = _digest(program)
+        code = source_of(program.forward) + source_of(program.backward)
+        digest = hashlib.sha256(code.encode()).hexdigest()[:12]
+        named[f"code of stage {part.index}"] = digest
     return named
-
-
-def _digest(program: StageProgram) -> str:
-    text = source_of(program.forward) + source_of(program.backward)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 5) -> None:

@@ -174,11 +174,8 @@ def _write(path: Path, processes: Sequence[Process], title: str) -> None:
 
 
 def _packed(process: Process) -> list[Any]:
-    """As plain values, with times in whole nanoseconds."""
-    happened = [
-        [h.stage, str(h.action), *(round(1e9 * t) for t in (h.tried, h.start, h.end))]
-        for h in process.events
-    ]
+    """As plain values."""
+    happened = [[h.stage, str(h.action), h.tried, h.start, h.end] for h in process.events]
     return [process.rank, process.replica, process.name, happened]
 
 
@@ -187,8 +184,7 @@ def _unpacked(packed: Sequence[Any]) -> Process:
     return Process(
         rank,
         tuple(
-            TraceEvent(stage, Action.parse(action), *(1e-9 * t for t in times))
-            for stage, action, *times in happened
+            TraceEvent(stage, Action.parse(action), *times) for stage, action, *times in happened
         ),
         copy,
         name,

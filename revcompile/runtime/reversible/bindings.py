@@ -264,10 +264,8 @@ class Bound:
     def check(self, block: str) -> None:
         """Raise if the run cannot be repeated: a parameter was written to since."""
         now = _versions(self.parameters)
-        if now != self._versions:
-            self._refuse_written(now, block)
-
-    def _refuse_written(self, now: list[int], block: str) -> None:
+        if now == self._versions:
+            return
         pairs = zip(now, self._versions, strict=True)
         index = next(i for i, (new, old) in enumerate(pairs) if new != old)
         parameter, label = self.parameters[index], self._bindings.labels[index]

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -128,7 +129,8 @@ class CapturedCalls:
             del self._captured[kind]
             self._seen[kind], captured = 0, None
         if captured is None:
-            captured = self._warmed_up(kind, run, values, results, bindings, plan)
+            capture = partial(_Captured, self._graphs, run, values, results)
+            captured = self._warmed_up(kind, capture, bindings, plan)
         self._calls += 1
         latest = None if self._latest is None else self._latest()
         is_between = latest is not None and not latest.is_done
@@ -164,9 +166,7 @@ class CapturedCalls:
     def _warmed_up(
         self,
         kind: Hashable,
-        run: Run,
-        values: Mapping[str, Any],
-        results: Sequence[str],
+        capture: Callable[[_Reads], _Captured],
         bindings: Sequence[Bindings],
         plan: object,
     ) -> _Captured | None:
@@ -180,7 +180,7 @@ class CapturedCalls:
         if any(type(p) not in _GRADIENT_TYPES or not p.is_leaf for p in reads.parameters):
             return None  # computed ones, as of `functional_call`, or sharded ones
         try:
-            captured = _Captured(self._graphs, run, values, results, reads)
+            captured = capture(reads)
         except Exception as error:
             self._is_on = False
             warnings.warn(

@@ -40,7 +40,7 @@ from revcompile.runtime.reversible.hooks import (
     reshard,
     unshard,
 )
-from revcompile.runtime.reversible.overlap import Overlap, two_streams
+from revcompile.runtime.reversible.overlap import Overlap, TwoStreams
 from revcompile.runtime.reversible.reconstruction import (
     ReconstructionCheck,
     Samples,
@@ -277,7 +277,7 @@ class _Rebuilt:
     cast_copy: Tensor | None
     """`a` in the dtype of autocast, if a kernel wrote that too."""
     stream: int = 0
-    """Of the two CUDA streams of `two_streams`, the one it was rebuilt on."""
+    """Of the two CUDA streams of `TwoStreams`, the one it was rebuilt on."""
 
 
 _A, _REST = 4, 6
@@ -344,7 +344,7 @@ class _Reversible(torch.autograd.Function):
         if not call.overlaps:
             results = _differentiate(ctx, rebuilt, grad_b, grad_y, grads)
         else:
-            with two_streams(grad_y.device) as streams:
+            with TwoStreams(grad_y.device) as streams:
                 if previous is not None:
                     with streams.on(1 - rebuilt.stream):
                         output = _previous_output(ctx, rebuilt)

@@ -150,20 +150,18 @@ def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
         raise
     changed = _difference(before, _structure(module))
     flag = next((name for name in _flags(module) if name not in flags), None)
-    if changed is not None:
-        contents.restore(module)
-        raise OriginalMethodError(
-            f"{call} changes {changed}, and the reversible model was made for the modules and "
-            "parameters the original had; they were restored. Call it on the original model, and "
-            "make the result reversible"
-        )
-    if flag is not None:
-        contents.restore(module)
-        raise OriginalMethodError(
-            f"{call} sets {flag}, which would have no effect: reversible blocks keep no "
-            "activations that checkpointing could save, and everything else runs as captured. "
-            "Leave the call out; summary() says which blocks are reversible"
-        )
+    if changed is None and flag is None:
+        return
+    contents.restore(module)
+    raise OriginalMethodError(
+        f"{call} sets {flag}, which would have no effect: reversible blocks keep no activations "
+        "that checkpointing could save, and everything else runs as captured. Leave the call out; "
+        "summary() says which blocks are reversible"
+        if changed is None
+        else f"{call} changes {changed}, and the reversible model was made for the modules and "
+        "parameters the original had; they were restored. Call it on the original model, and make "
+        "the result reversible"
+    )
 
 
 def _structure(module: nn.Module) -> dict[str, object]:

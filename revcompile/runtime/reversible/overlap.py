@@ -59,7 +59,14 @@ class Overlap(enum.Enum):
 
 
 class TwoStreams:
-    """The caller's CUDA stream, number 0, and a side stream, number 1; none on other devices."""
+    """The caller's CUDA stream, number 0, and a side stream, number 1; none on other devices.
+
+    They run concurrently inside its context. Before and after it everything is in order on the
+    caller's stream, so whoever sees a gradient (accumulation, hooks, DDP, a capture of a CUDA
+    graph) needs not know of the side stream. That also makes `Tensor.record_stream` unnecessary:
+    before a stream writes to memory that was freed on it, it has waited for the other one, as long
+    as what both read is held to the end.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._streams: tuple[torch.cuda.Stream, ...] = ()
@@ -67,7 +74,14 @@ class TwoStreams:
             own = torch.cuda.current_stream(device)
             self._streams = own, _side_stream(own)
 
-    def wait(self, number: int) -> None:
+    def __enter__(self) -> TwoStreams:
+        self._wait(1)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._wait(0)
+
+    def _wait(self, number: int) -> None:
         """Let a stream wait for all that the other has been given."""
         if self._streams:
             self._streams[number].wait_stream(self._streams[1 - number])
@@ -82,23 +96,6 @@ class TwoStreams:
         if not self._streams or number == 0:
             return nullcontext()
         return _differentiating_on(self._streams[1])
-
-
-@contextmanager
-def two_streams(device: torch.device) -> Iterator[TwoStreams]:
-    """Two streams that run concurrently inside the context, on CUDA.
-
-    Before and after it everything is in order on the caller's stream, so whoever sees a gradient
-    (accumulation, hooks, DDP, a capture of a CUDA graph) needs not know of the side stream. That
-    also makes `Tensor.record_stream` unnecessary: before a stream writes to memory that was freed
-    on it, it has waited for the other one, as long as what both read is held to the end.
-    """
-    streams = TwoStreams(device)
-    streams.wait(1)
-    try:
-        yield streams
-    finally:
-        streams.wait(0)
 
 
 @functools.cache

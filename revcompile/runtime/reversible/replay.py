@@ -40,7 +40,7 @@ _DRAWING: Final = frozenset(
 """Operations whose result is the random numbers themselves."""
 
 
-class Masks:
+class Masks(TorchDispatchMode):
     """The random tensors that one run of a branch drew, in order.
 
     While a CUDA graph is captured, a generator's state can be neither read nor set, so the numbers
@@ -49,21 +49,18 @@ class Masks:
     """
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._drawn: list[Tensor] = []
+        self._saved: Iterator[Tensor] | None = None
 
     def record(self) -> AbstractContextManager[Any]:
         """Save what is drawn."""
-        return _InterceptDraws(self._drawn, None)
+        return self
 
     def replay(self) -> AbstractContextManager[Any]:
         """Return what was saved instead of drawing."""
-        return _InterceptDraws(self._drawn, iter(self._drawn))
-
-
-class _InterceptDraws(TorchDispatchMode):
-    def __init__(self, drawn: list[Tensor], saved: Iterator[Tensor] | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._drawn, self._saved = drawn, saved
+        self._saved = iter(self._drawn)
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
