@@ -340,9 +340,8 @@ class OriginalSurface(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__.get("_modules")
-        if (
-            modules is not None and name in modules
-        ):  # fast path: generated code reads these in every call
+        # The fast path: generated code reads these in every call.
+        if modules is not None and name in modules:
             return modules[name]
         try:
             return super().__getattr__(name)
