@@ -143,7 +143,6 @@ class DistributedTrainer(Trainer):
             self.executors,
             self.loss_head,
             self.schedule,
-            check_finite=settings.check_finite,
             averages=self.transport.averages,
         )
         self._given: tuple[Any, Any] = None, None

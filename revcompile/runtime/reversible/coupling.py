@@ -32,6 +32,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, stream_leaf
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
+from revcompile.kernels.fixed_point import random_signs
 from revcompile.runtime.reversible.bindings import Bound, Watch
 from revcompile.runtime.reversible.block import Block, Coupled, before_rearrange, couple, run_branch
 from revcompile.runtime.reversible.block_weights import to_dtypes_of
@@ -59,7 +60,6 @@ from revcompile.runtime.reversible.stream_sums import (
     Averaged,
     FixedAverage,
     Sums,
-    draw_signs,
 )
 from revcompile.runtime.reversible.transforms import (
     differentiable_once,
@@ -188,7 +188,9 @@ class Chain:
         if not training or (len(dims) == 1 and a is b):  # one block alone keeps its input anyway
             return Averaged(None, dims)
         samples = b.shape[dims[0] or 0] if b.ndim > (dims[0] or 0) else 1
-        signs = draw_signs(len(self.blocks), samples, b, self.kept_bits)
+        # One draw before the first block: branches that draw for themselves are replayed from the
+        # state of the generator, and nothing may be drawn between them.
+        signs = random_signs((len(self.blocks), samples), b.device, b.dtype, self.kept_bits)
         if not exact:
             return Averaged(signs, dims)
         return FixedAverage(signs, dims, self.stream_bits, self.kept_bits)

@@ -20,7 +20,6 @@ from revcompile.kernels.fixed_point import (
     average_gradients,
     average_value,
     fixed,
-    random_signs,
     undo_average_and_value,
     unit_of,
     value,
@@ -215,12 +214,3 @@ class FixedAverage(Averaged):
 
 Sums = Added
 """Any of them."""
-
-
-def draw_signs(blocks: int, samples: int, like: Tensor, kept_bits: int) -> Tensor:
-    """2 gamma for each block and sample, from the default generator of the streams' device.
-
-    One draw before the first block: branches that draw for themselves are replayed from the state
-    of the generator, and nothing may be drawn between them.
-    """
-    return random_signs((blocks, samples), like.device, like.dtype, kept_bits)

@@ -44,13 +44,8 @@ class LocalTrainer(Trainer):
         self.probes: list[Probe] = []
         for executor in self.executors:
             executor.stage.observers = self.probes
-        self.runner = GraphRunner(
-            self.settings.backend,
-            self.executors,
-            self.loss_head,
-            self.schedule,
-            check_finite=self.settings.check_finite,
-        )
+        backend = self.settings.backend
+        self.runner = GraphRunner(backend, self.executors, self.loss_head, self.schedule)
 
     def everyone(self, value: Any) -> Sequence[Any]:
         return [value]

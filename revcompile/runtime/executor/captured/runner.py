@@ -127,11 +127,9 @@ class GraphRunner:
         loss_head: LossHead,
         schedule: Schedule,
         *,
-        check_finite: bool,
         averages: Mapping[int, Average] | None = None,
     ) -> None:
         self._executors, self._loss_head = executors, loss_head
-        self._check_finite = check_finite
         self._device = executors[0].stage._device()
         stages = [executor.stage for executor in executors]
         self._parameters = ParameterGuard.in_parts(stage.parameter_guard for stage in stages)
@@ -269,7 +267,6 @@ class GraphRunner:
             self._loss_head,
             schedule,
             EagerReplay() if is_static else CudaGraphReplay(self._device),
-            check_finite=self._check_finite,
             fused=FusedOps() if self._backend is Backend.INDUCTOR else None,
             averages=self._averages,
         )

@@ -38,7 +38,6 @@ class CapturedStageExecutor(StageExecutor):
 
     Args:
         executor: The one that performs the same stage action by action.
-        check_finite: Look for gradients that are not finite.
         has_flags: Micro-batches have flags; other ranks may have set them.
         fused: If given, the stage's programs are run with their fusion regions compiled.
         streams: If given, actions run side by side on these.
@@ -54,7 +53,6 @@ class CapturedStageExecutor(StageExecutor):
         loss_head: LossHead | None,
         *,
         accumulate: int,
-        check_finite: bool,
         has_flags: bool,
         fused: FusedOps | None = None,
         streams: StepStreams | None = None,
@@ -73,7 +71,7 @@ class CapturedStageExecutor(StageExecutor):
             delay=executor.delay,
             synchronous=executor.synchronous,
         )
-        self.accumulate, self.check_finite = accumulate, check_finite
+        self.accumulate, self.check_finite = accumulate, stage.check_finite
         self.has_flags = has_flags
         self.average = average
         self.is_reduced = False

@@ -51,7 +51,6 @@ class StaticState:
     Args:
         executors: Those that perform the stages action by action; the stages follow each other.
         replay: Calls steps, or captures and replays them.
-        check_finite: Leave micro-batches out whose gradient is not finite.
         fused: If given, the stages' programs are run with their fusion regions compiled.
         averages: By stage, if there are replicas of it: the mean of its gradients over them.
     """
@@ -63,7 +62,6 @@ class StaticState:
         schedule: Schedule,
         replay: EagerReplay,
         *,
-        check_finite: bool = True,
         fused: FusedOps | None = None,
         averages: Mapping[int, Average] | None = None,
     ) -> None:
@@ -76,7 +74,7 @@ class StaticState:
         self._is_last = not self._boundary.has_next
         self._averages = averages or {}
         is_alone = not (self._boundary.is_split or self._averages)
-        self._has_flags = check_finite or not is_alone
+        self._has_flags = executors[0].stage.check_finite or not is_alone
         self._accumulate = schedule.accumulate
         self._windows = [window(method, count, j, schedule.accumulate) for j in range(count)]
         self._is_continuous = method.order is Order.CONTINUOUS
@@ -110,7 +108,6 @@ class StaticState:
                 self._transport,
                 self._loss_head if executor.loss_head is not None else None,
                 accumulate=schedule.accumulate,
-                check_finite=check_finite,
                 has_flags=self._has_flags,
                 fused=fused,
                 streams=self._streams,
