@@ -24,7 +24,7 @@ None for one that has to be computed from its bytes."""
 
 SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
-_LARGE: Final = 1 << 20
+LARGE: Final = 1 << 20
 """Bytes from which on torch's allocator puts a tensor among other large ones."""
 
 
@@ -134,7 +134,7 @@ def move(tensors: Iterable[Tensor]) -> None:
     """Have large tensors on a GPU lie in memory that is allocated now."""
     for tensor in tensors:
         is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        if tensor.is_cuda and is_whole and tensor.nbytes >= _LARGE:
+        if tensor.is_cuda and is_whole and tensor.nbytes >= LARGE:
             tensor.data = tensor.data.clone()
 
 

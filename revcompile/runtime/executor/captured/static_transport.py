@@ -25,6 +25,7 @@ from revcompile.errors import VerificationError
 from revcompile.runtime.executor.transport import Message, Route, Sending, Transport
 from revcompile.runtime.stage.ring_buffer import RingBuffer
 from revcompile.runtime.stage.static_buffers import (
+    LARGE,
     Flat,
     copy_tensors,
     empty_on,
@@ -193,7 +194,8 @@ class StaticTransport(Transport):
             elif before is not None and buffer is before.payload.leaves[number]:
                 buffer = None
             if buffer is None:
-                free_cached(leaf.device)
+                if like.nbytes >= LARGE:
+                    free_cached(leaf.device)
                 buffer = torch.empty_like(like, device=leaf.device)
                 self._buffers[route, place, number] = buffer
                 self._storages.add(storage(buffer))
