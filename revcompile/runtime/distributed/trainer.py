@@ -246,7 +246,7 @@ class DistributedTrainer(Trainer):
         if not self.is_first:
             return None
         try:
-            return self.binder.prepare(inputs)
+            return self.binder.prepare(inputs, replay=self._replay)
         except Exception as error:
             self.executors[0].forward_errors.append(error)
             return None
