@@ -31,6 +31,11 @@ def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def current_stream(tensor: Tensor) -> torch.cuda.Stream:
+    """That of a tensor's device. If torch is not told the device's number, it takes far longer."""
+    return torch.cuda.current_stream(tensor.get_device())
+
+
 class StepStreams:
     """The streams of a step.
 
