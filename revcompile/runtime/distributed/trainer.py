@@ -41,7 +41,7 @@ from revcompile.runtime.distributed.rank_weights import (
 )
 from revcompile.runtime.distributed.replicas import open_replica_groups
 from revcompile.runtime.distributed.transport import DistributedTransport
-from revcompile.runtime.executor.captured import Backend, GraphRunner
+from revcompile.runtime.executor.captured import GraphRunner
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
 from revcompile.runtime.executor.transport import MessageKind, next_message
 from revcompile.runtime.stage.tensors import detach_tree
@@ -137,7 +137,7 @@ class DistributedTrainer(Trainer):
         if layout.replicas > 1:
             self._replicate(limit, average_statistics)
         self.runner = GraphRunner(
-            Backend.EAGER if settings.backend is Backend.AUTO else settings.backend,
+            settings.backend,
             self.executors,
             self.loss_head,
             self.schedule,
