@@ -310,8 +310,7 @@ class StagedModel(StageReport):
                 and one for its backward passes, which reports bad gradients some steps late (they
                 are never applied); "inductor": the same, and the code around convolutions and
                 matrix products compiled; "static": as "cudagraphs", but called instead of
-                captured, on any device, for debugging; "auto": CUDA graphs on a GPU in one process,
-                else eager.
+                captured, on any device, for debugging; "auto": CUDA graphs on a GPU, else eager.
             device: Where to train. Default: where the model is. On ranks only a rank's own stages
                 are moved there.
             seed: Of everything random in the stages.

@@ -88,7 +88,10 @@ def _rank(
     if device == "cuda":
         # NCCL wants a GPU for each rank, unless the ranks claim to be on different machines.
         os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+        # As many hardware queues as there are. Ranks that run side by side have to share them.
+        shared = ranks if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else 1
+        os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": f"{max(1, 32 // shared)}"}
         os.environ |= {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     distributed.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks)

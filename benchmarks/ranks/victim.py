@@ -1,7 +1,8 @@
 """The ranks of `benchmarks.ranks.kills`: they train, save, and write down every step.
 
 After each step a rank adds a line to a file of its own: the loss, and for each of its stages a
-digest of all that training has come to. Two runs that went the same way have the same lines.
+digest of all that training has come to. Two runs that went the same way have the same lines. On a
+GPU they compute in float64, and lines have numbers to be compared instead of digests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -48,8 +49,10 @@ __all__ = [
     "checkpoints",
     "compiled",
     "digests",
+    "hide_gpus",
     "server",
     "train",
+    "use_gpu",
 ]
 
 STAGES: Final = 4
@@ -94,16 +97,24 @@ class Run:
     timeout: float = 30.0
     """The trainer's, in seconds."""
 
+    @property
+    def device(self) -> str:
+        """All ranks on one GPU, if their steps are captured."""
+        return "cuda" if self.backend == "cudagraphs" else "cpu"
+
 
 def checkpoints(folder: Path) -> Path:
     """Where the ranks save."""
     return folder / "checkpoints"
 
 
-def compiled() -> StagedModel:
+def compiled(device: str = "cpu") -> StagedModel:
     """The same weights each time."""
     torch.manual_seed(0)
-    return revcompile.petrafy(Net(), STAGES, torch.randn(2, 3, 8, 8), check="off")
+    net, example = Net(), torch.randn(2, 3, 8, 8)
+    if device == "cuda":
+        net, example = net.double().to(device), example.double().to(device)
+    return revcompile.petrafy(net, STAGES, example, check="off")
 
 
 def train(run: Run, folder: Path, note: Note) -> None:
@@ -111,7 +122,8 @@ def train(run: Run, folder: Path, note: Note) -> None:
 
     Batches come from the generators of the process: they too must go on where they were.
     """
-    trainer = compiled().trainer(
+    torch.backends.cudnn.deterministic = True
+    trainer = compiled(run.device).trainer(
         lambda p: torch.optim.AdamW(p, lr=0.01),
         nn.functional.cross_entropy,
         method=run.method,
@@ -122,7 +134,8 @@ def train(run: Run, folder: Path, note: Note) -> None:
         ),
         timeout=run.timeout,
     )
-    state = functools.partial(digests, trainer, gradients=run.backend == "eager")
+    summary = numbers if run.device == "cuda" else digest
+    state = functools.partial(digests, trainer, summary, gradients=run.backend == "eager")
     torch.manual_seed(1)
     random.seed(1)
     saved = checkpoints(folder)
@@ -133,7 +146,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
     for step in range(trainer.schedule.injected, STEPS):
         size = random.choice((6, 8) if run.backend == "eager" else (*(8,) * 15, 6))
         x, y = torch.randn(size, 3, 8, 8), torch.randint(0, 5, (size,))
-        loss = trainer.step(x, y).loss
+        loss = trainer.step(x.double() if run.device == "cuda" else x, y).loss
         known = None if math.isnan(loss) else loss
         note({"step": step, "loss": known, "digests": state()})
         if (step + 1) % EVERY == 0 or step + 1 == STEPS:
@@ -147,11 +160,36 @@ def train(run: Run, folder: Path, note: Note) -> None:
     note({"done": True})
 
 
-def digests(trainer: Trainer, *, gradients: bool = True) -> dict[str, str]:
+def digest(settings: str, tensors: Mapping[str, Tensor]) -> str:
+    """The same if everything is, to the bit."""
+    total = hashlib.sha256(settings.encode())
+    for name in sorted(tensors):
+        total.update(name.encode() + tensors[name].detach().cpu().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def numbers(settings: str, tensors: Mapping[str, Tensor]) -> list[float]:
+    """About the same if everything is: random projections, which are about as large as 1."""
+    generator = torch.Generator().manual_seed(0)
+    found = [float(int(hashlib.sha256(settings.encode()).hexdigest()[:6], 16))]
+    for name in sorted(tensors):
+        values = tensors[name].detach().double().cpu().reshape(-1)
+        weights = torch.randn(values.numel(), generator=generator, dtype=torch.double)
+        found.append(float(values @ weights) / max(float(values.norm()), 1e-12))
+    return found
+
+
+def digests(
+    trainer: Trainer,
+    summary: Callable[[str, Mapping[str, Tensor]], Any] = digest,
+    *,
+    gradients: bool = True,
+) -> dict[str, Any]:
     """For each stage that is here: parameters, buffers, gradients and its optimizer's state.
 
     Args:
         trainer: between two steps.
+        summary: Of settings and tensors.
         gradients: those gathered for the next update too. Not where steps may run over static
             buffers, which hold them then: when such steps begin depends on restarts.
     """
@@ -164,11 +202,22 @@ def digests(trainer: Trainer, *, gradients: bool = True) -> dict[str, str]:
         gathered = executor.stage.gradients if gradients else {}
         tree = {"model": own, "optimizer": updater["state"], "gradients": gathered}
         tensors = encode_tree(tree)[1]
-        total = hashlib.sha256(json.dumps(settings).encode())
-        for name in sorted(tensors):
-            total.update(name.encode() + tensors[name].detach().cpu().numpy().tobytes())
-        found[str(executor.index)] = total.hexdigest()[:16]
+        found[str(executor.index)] = summary(json.dumps(settings), tensors)
     return found
+
+
+_GPUS: Final = "BENCHMARK_GPUS"
+
+
+def hide_gpus() -> None:
+    """From the server, and all that it forks: CUDA cannot be used on both sides of a fork."""
+    os.environ[_GPUS] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def use_gpu() -> None:
+    """In a forked process that trains on one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[_GPUS].split(",")[0]
 
 
 # -- one rank ------------------------------------------------------------------------------------
@@ -178,6 +227,10 @@ def run_rank(run: Run, folder: Path) -> None:
     """One rank's life: its steps and its last words go to files named after rank and process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    if run.device == "cuda":
+        use_gpu()
+        # NCCL wants a GPU for each rank, unless the ranks claim to be on different machines.
+        os.environ |= {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo"}
     place = folder / "ranks"
     place.mkdir(parents=True, exist_ok=True)
     name = f"{os.environ['RANK']}_{os.getpid()}"

@@ -34,7 +34,7 @@ from revcompile.runtime.distributed.message_format import (
     Header,
     Packing,
 )
-from revcompile.runtime.executor.captured.streams import stream_for
+from revcompile.runtime.executor.captured.streams import current_stream, stream_for
 from revcompile.runtime.executor.transport import Message, MessageKind, Packet
 from revcompile.runtime.stage.buffer_pool import BufferPool
 
@@ -106,7 +106,7 @@ class Arrival:
     def ready(self, packed: bool = False) -> Message:
         """The message, after making the current stream wait for its bytes."""
         if self.work is not None and self.memory is not None:
-            stream = torch.cuda.current_stream()
+            stream = current_stream(self.memory)
             if self._waited != stream.stream_id:  # a stream itself may be equal to None
                 self._waited = stream.stream_id
                 self.work.wait()
@@ -301,13 +301,13 @@ class DeviceSending:
     ) -> None:
         self._channel, self._memory = channel, memory
         self._notify, self._wait = notify, wait
-        self._computed = torch.cuda.current_stream(channel.device).record_event()
+        self._computed = current_stream(memory).record_event()
         self._work: Any = None
         self._is_awaited = False
 
     def enqueue(self) -> Any:
         """Called by the thread; the work to wait for."""
-        torch.cuda.current_stream().wait_event(self._computed)
+        current_stream(self._memory).wait_event(self._computed)
         self._work = self._channel.exchange(self._memory, sends=True)
         if self._is_awaited:
             self._notify()

@@ -41,7 +41,7 @@ from revcompile.runtime.distributed.rank_weights import (
 )
 from revcompile.runtime.distributed.replicas import open_replica_groups
 from revcompile.runtime.distributed.transport import DistributedTransport
-from revcompile.runtime.executor.captured import Backend, GraphRunner
+from revcompile.runtime.executor.captured import GraphRunner
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import MessageKind, next_message
@@ -139,7 +139,7 @@ class DistributedTrainer(Trainer):
         if layout.replicas > 1:
             self._replicate(limit, average_statistics)
         self.runner = GraphRunner(
-            Backend.EAGER if settings.backend is Backend.AUTO else settings.backend,
+            settings.backend,
             self.executors,
             self.loss_head,
             self.schedule,
@@ -177,7 +177,9 @@ class DistributedTrainer(Trainer):
             executor.refusal = refusal
         values = None
         if self.is_first:
-            values = self._prepared(self.executors[0], lambda: self.binder.prepare(inputs))
+            values = self._prepared(
+                self.executors[0], lambda: self.binder.prepare(inputs, replay=self._replay)
+            )
         if self.is_last:
             self._given = inputs, target
             moved = self._prepared(self.executors[-1], lambda: (self.binder.to_device(target),))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Hashable
+from typing import Final
 
 import torch
 from torch import Tensor
+
+_MOST_LOOKED_AT: Final = 8
+"""Whoever keeps thousands of buffers does not want to wait until all have been looked at."""
 
 
 class BufferPool:
@@ -37,21 +42,23 @@ class BufferPool:
         self.allocations = 0
         """How often a buffer had to be allocated."""
         self._limit = limit
-        self._buffers: dict[Hashable, list[Tensor]] = {}
+        self._buffers: dict[Hashable, deque[Tensor]] = {}
+        """Those that were given out or looked at longest ago come first."""
 
     def __len__(self) -> int:
         return sum(map(len, self._buffers.values()))
 
     def take(self, kind: Hashable, allocate: Callable[[], Tensor]) -> Tensor:
         """A view of a free buffer of this kind; without one, of what `allocate` returns."""
-        buffers = self._buffers.setdefault(kind, [])
-        buffer = next(filter(_is_free, buffers), None)
-        if buffer is None:
+        buffers = self._buffers.setdefault(kind, deque(maxlen=self._limit))
+        for _ in range(min(len(buffers), _MOST_LOOKED_AT)):
+            buffers.rotate(-1)
+            if _is_free(buffer := buffers[-1]):
+                break
+        else:
             buffer = allocate()
             self.allocations += 1
             buffers.append(buffer)
-            if self._limit is not None:
-                del buffers[: -self._limit]
         return buffer.view_as(buffer)
 
     def clear(self) -> None:

@@ -197,6 +197,11 @@ def storage(tensor: Tensor) -> int:
 
 def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy small tensors of one type together; a large one takes a kernel of its own anyway."""
+    if len(pairs) == 1:
+        ((target, source),) = pairs
+        if target is not source:
+            target.detach().copy_(source, non_blocking=True)
+        return
     small: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():
         for target, source in pairs:

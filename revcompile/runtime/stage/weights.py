@@ -23,7 +23,7 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.reversible.slots import Slot, filled
 from revcompile.schedule import Order, Weights
 
-_version: Final = attrgetter("_version")
+version: Final = attrgetter("_version")
 
 
 # -- stashed weights ------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class CastWeights:
     ) -> None:
         self._parameters, self._names, self._dtype = parameters, tuple(names), dtype
         self._copies: dict[str, Tensor] = {}
-        self._weights = [parameters[name] for name in names]
+        self.weights = [parameters[name] for name in names]
         self._fresh_for: tuple[list[int], list[int]] = [], []
 
     def current(self) -> dict[str, Tensor] | None:
@@ -235,11 +235,11 @@ class CastWeights:
         if not self._names:
             return
         if not self._copies:
-            for name, master in zip(self._names, self._weights, strict=True):
+            for name, master in zip(self._names, self.weights, strict=True):
                 copy = torch.empty_like(master, dtype=self._dtype, requires_grad=False)
                 self._copies[name] = copy.requires_grad_(master.requires_grad)
         copies = [tensor.detach() for tensor in self._copies.values()]
-        torch._foreach_copy_(copies, [weight.detach() for weight in self._weights])
+        torch._foreach_copy_(copies, [weight.detach() for weight in self.weights])
         self.mark_fresh()
 
     def refresh_if_changed(self) -> None:
@@ -257,7 +257,7 @@ class CastWeights:
 
     def _versions(self) -> tuple[list[int], list[int]]:
         # Before every step, for every weight: no Python in the loop.
-        return list(map(_version, self._weights)), list(map(Tensor.data_ptr, self._weights))
+        return list(map(version, self.weights)), list(map(Tensor.data_ptr, self.weights))
 
     def like_weights(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Gradients in the dtypes and memory layouts of the weights, as fused optimizers need."""

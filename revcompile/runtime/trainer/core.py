@@ -219,8 +219,19 @@ class Trainer(TrainerState, ABC):
             executor.weights_loaded(weights)
 
     def _tree_problem(self) -> str | None:
-        """What has changed of the modules; in steps that are replayed a part is looked at."""
-        return self.tree.problem(self.schedule.injected if self.runner.is_replaying else None)
+        """What has changed of the modules.
+
+        Before steps that are replayed some of them are looked at, in turns with parameters.
+        """
+        if (step := self._replay) is None:
+            return self.tree.problem()
+        turn, is_for_parameters = divmod(step, 2)
+        return None if is_for_parameters else self.tree.problem(turn)
+
+    @property
+    def _replay(self) -> int | None:
+        """The number of the next step, if it is likely to be a replay as the last one was."""
+        return self.schedule.injected if self.runner.is_replaying else None
 
     def _check_tree(self, where: str) -> None:
         """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""

@@ -89,8 +89,8 @@ class LocalTrainer(Trainer):
         """The step as a replay of a captured one; None if it has to run action by action."""
         if not self.runner.is_on:
             return None
-        values = self.binder.check_guards(self.binder.bind(inputs))
         microbatch = self.schedule.injected
+        values = self.binder.check_guards(self.binder.bind(inputs), replay=self._replay)
         is_observed = bool(self.probes or self._trace) or self._is_measured(microbatch)
         with self._stop_on_error():
             outcome = self.runner.step(

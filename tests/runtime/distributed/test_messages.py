@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -198,9 +197,12 @@ def test_whoever_reads_a_message_waits_for_it_once(monkeypatch: pytest.MonkeyPat
         def record_stream(self, stream: Stream) -> None:
             calls.append(f"used by {stream.stream_id}")
 
+        def get_device(self) -> int:
+            return 0
+
     arrival = Arrival(MessageKind.X, Message(0), Stub(), cast(Any, Stub()))
     for number in (0, 0, 7):
-        monkeypatch.setattr(torch.cuda, "current_stream", partial(Stream, number))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, n=number: Stream(n))
         arrival.ready()
     assert calls == ["wait", "used by 0", "wait", "used by 7"]
 

@@ -142,6 +142,34 @@ def test_a_change_is_noticed_by_one_part_of_the_guards(monkeypatch: pytest.Monke
     assert trainer.tree.problem() in told
 
 
+@pytest.mark.parametrize("what", ["parameter", "module"])
+def test_while_steps_are_replayed_every_part_has_its_turn(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_guards, "_PART", 2)
+    net = staged()
+    trainer = trainer_of(net, backend="static")
+    data = [batch for batch in batches(80) if len(batch[1]) == 4]
+    feed(trainer, data[:7])
+    pipeline = trainer.runner._pipeline
+    assert pipeline is not None
+    monkeypatch.setattr(pipeline._replay, "is_captured", lambda kind: True)
+    checks: list[int] = []
+    failing = trainer.binder._guards.failing  # type: ignore[attr-defined]
+    guards = lambda *args: (checks.append(1), failing(*args))[1]  # noqa: E731
+    monkeypatch.setattr(trainer.binder._guards, "failing", guards)  # type: ignore[attr-defined]
+    feed(trainer, data[7:25])
+    assert trainer.runner.is_replaying and 1 <= len(checks) <= 4
+    if what == "parameter":
+        head = net.model.get_submodule("head")
+        head.weight = nn.Parameter(head.weight.detach().clone())
+    else:
+        net.model.get_submodule("blocks.1").forward = print
+    turns = 2 * max(len(trainer.tree._watches), len(trainer.runner._parameters))
+    with pytest.raises(InputError, match="was replaced"):
+        feed(trainer, data[25 : 25 + turns])
+
+
 @pytest.mark.parametrize("what", ["parameters", "state"])
 def test_what_lies_in_other_memory_is_captured_anew(what: str) -> None:
     """A graph would go on with the memory it had before."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import NonFiniteError
+from revcompile.runtime.executor.captured.streams import current_stream
 from revcompile.runtime.stage.loss_scale import OVERFLOW
 from revcompile.runtime.stage.static_buffers import SMALL
 from revcompile.runtime.stage.tensors import overlaps
@@ -156,7 +157,7 @@ class NonFiniteReports:
         host, event = self._free.pop() if self._free else _host_copy(flags)
         host.copy_(flags, non_blocking=True)
         if event is not None:
-            event.record()
+            event.record(current_stream(flags))
         self._pending.append((host, event, microbatches))
 
     def collect(self, wait: bool = False) -> list[NonFiniteError]:

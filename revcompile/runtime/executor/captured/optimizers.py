@@ -254,6 +254,7 @@ class FixedSettings:
         self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
         self._members = [member for o in self._optimizers for member in members(o)]
         self._states = [member.state for member in self._members]
+        self._late = [member for member in self._members if hasattr(member, "delay")]
         names = [[n for n in group if n not in _NOT_FIXED] for group in self._groups()]
         # One call reads all settings of a group: they are compared before every step.
         self._read = [itemgetter(*fixed) if fixed else len for fixed in names]
@@ -263,11 +264,12 @@ class FixedSettings:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _now(self) -> tuple[list[Any], ...]:
-        groups = self._groups()
-        sizes = [len(group) - ("initial_lr" in group) for group in groups]
-        values = [read(group) for read, group in zip(self._read, groups, strict=True)]
-        delays = [getattr(member, "delay", 0.0) for member in self._members]
-        return sizes, values, delays, list(map(Tensor.data_ptr, self._parameters))
+        groups = [
+            (len(group) - ("initial_lr" in group), read(group))
+            for read, group in zip(self._read, self._groups(), strict=True)
+        ]
+        delays = [member.delay for member in self._late]
+        return groups, delays, list(map(Tensor.data_ptr, self._parameters))
 
     def have_changed(self) -> bool:
         pairs = zip(self._members, self._states, strict=True)

@@ -36,6 +36,7 @@ from revcompile.runtime.executor.captured.static_state import StaticState
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Route, Transport
 from revcompile.runtime.stage.static_buffers import StaticBuffers, pooled_copy
+from revcompile.runtime.stage.weights import version
 from revcompile.schedule import Action, Schedule
 
 
@@ -85,9 +86,7 @@ class StaticPipeline(StaticState):
             if executor.average and schedule.is_updating(stage)
         ]
         self._boundary.buffer_key = entering % self._period
-        for executor in self.executors:
-            executor.stage.cast_weights.refresh_if_changed()
-            executor.updater.prepare()
+        self._follow_host()
         try:
             planned = replay.plan(
                 kind,
@@ -129,6 +128,16 @@ class StaticPipeline(StaticState):
         if self._result is None:
             return StepResult()
         return StepResult(*pooled_copy(self._results, self._result))
+
+    def _follow_host(self) -> None:
+        """Copy weights and learning rates again that were written to since the last step."""
+        versions = list(map(version, self._cast_weights))
+        if versions != self._versions:
+            self._versions = versions
+            for executor in self.executors:
+                executor.stage.cast_weights.refresh_if_changed()
+        for executor in self.executors:
+            executor.updater.prepare()
 
     def _sections(
         self,

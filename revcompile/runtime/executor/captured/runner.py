@@ -218,7 +218,8 @@ class GraphRunner:
         # Running action by action raises an error that names the parameter that was replaced.
         guards = self._parameters
         if self.is_replaying:
-            guards = [guards[schedule.injected % len(guards)]]
+            turn, is_for_parameters = divmod(schedule.injected, 2)  # in turns with modules
+            guards = [guards[turn % len(guards)]] if is_for_parameters else []
         allowed = allowed and all(guard.problem() is None for guard in guards)
         if self._hooks:
             allowed = False

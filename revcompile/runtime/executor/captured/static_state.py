@@ -117,6 +117,9 @@ class StaticState:
         ]
         self._by_stage = dict(zip(self._stages, self.executors, strict=True))
         self._scheduler = LocalScheduler(self.executors)
+        self._cast_weights = [w for e in executors for w in e.stage.cast_weights.weights]
+        self._versions: list[int] | None = None
+        """Of these, in the last step."""
         self._statistics = RunningStatistics([e.stage.statistics() for e in self.executors])
         # Messages of steps that the device has not come to yet take memory: few on several ranks.
         advice = loss_head.overflow_advice
@@ -330,6 +333,7 @@ class StaticState:
             eager.stage.in_flight.clear()
             eager.stage.gradients, eager.contributed = {}, 0
             captured.updater.enter()
+        self._versions = None
         self._settings = FixedSettings(
             [executor.updater for executor in self.executors],
             [p for executor in self.executors for p in executor.stage.parameters.values()],

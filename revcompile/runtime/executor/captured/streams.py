@@ -42,6 +42,11 @@ def largest_tensor(program: fx.Graph, samples: int) -> int:
     return max((math.prod(t.at(samples)) for t in types if isinstance(t, TensorType)), default=0)
 
 
+def current_stream(tensor: Tensor) -> torch.cuda.Stream:
+    """That of a tensor's device. If torch is not told the device's number, it takes far longer."""
+    return torch.cuda.current_stream(tensor.get_device())
+
+
 class StepStreams:
     """The streams of a step.
 
