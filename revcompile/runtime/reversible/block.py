@@ -14,6 +14,7 @@ from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block_weights import BlockWeights
 from revcompile.runtime.reversible.hooks import ShardedModule
 from revcompile.runtime.reversible.replay import ReplayContext
+from revcompile.runtime.reversible.row_chunks import RowSteps, is_large
 from revcompile.runtime.reversible.stream_sums import Sums
 
 
@@ -24,6 +25,10 @@ class Block:
     name: str
     branch: Callable[..., Any]
     """F, as `branch(root, b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
+    chunked: Callable[..., Any] | None = None
+    """F for large streams, if a part of it can run in chunks."""
+    row_steps: RowSteps | None = None
+    """That part, if it is all of F."""
     sides: tuple[int, ...] = ()
     """Positions of the block's side values among those of the chain."""
     has_extras: bool = False
@@ -72,6 +77,7 @@ def couple(
     *,
     cast_b: Tensor | None = None,
     with_cast: bool = False,
+    is_rebuilt: bool = True,
 ) -> Coupled:
     """`(a, b) -> (b, a + F(b))`, after the block's rearrangement; F may read a cast copy of b."""
     shapes: Any = ()
@@ -86,17 +92,39 @@ def couple(
         b, _ = rearrange(b)
         sums.rearrange(rearrange)
     read = b if cast_b is None else cast_b
-    addend, extras = run_branch(root, block, read, [sides[i] for i in block.sides], cast)
+    used = [sides[i] for i in block.sides]
+    addend, extras = run_branch(root, block, read, used, cast, is_rebuilt)
     y, cast_copy = sums.add(index, a, b, addend, with_cast)
     return Coupled(b, y, shapes, extras, addend.dtype, cast_copy)
 
 
 def run_branch(
-    root: nn.Module, block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None
+    root: nn.Module,
+    block: Block,
+    b: Tensor,
+    sides: Sequence[Any],
+    cast: torch.dtype | None,
+    is_rebuilt: bool = True,
+    gradient: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """F(b) and the extras; `cast` is the model's own dtype where streams have more bits."""
+    """F(b) and the extras.
+
+    Args:
+        root: The model.
+        block: Whose F it is.
+        b: What F reads.
+        sides: What else it reads.
+        cast: The model's own dtype, where streams have more bits.
+        is_rebuilt: Is this one of two runs that must give the same bits? Large streams are then
+            read in chunks.
+        gradient: Of F(b), if it is known.
+    """
     read = b if cast is None else b.to(cast)
-    if block.repeats_convolutions:
+    if block.chunked is not None and is_rebuilt and is_large(read):
+        if block.row_steps is not None:
+            return block.row_steps(read, gradient)[0], ()
+        result = block.chunked(root, read, *sides)
+    elif block.repeats_convolutions:
         with RepeatableConvolutions():
             result = block.branch(root, read, *sides)
     else:

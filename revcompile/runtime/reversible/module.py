@@ -44,6 +44,7 @@ from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
+from revcompile.runtime.reversible.row_chunks import in_chunks
 
 
 @dataclass(frozen=True)
@@ -366,9 +367,14 @@ def _block(
 ) -> Block:
     bindings = Bindings(coupling.branch, root)
     rearrange, sharded = coupling.rearrange, _sharded(bindings)
+    # Hooks would be called for every chunk.
+    may_chunk = not sharded and not bindings.hooked and not coupling.extras
+    chunked, row_steps = in_chunks(coupling.branch, root) if may_chunk else (None, None)
     return Block(
         name=coupling.name,
-        branch=compile_with_modules(_prepared(coupling.branch, root), root, coupling.name),
+        branch=_compiled(coupling.branch, root, coupling.name),
+        chunked=chunked and _compiled(chunked, root, coupling.name),
+        row_steps=row_steps,
         sides=tuple(position[name] for name in coupling.sides),
         rearrange=compile_graph(rearrange.forward, coupling.name) if rearrange else None,
         undo_rearrange=compile_graph(rearrange.inverse, coupling.name) if rearrange else None,
@@ -389,9 +395,10 @@ def _sharded(bindings: Bindings) -> tuple[ShardedModule, ...]:
     return sharded_modules((*bindings.enclosing.items(), *bindings.modules.items()))
 
 
-def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
+def _compiled(branch: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
     """A branch as it runs, with the rewrites for mixed precision."""
-    return fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
+    prepared = fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
+    return compile_with_modules(prepared, root, name)
 
 
 def _replay_context(
