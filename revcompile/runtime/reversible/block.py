@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from revcompile.kernels.repeatable import RepeatableConvolutions
+from revcompile.kernels.repeatable import Repeatable, Repeated
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block_weights import BlockWeights
 from revcompile.runtime.reversible.hooks import ShardedModule
@@ -50,8 +50,8 @@ class Block:
     """The streams' dimension that counts samples, if there is one."""
     weights: BlockWeights = field(default_factory=BlockWeights)
     """What autocast would convert one by one."""
-    repeats_convolutions: bool = False
-    """Does F have convolutions, which have to give the same bits in the rebuild?"""
+    repeated: Repeated = field(default_factory=Repeated)
+    """Layers of F that have to give the same bits in the rebuild."""
 
 
 class Coupled(NamedTuple):
@@ -124,8 +124,8 @@ def run_branch(
         if block.row_steps is not None:
             return block.row_steps(read, gradient)[0], ()
         result = block.chunked(root, read, *sides)
-    elif block.repeats_convolutions:
-        with RepeatableConvolutions():
+    elif is_rebuilt and any(block.repeated):
+        with Repeatable(block.repeated):
             result = block.branch(root, read, *sides)
     else:
         result = block.branch(root, read, *sides)

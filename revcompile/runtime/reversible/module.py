@@ -15,13 +15,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
-from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer
+from revcompile.ir.module_tree import (
+    TreeReads,
+    convolves,
+    has_autocast_consumer,
+    repeated_layers,
+)
 from revcompile.ir.ops import attribute
 from revcompile.ir.python_code import compile_graph, compile_with_modules
 from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
+from revcompile.kernels.repeatable import Repeated
 from revcompile.runtime.reversible.bindings import Bindings, Watch
 from revcompile.runtime.reversible.block import Block
 from revcompile.runtime.reversible.block_weights import BlockWeights
@@ -373,7 +379,7 @@ def _block(
     return Block(
         name=coupling.name,
         branch=_compiled(coupling.branch, root, coupling.name),
-        chunked=chunked and _compiled(chunked, root, coupling.name),
+        chunked=None if chunked is None else _compiled(chunked, root, coupling.name),
         row_steps=row_steps,
         sides=tuple(position[name] for name in coupling.sides),
         rearrange=compile_graph(rearrange.forward, coupling.name) if rearrange else None,
@@ -386,7 +392,7 @@ def _block(
         has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
         batch_dim=None if kind is None else kind.batch_dim,
         weights=BlockWeights() if sharded else BlockWeights.of(coupling.branch, root, bindings),
-        repeats_convolutions=coupling.kept_bits > 0 and convolves(coupling.branch, root),
+        repeated=repeated_layers(coupling.branch, root) if coupling.kept_bits else Repeated(),
     )
 
 

@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from revcompile.ir.coupling_ops import vjp, zeros_if_none
-from revcompile.ir.module_tree import attribute, called_module
+from revcompile.ir.module_tree import called_module
+from revcompile.ir.ops import attribute
 from revcompile.ir.python_code import compile_with_modules
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting, wide_dtype
 from revcompile.runtime.reversible.bindings import Bindings, Slot, filled
@@ -58,10 +59,10 @@ def in_chunks(branch: fx.Graph, root: nn.Module) -> tuple[fx.Graph | None, RowSt
     graph = fx.Graph()
     graph.output(graph.graph_copy(branch, {}))
     part = _RowWisePart(graph, root)
-    if len(part.steps) < 3:
+    results = part.results()
+    if len(part.steps) < 3 or not results:
         return None, None
     (returned,) = (node.args[0] for node in graph.find_nodes(op="output"))
-    results = part.results()
     steps = RowSteps(part, results, root)
     part.replace(results, steps)
     return graph, steps if returned is results[0] else None
@@ -100,7 +101,8 @@ class _RowWisePart:
         if node.op == "call_module":
             layer: Any = called_module(node, self._root)
             is_norm = type(layer) in _NORMS and len(layer.normalized_shape) == 1
-            return (is_norm or type(layer) in _LAYERS) and len(node.args) == 1 and not node.kwargs
+            is_known = (is_norm or type(layer) in _LAYERS) and "forward" not in vars(layer)
+            return is_known and len(node.args) == 1 and not node.kwargs
         if node.op not in ("call_method", "call_function"):
             return False
         if node.target in ("view", "reshape"):
@@ -116,8 +118,10 @@ class _RowWisePart:
         """Is it a vector of the module tree, or the dtype of a step?"""
         if node.op == "get_attr":
             value = attribute(self._root, str(node.target))
-            return isinstance(value, Tensor) and value.ndim <= 1
-        return node.target is getattr and node.args[1] == "dtype" and node.args[0] in self._rank
+            return isinstance(value, Tensor) and bool(value.ndim <= 1)
+        return (
+            node.target is getattr and node.args[0] in self._rank and str(node.args[1]) == "dtype"
+        )
 
     def _rank_of(self, node: fx.Node) -> int:
         if node.target not in ("view", "reshape"):
@@ -138,13 +142,16 @@ class _RowWisePart:
     def _is_leading_size(self, size: Any, dim: int) -> bool:
         if not isinstance(size, fx.Node) or size.target is not operator.getitem:
             return False
-        shape: Any = size.args[0]
-        return size.args[1] == dim and _is_leading(shape) and shape.args[0].args[0] is self.b
+        leading: Any = size.args[0]
+        shape = leading.args[0] if _is_leading(leading) else None
+        is_of_b = isinstance(shape, fx.Node) and shape.args == (self.b, "shape")
+        return is_of_b and isinstance(size.args[1], int) and size.args[1] == dim
 
     def _reads_leading_sizes(self, node: fx.Node) -> bool:
         if node.target is not getattr or node.args[1] != "shape":
             return False
-        return self._rank.get(node.args[0]) == 0 and all(map(_is_leading, node.users))
+        source: Any = node.args[0]
+        return self._rank.get(source) == 0 and all(map(_is_leading, node.users))
 
     def results(self) -> list[fx.Node]:
         """Those steps that the rest of the graph reads."""
@@ -291,7 +298,7 @@ class _InChunks(torch.autograd.Function):
             ctx.found = steps.differentiate(places, b, parameters, needs, (gradient,), results)
             return tuple(results)
         kind = b.device.type
-        ctx.autocast = kind, torch.get_autocast_dtype(kind), is_autocasting(b.device)
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), is_autocasting(b.device), False
         ctx.save_for_backward(b, *parameters)
         return steps.run(b)
 
@@ -302,6 +309,6 @@ class _InChunks(torch.autograd.Function):
         if found is None:
             b, *parameters = ctx.saved_tensors
             given = ctx.places, b, parameters, ctx.needs_input_grad[4:], gradients
-            with torch.autocast(*ctx.autocast, cache_enabled=False):
+            with torch.autocast(*ctx.autocast):
                 found = ctx.steps.differentiate(*given)
         return None, None, None, *found
