@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,10 @@ from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block_weights import BlockWeights
 from revcompile.runtime.reversible.hooks import ShardedModule
 from revcompile.runtime.reversible.replay import ReplayContext
-from revcompile.runtime.reversible.row_chunks import RowSteps, is_large
+from revcompile.runtime.reversible.row_chunks import ChunkedBranch, is_large
 from revcompile.runtime.reversible.stream_sums import Sums
+
+_NOTHING: Final = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,8 @@ class Block:
     name: str
     branch: Callable[..., Any]
     """F, as `branch(root, b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
-    chunked: Callable[..., Any] | None = None
-    """F for large streams, if a part of it can run in chunks."""
-    row_steps: RowSteps | None = None
-    """That part, if it is all of F."""
+    chunked: ChunkedBranch | None = None
+    """F for large streams, if it may run in chunks."""
     sides: tuple[int, ...] = ()
     """Positions of the block's side values among those of the chain."""
     has_extras: bool = False
@@ -120,14 +121,11 @@ def run_branch(
         gradient: Of F(b), if it is known.
     """
     read = b if cast is None else b.to(cast)
-    if block.chunked is not None and is_rebuilt and is_large(read):
-        if block.row_steps is not None:
-            return block.row_steps(read, gradient)[0], ()
-        result = block.chunked(root, read, *sides)
-    elif is_rebuilt and any(block.repeated):
-        with Repeatable(block.repeated):
-            result = block.branch(root, read, *sides)
-    else:
+    is_chunked = is_rebuilt and block.chunked is not None and is_large(read)
+    code = block.chunked.code if block.chunked is not None and is_chunked else None
+    with Repeatable(block.repeated) if is_rebuilt and any(block.repeated) else _NOTHING:
+        if code is not None:
+            return code(read, sides, gradient), ()
         result = block.branch(root, read, *sides)
     return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
 

@@ -50,7 +50,7 @@ from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
-from revcompile.runtime.reversible.row_chunks import in_chunks
+from revcompile.runtime.reversible.row_chunks import ChunkedBranch
 
 
 @dataclass(frozen=True)
@@ -375,12 +375,11 @@ def _block(
     rearrange, sharded = coupling.rearrange, _sharded(bindings)
     # Hooks would be called for every chunk.
     may_chunk = not sharded and not bindings.hooked and not coupling.extras
-    chunked, row_steps = in_chunks(coupling.branch, root) if may_chunk else (None, None)
+    compiled = partial(_compiled, root=root, name=coupling.name)
     return Block(
         name=coupling.name,
-        branch=_compiled(coupling.branch, root, coupling.name),
-        chunked=None if chunked is None else _compiled(chunked, root, coupling.name),
-        row_steps=row_steps,
+        branch=compiled(coupling.branch),
+        chunked=ChunkedBranch(coupling.branch, root, compiled) if may_chunk else None,
         sides=tuple(position[name] for name in coupling.sides),
         rearrange=compile_graph(rearrange.forward, coupling.name) if rearrange else None,
         undo_rearrange=compile_graph(rearrange.inverse, coupling.name) if rearrange else None,

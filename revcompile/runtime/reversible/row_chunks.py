@@ -11,6 +11,7 @@ differentiated. Gradients of parameters are added up in float32.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -51,8 +52,31 @@ def is_large(stream: Tensor) -> bool:
     return is_low and stream.ndim > 1 and bool(stream.numel() >= LARGE)
 
 
+class ChunkedBranch:
+    """A branch for large streams. It is made when the first one comes."""
+
+    def __init__(
+        self, branch: fx.Graph, root: nn.Module, compiled: Callable[[fx.Graph], Callable[..., Any]]
+    ) -> None:
+        self._branch, self._root, self._compiled = branch, root, compiled
+
+    @functools.cached_property
+    def code(self) -> Callable[..., Tensor] | None:
+        """`F(b, sides, gradient of F(b) or None)`; None if no part of it can run in chunks.
+
+        If all of it can, given the gradient, the result is differentiated with that one.
+        """
+        graph, steps = in_chunks(self._branch, self._root)
+        if steps is not None:
+            return lambda b, _, gradient: steps(b, gradient)[0]
+        if graph is None:
+            return None
+        code, root = self._compiled(graph), self._root
+        return lambda b, sides, _: code(root, b, *sides)
+
+
 def in_chunks(branch: fx.Graph, root: nn.Module) -> tuple[fx.Graph | None, RowSteps | None]:
-    """A copy of a branch with its row-wise part as one call; that call, if there is nothing else.
+    """A copy of a branch with its row-wise part as one call, and that call if there is no more.
 
     None if it has no such part.
     """
