@@ -38,15 +38,15 @@ from benchmarks.registry import Benchmark, Row
 VISION: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "vit": (
         "vit_tiny_patch16_224",
-        {"img_size": 32, "patch_size": 4, "depth": 6},
+        {"img_size": 32, "patch_size": 4, "depth": 4},
     ),
     "deit": (
         "deit_tiny_distilled_patch16_224",
-        {"img_size": 32, "patch_size": 4, "depth": 6},
+        {"img_size": 32, "patch_size": 4, "depth": 4},
     ),
     "convnext": (
         "convnext_atto",
-        {"patch_size": 2, "depths": (2, 2, 4, 2), "dims": (32, 64, 128, 256)},
+        {"patch_size": 2, "depths": (2, 2, 2, 2), "dims": (32, 64, 128, 256)},
     ),
     "swin": (
         "swin_tiny_patch4_window7_224",
@@ -54,20 +54,20 @@ VISION: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "img_size": 32,
             "patch_size": 2,
             "window_size": 4,
-            "depths": (2, 2, 4),
+            "depths": (2, 2, 2),
             "num_heads": (2, 4, 8),
             "embed_dim": 48,
         },
     ),
     "mixer": (
         "MlpMixer",
-        {"img_size": 32, "patch_size": 4, "num_blocks": 6, "embed_dim": 192},
+        {"img_size": 32, "patch_size": 4, "num_blocks": 4, "embed_dim": 192},
     ),
 }
 DECODER: Final[dict[str, Any]] = {
     "hidden_size": 192,
     "intermediate_size": 512,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
     "head_dim": 32,
@@ -77,7 +77,7 @@ DECODER: Final[dict[str, Any]] = {
 LANGUAGE: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "gpt2": (
         "GPT2",
-        {"n_embd": 192, "n_layer": 6, "n_head": 6, "n_positions": 256, "attn_pdrop": 0.0}
+        {"n_embd": 192, "n_layer": 4, "n_head": 6, "n_positions": 256, "attn_pdrop": 0.0}
         | {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ),
     "llama": ("Llama", DECODER),
@@ -177,8 +177,8 @@ class Characters:
 
 def train(
     task: Any, net: nn.Module, which: int, steps: int, seed: int, rate: float, o: Any
-) -> float:
-    """A warmup and a cosine; returns the seconds it took."""
+) -> tuple[float, list[float]]:
+    """A warmup and a cosine; returns the seconds it took and the loss of each batch."""
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.05)
     warmup = max(1, steps // 10)
@@ -187,17 +187,18 @@ def train(
         lambda i: min((i + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * i / steps)),
     )
     net.train()
-    start = time.perf_counter()
+    start, losses = time.perf_counter(), []
     for batch in itertools.islice(task.part(which, o.batch, seed), steps):
         optimizer.zero_grad()
         with autocast(torch.device(o.device), o.dtype):
             loss = task.loss(net, batch)
         loss.backward()
+        losses.append(loss.detach())
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         schedule.step()
     net.eval()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, [float(loss) for loss in losses]
 
 
 def run(name: str, o: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -218,8 +219,9 @@ def run(name: str, o: argparse.Namespace) -> Iterator[dict[str, Any]]:
         found = dict(row, seed=seed)
         for key, variant in (("plain", copy.deepcopy(task.model)), ("reversible", net)):
             variant.load_state_dict(weights)
-            seconds = train(task, variant, 1, o.steps, seed, task.rate / 3, o)
+            seconds, losses = train(task, variant, 1, o.steps, seed, task.rate / 3, o)
             found |= {key: task.quality(variant), f"{key}_seconds": seconds}
+            found[f"{key}_train"] = mean(losses[-20:])
         yield found
 
 
@@ -278,9 +280,12 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
                 f"{mean(r['plain'] for r in mine):.3f}",
                 f"{mean(r['reversible'] for r in mine):.3f}",
                 f"{mean(gaps):+.3f}{spread}",
+                f"{mean(r['plain_train'] for r in mine):.3f}",
+                f"{mean(r['reversible_train'] for r in mine):.3f}",
             )
         )
     columns = ("model", "unit", "before", "rewired", "plain", "reversible", "difference")
+    columns += "plain, training loss", "reversible"
     show(f"fine-tuning, {len(options.seeds)} seeds", columns, lines)
 
 
@@ -291,7 +296,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("models", nargs="*", default=names, metavar="MODEL", help=", ".join(names))
     add("--images", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
     add("--text", type=Path, default=Path("data/input.txt"), help="a file")
-    add("--steps", type=int, default=400, help="of fine-tuning; of training twice as many")
+    add("--steps", type=int, default=150, help="of fine-tuning; of training twice as many")
     add("--batch", type=int, default=128)
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--kept-bits", type=int, default=4, choices=(1, 2, 4), help="more for less noise")

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.ops import attribute, op_name
+from revcompile.kernels.repeatable import Repeated
 
 NORMS: Final = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """torch's normalization layers; `_NormBase` is the base of batch and instance norms."""
@@ -140,6 +141,19 @@ def convolves(graph: fx.Graph, root: nn.Module) -> bool:
     called = (root.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module"))
     by_module = any(isinstance(inner, _ConvNd) for module in called for inner in module.modules())
     return by_module or any(op_name(node) in _CONVOLUTIONS for node in graph.nodes)
+
+
+def repeated_layers(graph: fx.Graph, root: nn.Module) -> Repeated:
+    """Layers of a branch that may choose another kernel when they run again."""
+    calls = graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    masks = [node.kwargs.get("attn_mask", (*node.args, None, None)[3]) for node in calls]
+    waiting = [mask for mask in masks if isinstance(mask, fx.Node)]
+    sources: dict[fx.Node, None] = {}
+    while waiting:
+        node = waiting.pop()
+        waiting += [source for source in node.all_input_nodes if source not in sources]
+        sources[node] = None
+    return Repeated(convolves(graph, root), any(parameters_of(node, root) for node in sources))
 
 
 def has_batch_norm(module: nn.Module) -> bool:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from revcompile.kernels.repeatable import RepeatableConvolutions
+from revcompile.kernels.repeatable import Repeatable, Repeated
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block_weights import BlockWeights
 from revcompile.runtime.reversible.hooks import ShardedModule
 from revcompile.runtime.reversible.replay import ReplayContext
+from revcompile.runtime.reversible.row_chunks import ChunkedBranch, is_large
 from revcompile.runtime.reversible.stream_sums import Sums
+
+_NOTHING: Final = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Block:
     name: str
     branch: Callable[..., Any]
     """F, as `branch(root, b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
+    chunked: ChunkedBranch | None = None
+    """F for large streams, if it may run in chunks."""
     sides: tuple[int, ...] = ()
     """Positions of the block's side values among those of the chain."""
     has_extras: bool = False
@@ -45,8 +51,8 @@ class Block:
     """The streams' dimension that counts samples, if there is one."""
     weights: BlockWeights = field(default_factory=BlockWeights)
     """What autocast would convert one by one."""
-    repeats_convolutions: bool = False
-    """Does F have convolutions, which have to give the same bits in the rebuild?"""
+    repeated: Repeated = field(default_factory=Repeated)
+    """Layers of F that have to give the same bits in the rebuild."""
 
 
 class Coupled(NamedTuple):
@@ -72,6 +78,7 @@ def couple(
     *,
     cast_b: Tensor | None = None,
     with_cast: bool = False,
+    is_rebuilt: bool = True,
 ) -> Coupled:
     """`(a, b) -> (b, a + F(b))`, after the block's rearrangement; F may read a cast copy of b."""
     shapes: Any = ()
@@ -86,20 +93,39 @@ def couple(
         b, _ = rearrange(b)
         sums.rearrange(rearrange)
     read = b if cast_b is None else cast_b
-    addend, extras = run_branch(root, block, read, [sides[i] for i in block.sides], cast)
+    used = [sides[i] for i in block.sides]
+    addend, extras = run_branch(root, block, read, used, cast, is_rebuilt)
     y, cast_copy = sums.add(index, a, b, addend, with_cast)
     return Coupled(b, y, shapes, extras, addend.dtype, cast_copy)
 
 
 def run_branch(
-    root: nn.Module, block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None
+    root: nn.Module,
+    block: Block,
+    b: Tensor,
+    sides: Sequence[Any],
+    cast: torch.dtype | None,
+    is_rebuilt: bool = True,
+    gradient: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """F(b) and the extras; `cast` is the model's own dtype where streams have more bits."""
+    """F(b) and the extras.
+
+    Args:
+        root: The model.
+        block: Whose F it is.
+        b: What F reads.
+        sides: What else it reads.
+        cast: The model's own dtype, where streams have more bits.
+        is_rebuilt: Is this one of two runs that must give the same bits? Large streams are then
+            read in chunks.
+        gradient: Of F(b), if it is known.
+    """
     read = b if cast is None else b.to(cast)
-    if block.repeats_convolutions:
-        with RepeatableConvolutions():
-            result = block.branch(root, read, *sides)
-    else:
+    is_chunked = is_rebuilt and block.chunked is not None and is_large(read)
+    code = block.chunked.code if block.chunked is not None and is_chunked else None
+    with Repeatable(block.repeated) if is_rebuilt and any(block.repeated) else _NOTHING:
+        if code is not None:
+            return code(read, sides, gradient), ()
         result = block.branch(root, read, *sides)
     return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
 

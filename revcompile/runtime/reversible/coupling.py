@@ -106,7 +106,9 @@ class Chain:
         extras: tuple[Tensor, ...] = ()
         for index, block in enumerate(self.blocks):
             (b,) = unshard(block.sharded, (b,))
-            a, b, _, extras, *_ = couple(root, block, index, a, b, sides, cast, sums)
+            a, b, _, extras, *_ = couple(
+                root, block, index, a, b, sides, cast, sums, is_rebuilt=False
+            )
             (b,) = reshard(block.sharded, (b,))
         return a, b, *extras
 
@@ -332,20 +334,23 @@ class _Reversible(torch.autograd.Function):
     def backward(ctx: Any, grad_b: Tensor, grad_y: Tensor, *grad_extras: Tensor) -> Any:
         call: _Call = ctx.call
         rebuilt, call.rebuilt = call.rebuilt, None
-        if rebuilt is None or rebuilt.index != ctx.index:
-            saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` gives them only once
-            if ctx.index == len(call.chain.blocks) - 1:
-                ctx.outputs = saved[: ctx.kept]
-                grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
-            rebuilt = _rebuild(ctx, saved, call.output)
-        call.output = None
-        known_cast, call.cast_gradient = call.cast_gradient, None
-        is_cast = known_cast is not None and known_cast[0] is grad_y
-        grads = known_cast[1] if known_cast and is_cast else grad_y, *grad_extras
-        previous = _previous_block(ctx) if call.overlaps else None
+        is_rebuilt = rebuilt is not None and rebuilt.index == ctx.index
+        # Once: `torch.utils.checkpoint` gives them only once.
+        saved = () if is_rebuilt else ctx.saved_tensors
+        if saved and ctx.index == len(call.chain.blocks) - 1:
+            ctx.outputs = saved[: ctx.kept]
+            grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
+        output, call.output = call.output, None
+        previous = None
         if not call.overlaps:
-            results = _differentiate(ctx, rebuilt, grad_b, grad_y, grads)
+            given = _gradients_given(ctx, grad_b, grad_y, grad_extras)
+            rebuilt = _rebuild(ctx, saved, output, gradient=given[2][0])
+            del output, saved
+            results = _differentiate(ctx, rebuilt, given)
         else:
+            if rebuilt is None or not is_rebuilt:
+                rebuilt = _rebuild(ctx, saved, output)
+            previous = _previous_block(ctx)
             with TwoStreams(grad_y.device) as streams:
                 if previous is not None:
                     with streams.on(1 - rebuilt.stream):
@@ -353,7 +358,8 @@ class _Reversible(torch.autograd.Function):
                         saved = previous.saved_tensors
                         call.rebuilt = _rebuild(previous, saved, output, 1 - rebuilt.stream)
                 with streams.backward_on(rebuilt.stream):
-                    results = _differentiate(ctx, rebuilt, grad_b, grad_y, grads)
+                    given = _gradients_given(ctx, grad_b, grad_y, grad_extras)
+                    results = _differentiate(ctx, rebuilt, given)
         if ctx.index == call.first and call.samples is not None:
             inputs = map(call.sums.value, _before_rearrange(ctx, rebuilt.a, rebuilt.b))
             call.chain.check.finish(call.samples, *map(samples_of, inputs))
@@ -390,11 +396,15 @@ def _previous_output(node: Any, rebuilt: _Rebuilt) -> _Output:
 
 
 def _rebuild(
-    node: Any, saved: Sequence[Tensor], output: _Output | None, stream: int = 0
+    node: Any,
+    saved: Sequence[Tensor],
+    output: _Output | None,
+    stream: int = 0,
+    gradient: Tensor | None = None,
 ) -> _Rebuilt:
     """Rebuild a block's input from its output (PETRA, Eq. 4), keeping the graph of F.
 
-    The chain's last block has saved its output itself.
+    The chain's last block has saved its output itself. The gradient is that of F(b), if known.
     """
     call: _Call = node.call
     bound: Bound = node.bound
@@ -433,7 +443,7 @@ def _rebuild(
         x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
         torch._C._set_grad_enabled(True)
         try:
-            addend, extras = run_branch(call.root, block, x, used, call.cast)
+            addend, extras = run_branch(call.root, block, x, used, call.cast, gradient=gradient)
         finally:
             torch._C._set_grad_enabled(False)
         wants_cast = call.wants_cast(node.index, -1)
@@ -441,28 +451,37 @@ def _rebuild(
     return _Rebuilt(node.index, a, b, x, sides, parameters, (addend, *extras), copy, stream)
 
 
-def _differentiate(
-    node: Any, rebuilt: _Rebuilt, grad_b: Tensor, grad_y: Tensor, grads: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:
+_Gradients = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+"""Of `a`, of `b` without its way through F, and of F(b), perhaps in its dtype, and the extras."""
+
+
+def _gradients_given(
+    node: Any, grad_b: Tensor, grad_y: Tensor, grad_extras: tuple[Tensor, ...]
+) -> _Gradients:
+    """A block's gradients before its branch is differentiated."""
+    call: _Call = node.call
+    known_cast, call.cast_gradient = call.cast_gradient, None
+    returned, call.returned = call.returned, None
+    # Gradients that the next block has returned are of no use to anybody else.
+    is_own = returned is not None and returned[0] is grad_b and returned[1] is grad_y
+    is_own = is_own and not call.overlaps
+    of_a, of_b, of_addend = call.sums.gradients(node.index, grad_b, grad_y, is_own)
+    if of_addend is grad_y and known_cast is not None and known_cast[0] is grad_y:
+        of_addend = known_cast[1]
+    return of_a, of_b, (of_addend, *grad_extras)
+
+
+def _differentiate(node: Any, rebuilt: _Rebuilt, given: _Gradients) -> tuple[Tensor | None, ...]:
     """Differentiate F: the gradients of the block's streams, of its sides and of its parameters.
 
     The second stream's is also cast for the previous block, if a kernel wrote it that way.
-
-    Args:
-        grads: Those of `y`, perhaps in another dtype, and of F's further results.
     """
     call: _Call = node.call
-    given, call.returned = call.returned, None
-    # Gradients that the next block has returned are of no use to anybody else.
-    is_own = given is not None and given[0] is grad_b and given[1] is grad_y
-    is_own = is_own and not call.overlaps
-    of_a, grad_b, of_addend = call.sums.gradients(node.index, grad_b, grad_y, is_own)
-    if of_addend is not grad_y:
-        grads = of_addend, *grads[1:]
+    of_a, own, of_results = given
     inputs = rebuilt.sides, rebuilt.parameters
     with gradient_hooks_silenced(rebuilt.parameters):
         of_b, cast_of_b, *others = branch_vjp(
-            rebuilt.x, grad_b, rebuilt.results, grads, *inputs, _previous_dtype(node)
+            rebuilt.x, own, rebuilt.results, of_results, *inputs, _previous_dtype(node)
         )
     assert of_b is not None
     if rebuilt.parameters is not node.parameters:

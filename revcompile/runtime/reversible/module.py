@@ -15,13 +15,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
-from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer
+from revcompile.ir.module_tree import (
+    TreeReads,
+    convolves,
+    has_autocast_consumer,
+    repeated_layers,
+)
 from revcompile.ir.ops import attribute
 from revcompile.ir.python_code import compile_graph, compile_with_modules
 from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
+from revcompile.kernels.repeatable import Repeated
 from revcompile.runtime.reversible.bindings import Bindings, Watch
 from revcompile.runtime.reversible.block import Block
 from revcompile.runtime.reversible.block_weights import BlockWeights
@@ -44,6 +50,7 @@ from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
+from revcompile.runtime.reversible.row_chunks import ChunkedBranch
 
 
 @dataclass(frozen=True)
@@ -366,9 +373,13 @@ def _block(
 ) -> Block:
     bindings = Bindings(coupling.branch, root)
     rearrange, sharded = coupling.rearrange, _sharded(bindings)
+    # Hooks would be called for every chunk.
+    may_chunk = not sharded and not bindings.hooked and not coupling.extras
+    compiled = partial(_compiled, root=root, name=coupling.name)
     return Block(
         name=coupling.name,
-        branch=compile_with_modules(_prepared(coupling.branch, root), root, coupling.name),
+        branch=compiled(coupling.branch),
+        chunked=ChunkedBranch(coupling.branch, root, compiled) if may_chunk else None,
         sides=tuple(position[name] for name in coupling.sides),
         rearrange=compile_graph(rearrange.forward, coupling.name) if rearrange else None,
         undo_rearrange=compile_graph(rearrange.inverse, coupling.name) if rearrange else None,
@@ -380,7 +391,7 @@ def _block(
         has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
         batch_dim=None if kind is None else kind.batch_dim,
         weights=BlockWeights() if sharded else BlockWeights.of(coupling.branch, root, bindings),
-        repeats_convolutions=coupling.kept_bits > 0 and convolves(coupling.branch, root),
+        repeated=repeated_layers(coupling.branch, root) if coupling.kept_bits else Repeated(),
     )
 
 
@@ -389,9 +400,10 @@ def _sharded(bindings: Bindings) -> tuple[ShardedModule, ...]:
     return sharded_modules((*bindings.enclosing.items(), *bindings.modules.items()))
 
 
-def _prepared(branch: fx.Graph, root: nn.Module) -> fx.Graph:
+def _compiled(branch: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
     """A branch as it runs, with the rewrites for mixed precision."""
-    return fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
+    prepared = fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
+    return compile_with_modules(prepared, root, name)
 
 
 def _replay_context(

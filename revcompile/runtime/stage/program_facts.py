@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revcompile.ir.module_tree import TreeReads, convolves
+from revcompile.ir.module_tree import TreeReads, repeated_layers
 from revcompile.ir.program import StageProgram
 from revcompile.ir.types import Coupling
+from revcompile.kernels.repeatable import Repeated
 from revcompile.schedule import Keep, Order, Weights
 
 
@@ -43,12 +44,12 @@ def stateful_candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn
     return [(module, name) for module, name in buffers if not isinstance(module, _BatchNorm)]
 
 
-def repeats_convolutions(program: StageProgram, root: nn.Module) -> bool:
-    """Is there an averaged coupling with convolutions, which have to give the same bits twice?"""
+def repeated_in(program: StageProgram, root: nn.Module) -> Repeated:
+    """Layers of averaged couplings, which have to give the same bits twice."""
     pieces = (piece for unit in program.units for piece in unit.pieces)
-    return any(
-        isinstance(p, Coupling) and p.kept_bits > 0 and convolves(p.branch, root) for p in pieces
-    )
+    averaged = [p for p in pieces if isinstance(p, Coupling) and p.kept_bits > 0]
+    found = [repeated_layers(coupling.branch, root) for coupling in averaged]
+    return Repeated(*map(any, zip(*found, strict=True)))
 
 
 def needed_in_flight(program: StageProgram) -> list[str]:

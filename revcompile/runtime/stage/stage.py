@@ -16,7 +16,7 @@ from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix, recording
 from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
-from revcompile.kernels.repeatable import RepeatableConvolutions
+from revcompile.kernels.repeatable import Repeatable
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
@@ -29,7 +29,7 @@ from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
 from revcompile.runtime.stage.program_facts import (
     outlives_updates,
-    repeats_convolutions,
+    repeated_in,
     stateful_candidates,
     statistics_move_early,
     statistics_of,
@@ -117,7 +117,7 @@ class Stage:
             graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]
             if not outlives_updates(program):  # the kernel makes the ReLU's mask again in backward
                 graphs = [fuse_bn_relu(graph, root) for graph in graphs]
-        self._repeats_convolutions = repeats_convolutions(program, root)
+        self._repeated = repeated_in(program, root)
         self._samples = StreamSamples(program, tolerance, waits=check_finite)
         graphs = [self._samples.watched(graph) for graph in graphs]
         self._generated = (
@@ -470,8 +470,8 @@ class Stage:
             stack.enter_context(torch.no_grad())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self.autocast))
-            if self._repeats_convolutions:
-                stack.enter_context(RepeatableConvolutions())
+            if any(self._repeated):
+                stack.enter_context(Repeatable(self._repeated))
             if weights is None:
                 weights = self.cast_weights.current() or self.replica_weights
             if weights is not None:

@@ -159,6 +159,31 @@ def test_convolutions_are_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.backends.cudnn.benchmark and not torch.backends.cudnn.deterministic
 
 
+class Positions(nn.Module):
+    """Attention whose mask is a parameter: without gradients it would take another kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(64, 192) for _ in range(6))
+        self.bias = nn.ParameterList(torch.randn(2, 4, 4) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, bias in zip(self.qkv, self.bias, strict=True):
+            q, k, v = layer(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4).unbind()
+            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None] * 2)
+            x = x + y.transpose(1, 2).flatten(2)
+        return x
+
+
+def test_attention_with_a_mask_of_parameters_is_repeatable() -> None:
+    torch.manual_seed(0)
+    model, x = Positions(), torch.randn(8, 4, 64)
+    net = revcompile.reversify(model, x, policy="pretrained", check="off").train()
+    assert worst(gradients(stored(net), x), gradients(net, x))[0] < 1e-5
+    assert torch.equal(net.eval()(x), model.eval()(x))
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_a_block_alone_keeps_its_input_and_has_no_noise() -> None:
     model, net, x = made(1, dropout=0.0)
     assert torch.equal(net(x), model(x))
