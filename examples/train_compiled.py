@@ -132,7 +132,7 @@ def load_data(args: argparse.Namespace) -> Images:
 
 def resumes(args: argparse.Namespace) -> str:
     """How to go on with a run that has been saved."""
-    return f"the same command with --resume goes on from {args.out}"
+    return f"the same command with --resume (make: ARGS=--resume) goes on from {args.out}"
 
 
 def what_next() -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Final
@@ -34,17 +35,31 @@ examples:
   revcompile inspect resnet50 --stages 18 --explain layer3.0
   revcompile coverage swin_tiny_patch4_window7_224
   revcompile draw vit_base_patch16_224 --stages 8 --out net.html
-  revcompile plan vit_large_patch16_224 --devices 8 --link 100Gbps --batch-size 32
+  revcompile plan vit_large_patch16_224 --devices 8 --link 100Gbps
   revcompile inspect my_package.models:make_net --stages 4 --input 3,64,64
 """
+
+
+class _Help(argparse.HelpFormatter):
+    """Wraps each paragraph to the terminal's width; those with indented lines stay as written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(p if "\n  " in p else fill(p, width, indent) for p in paragraphs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
+
+    def warn(message: Warning | str, *_: object) -> None:
+        sys.stderr.write(f"revcompile {args.command}: warning: {message}\n")
+
     try:
-        with spinner(f"{args.command} {args.model}"):
+        with warnings.catch_warnings(), spinner(f"{args.command} {args.model}"):
+            warnings.showwarning = warn  # type: ignore[assignment]
             code: int = _COMMANDS[args.command].run(args)
         sys.stdout.flush()
         return code
@@ -64,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="revcompile",
         description="Compile residual models into reversible, pipelined ones, and inspect them.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -74,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=text.partition("\n")[0].rstrip("."),
             description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
         command.add_argument("--json", action="store_true", help="print the result as JSON")

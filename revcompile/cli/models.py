@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -76,7 +77,12 @@ def load(
     with torch.device(device):
         model, example = _build(args.model)
     name = args.model.rpartition(":")[2]
-    dims = args.input or _sample(model, args.model)
+    dims = args.input or _sample(model)
+    if example is None and dims is None:
+        raise InputError(
+            f"{args.model} does not say what it takes; give --input C,H,W (a sample's shape), or "
+            "a factory that returns (model, example inputs)"
+        )
     if example is None and dims is not None and (args.input or batch_size or not _is_timm(model)):
         on = next((p.device for p in model.parameters()), torch.device(device))
         example = torch.randn(batch_size or 2, *dims, device=on)
@@ -125,7 +131,10 @@ def _from_torchvision(name: str) -> nn.Module | None:
     vision = _import_or_none("torchvision")
     if vision is None or name not in vision.models.list_models():
         return None
-    model: nn.Module = vision.models.get_model(name, weights=None)
+    builder = vision.models.get_model_builder(name)
+    takes = inspect.signature(builder).parameters
+    has_backbone = "weights_backbone" in takes  # which would be downloaded
+    model: nn.Module = builder(weights=None, **{"weights_backbone": None} if has_backbone else {})
     return model
 
 
@@ -144,7 +153,7 @@ def _unknown(name: str) -> str:
         *(timm.list_models() if timm else ()),
         *(vision.models.list_models() if vision else ()),
     ]
-    near = difflib.get_close_matches(name, known, 3)
+    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), 3)
     hint = f"did you mean {', '.join(near)}?" if near else "give a timm or torchvision name"
     return f"no model {name!r}; {hint} (your own: package.module:factory)"
 
@@ -183,7 +192,7 @@ def _is_timm(model: nn.Module) -> bool:
     return isinstance(getattr(model, "default_cfg", None), dict)
 
 
-def _sample(model: nn.Module, name: str) -> tuple[int, ...] | None:
+def _sample(model: nn.Module) -> tuple[int, ...] | None:
     """The shape of a sample if the model or its library says so."""
     if _is_timm(model):
         return tuple(model.default_cfg["input_size"])  # type: ignore[index]

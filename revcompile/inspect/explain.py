@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Final
 
 from revcompile.errors import InputError
 from revcompile.inspect.formatting import bytes_of, size
-from revcompile.inspect.tables import short_range
+from revcompile.inspect.tables import short_range, text_width
 from revcompile.inspect.views import modules_of
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.ir.types import (
@@ -56,9 +57,12 @@ class PieceExplanation:
 
     def __str__(self) -> str:
         lines = [self.piece]
+        wrapper = TextWrapper(text_width(), subsequent_indent=" " * 13, break_long_words=False)
+        wrapper.break_on_hyphens = False
         for title in ("found", "rewired", "placed"):
-            head, *more = getattr(self, title)
-            lines += [f"  {title:8} {head}", *(" " * 11 + line for line in more)]
+            for number, line in enumerate(getattr(self, title)):
+                wrapper.initial_indent = f"  {title if number == 0 else '':8} "
+                lines.append(wrapper.fill(line))
         return "\n".join(lines)
 
 

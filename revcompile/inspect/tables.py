@@ -30,14 +30,22 @@ from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment, Tensor
 from revcompile.ir.weight_expansion import WeightExpansion
 
 
+def text_width() -> int:
+    """The terminal's width, between 80 and 120 columns; 100 without a terminal."""
+    return max(80, min(120, shutil.get_terminal_size((100, 24)).columns))
+
+
 def render(*parts: object) -> str:
-    """Rich renderables as plain text, as wide as the terminal, between 80 and 120 columns.
+    """Rich renderables as plain text of that width.
 
     `force_jupyter=False`: in a notebook rich would display the text itself, besides returning it.
     """
-    width = max(80, min(120, shutil.get_terminal_size((100, 24)).columns))
     console = Console(
-        width=width, record=True, file=io.StringIO(), force_terminal=False, force_jupyter=False
+        width=text_width(),
+        record=True,
+        file=io.StringIO(),
+        force_terminal=False,
+        force_jupyter=False,
     )
     for part in parts:
         console.print(part, highlight=False, markup=False)

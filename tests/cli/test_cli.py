@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.cli import main, units
+from revcompile.cli import main, models, units
 
 MODEL = "test_cli:tiny"
 HERE = Path(__file__).parent
@@ -89,6 +89,16 @@ def test_help_needs_no_torch() -> None:
     assert ended.returncode == 0 and "--devices" in ended.stdout
 
 
+@pytest.mark.parametrize("command", ["", "inspect", "coverage", "draw", "plan"])
+def test_help_fits_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*filter(None, [command]), "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_the_package_has_its_names_although_they_are_imported_late() -> None:
     assert set(revcompile.__all__) <= set(dir(revcompile))
     assert all(getattr(revcompile, name).__doc__ for name in revcompile.__all__)
@@ -123,7 +133,7 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         (["inspect", "no.such.module:net", "--stages", "2"], "cannot be imported"),
         (["inspect", "test_cli:MODEL", "--stages", "2"], "MODEL() failed with TypeError"),
         (["inspect", "test_cli:number", "--stages", "2"], "returned int"),
-        (["inspect", "test_cli:unshaped", "--stages", "2"], "example_inputs"),
+        (["inspect", "test_cli:unshaped", "--stages", "2"], "give --input C,H,W"),
         (["inspect", MODEL, "--stages", "2", "--explain", "2.g"], "did you mean"),
         (["inspect", MODEL, "--stages", "2", "--code", "7"], "there are stages 0 to 1"),
         (["inspect", MODEL, "--stages", "2", "--method", "petar"], "did you mean 'petra'"),
@@ -209,6 +219,15 @@ def test_models_of_both_libraries_take_their_own_shapes(called: Called) -> None:
     assert [s["parameters"] for s in ours["segments"]] == [
         s["parameters"] for s in theirs["segments"]
     ]
+
+
+def test_no_weights_are_downloaded_for_a_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a download")
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", refuse)
+    with torch.device("meta"):
+        assert models._from_torchvision("lraspp_mobilenet_v3_large") is not None
 
 
 # -- coverage -------------------------------------------------------------------------------------

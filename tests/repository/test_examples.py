@@ -60,7 +60,7 @@ def test_a_training_goes_on_from_the_middle_of_an_epoch(
         return [row.split(",")[3] for row in rows]
 
     whole, stopped_in = test_losses("--out", str(tmp_path / "whole")), tmp_path / "stopped"
-    goes_on = "the same command with --resume goes on from"
+    goes_on = "the same command with --resume (make: ARGS=--resume) goes on from"
     step = module.Report.step
 
     def taken_away(report: Any, *values: Any) -> None:
