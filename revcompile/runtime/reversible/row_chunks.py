@@ -26,7 +26,8 @@ from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import attribute
 from revcompile.ir.python_code import compile_with_modules
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting, wide_dtype
-from revcompile.runtime.reversible.bindings import Bindings, Slot, filled
+from revcompile.runtime.reversible.bindings import Bindings
+from revcompile.runtime.reversible.slots import Slot, filled
 
 LARGE = 2**25
 """Elements of a stream: to compute parts of a smaller one again is not worth the time."""
