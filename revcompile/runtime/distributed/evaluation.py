@@ -14,7 +14,6 @@ from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import (
     Message,
     MessageKind,
-    Transport,
     next_message,
 )
 from revcompile.runtime.trainer.inputs import split_batch
@@ -76,9 +75,6 @@ class EvaluationPass:
     """
 
     executors: Sequence[StageExecutor]
-    transport: Transport
-    last: int
-    """The number of the last stage."""
     source: Source
     sink: Sink
     error: Exception | None = None
@@ -98,15 +94,15 @@ class EvaluationPass:
                 return
 
     def _run_batch(self, executor: StageExecutor, number: int) -> None:
-        stage = executor.index
-        batch = self._next(stage, number)
+        stage, last = executor.index, executor.program.stages - 1
+        batch = self._next(executor, number)
         if batch is None:
             self._running.discard(stage)
         outputs = None
         if batch is not None and stage not in self._ended:
             try:
                 outputs = executor.stage.evaluate(batch[0])
-                if stage == self.last:
+                if stage == last:
                     self.sink(number, outputs, batch[1])
             except Exception as error:
                 self.error, outputs = self.error or error, None
@@ -114,10 +110,10 @@ class EvaluationPass:
             return
         if outputs is None:
             self._ended.add(stage)
-        if stage < self.last:
+        if stage < last:
             fingerprint = batch[1] if batch is not None else None
             message = Message(number, outputs or {}, void=outputs is None, fingerprint=fingerprint)
-            self.transport.send((stage, stage + 1, MessageKind.EVALUATE), message)
+            executor.transport.send((stage, stage + 1, MessageKind.EVALUATE), message)
 
     def check(self, check: Callable[[], None]) -> None:
         """Run a final check; what it raises counts if there was no error before."""
@@ -127,8 +123,8 @@ class EvaluationPass:
         except Exception as error:
             self.error = error
 
-    def _next(self, stage: int, number: int) -> Batch | None:
-        if stage == 0:
+    def _next(self, executor: StageExecutor, number: int) -> Batch | None:
+        if (stage := executor.index) == 0:
             try:
                 return self.source(number)
             except Exception as error:
@@ -136,5 +132,5 @@ class EvaluationPass:
                 return None
         where = f"stage {stage} for batch {number} of an evaluation"
         route = stage - 1, stage, MessageKind.EVALUATE
-        message = next_message(self.transport, route, where)
+        message = next_message(executor.transport, route, where)
         return None if message.void else (message.values, message.fingerprint)

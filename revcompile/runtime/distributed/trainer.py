@@ -143,7 +143,6 @@ class DistributedTrainer(Trainer):
             self.executors,
             self.loss_head,
             self.schedule,
-            averages=self.transport.averages,
         )
         self._given: tuple[Any, Any] = None, None
         """What this rank's step was called with, while its forward passes run."""
@@ -345,8 +344,7 @@ class DistributedTrainer(Trainer):
             loss = self.loss_head.evaluate(output, target, where)
             means.add(loss, output, target, self.binder.count_samples(outputs))
 
-        last = len(self.programs) - 1
-        evaluation = EvaluationPass(self.executors, self.transport, last, source, sink)
+        evaluation = EvaluationPass(self.executors, source, sink)
         with eval_mode(self.model, self.settings.autocast), self._stop_on_error():
             evaluation.run()
             evaluation.check(batches.check_end)

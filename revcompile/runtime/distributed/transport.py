@@ -248,7 +248,6 @@ class DistributedTransport(Transport):
         self._senders: dict[tuple[int, int], SendThread] = {}
         self._receivers: list[ReceiveThread] = []
         self.averages: dict[int, ReplicaAverage] = {}
-        """By stage, if there are replicas of it."""
         for channel in self._channels:
             peer = next(rank for rank in channel.ranks if rank != ranks.rank)
             lost = self._on_lost(ranks.named(peer))

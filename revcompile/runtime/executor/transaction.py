@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.runtime.executor.stage_executor import StageExecutor, restore
-from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.replay import BufferSnapshot
-from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.schedule import Action, Op, Order, Schedule
 
 
@@ -22,17 +20,11 @@ class Transaction:
     ...                                         committed: an error from here on stays
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        executors: Sequence[StageExecutor],
-        transport: Transport,
-        loss_head: LossHead,
-    ) -> None:
+    def __init__(self, schedule: Schedule, executors: Sequence[StageExecutor]) -> None:
         self.microbatch = schedule.injected
-        self._executors, self._transport, self._loss_head = executors, transport, loss_head
+        self._executors, self._transport = executors, executors[0].transport
         self._schedule = schedule.copy()
-        self._queues = {key: deque(queue) for key, queue in transport.queues.items()}
+        self._queues = {key: deque(queue) for key, queue in self._transport.queues.items()}
         self._accumulated = [
             (
                 dict(e.stage.gradients),
@@ -72,7 +64,7 @@ class Transaction:
 
     def rollback(self) -> Schedule:
         """Undo the step; returns the schedule to go on with."""
-        microbatch, loss_head = self.microbatch, self._loss_head
+        microbatch, loss_head = self.microbatch, self._executors[-1].loss_head
         for executor, (gradients, contributed, scaling) in zip(
             self._executors, self._accumulated, strict=True
         ):
@@ -86,6 +78,7 @@ class Transaction:
         restore(self._buffers)
         # Tied weights that have arrived with this step arrive once more with the next.
         self._transport.queues = self._queues
+        assert loss_head is not None
         for by_microbatch in (loss_head.targets, loss_head.losses, loss_head.outputs):
             by_microbatch.pop(microbatch, None)
         return self._schedule

@@ -168,6 +168,8 @@ class Transport:
         self.stages = stages
         self.queues: dict[Route, deque[Any]] = {}
         """Messages that wait for their receivers: what has `Message.ready`."""
+        self.averages: Mapping[int, Average] = {}
+        """By stage, if there are replicas of it: the mean of its gradients over them."""
         self._norms: dict[int, dict[int, Tensor]] = {}
         self._totals: dict[int, Tensor] = {}
         """By update: the squared norms of stages here, and of all stages once those are known."""

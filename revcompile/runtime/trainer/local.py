@@ -61,7 +61,7 @@ class LocalTrainer(Trainer):
             return metrics
         values = self.binder.prepare(inputs)
         microbatch, samples = self.schedule.injected, self.binder.count_samples(values)
-        transaction = Transaction(self.schedule, self.executors, self.transport, self.loss_head)
+        transaction = Transaction(self.schedule, self.executors)
         self.executors[0].inputs[microbatch] = values
         self.loss_head.targets[microbatch] = self.binder.to_device(target)
         for probe in self.probes:

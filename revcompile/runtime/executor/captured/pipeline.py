@@ -109,7 +109,8 @@ class StaticPipeline(StaticState):
             self._boundary.send_dx(transport, due[self._boundary.first])
         if updating:
             for executor in updating:
-                self._averages[executor.index].reduce()
+                assert executor.average is not None
+                executor.average.reduce()
             planned[-1]()
         self._boundary.send_tied(transport, schedule)
         if self._is_continuous:

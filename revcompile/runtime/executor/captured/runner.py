@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -23,7 +23,7 @@ from revcompile.runtime.executor.captured.optimizers import why_not_capturable_o
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline, StepResult
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Average, Transport
+from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
@@ -126,8 +126,6 @@ class GraphRunner:
         executors: Sequence[StageExecutor],
         loss_head: LossHead,
         schedule: Schedule,
-        *,
-        averages: Mapping[int, Average] | None = None,
     ) -> None:
         self._executors, self._loss_head = executors, loss_head
         self._device = executors[0].stage._device()
@@ -145,7 +143,6 @@ class GraphRunner:
         self._has_warned_of_hooks = False
         self.is_on = self._backend is not Backend.EAGER
         """Will steps be captured once the pipeline is full?"""
-        self._averages = averages
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
         for executor in executors if self.is_on else ():
@@ -269,7 +266,6 @@ class GraphRunner:
             schedule,
             EagerReplay() if is_static else CudaGraphReplay(self._device),
             fused=FusedOps() if self._backend is Backend.INDUCTOR else None,
-            averages=self._averages,
         )
 
     def observe(self, batch: tuple[Any, Any]) -> None:

@@ -28,7 +28,6 @@ from revcompile.runtime.executor.captured.streams import StepStreams, largest_te
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import (
-    Average,
     Message,
     MessageKind,
     Route,
@@ -52,7 +51,6 @@ class StaticState:
         executors: Those that perform the stages action by action; the stages follow each other.
         replay: Calls steps, or captures and replays them.
         fused: If given, the stages' programs are run with their fusion regions compiled.
-        averages: By stage, if there are replicas of it: the mean of its gradients over them.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class StaticState:
         replay: EagerReplay,
         *,
         fused: FusedOps | None = None,
-        averages: Mapping[int, Average] | None = None,
     ) -> None:
         self._eager_executors = list(executors)
         self._replay = replay
@@ -72,8 +69,8 @@ class StaticState:
         self._stages = [executor.index for executor in executors]
         self._boundary = Boundary(self._stages, count, schedule.ties)
         self._is_last = not self._boundary.has_next
-        self._averages = averages or {}
-        is_alone = not (self._boundary.is_split or self._averages)
+        averages = executors[0].transport.averages
+        is_alone = not (self._boundary.is_split or averages)
         self._has_flags = executors[0].stage.check_finite or not is_alone
         self._accumulate = schedule.accumulate
         self._windows = [window(method, count, j, schedule.accumulate) for j in range(count)]
@@ -111,7 +108,7 @@ class StaticState:
                 has_flags=self._has_flags,
                 fused=fused,
                 streams=self._streams,
-                average=self._averages.get(executor.index),
+                average=averages.get(executor.index),
             )
             for executor in executors
         ]
