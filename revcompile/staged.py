@@ -27,7 +27,8 @@ from revcompile.compiler.recapture import Recompiler
 from revcompile.errors import InputError
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Partition
-from revcompile.plan.budget import MemoryPlan, plan_memory
+from revcompile.plan.budget import MemoryPlan, plan_memory, state_copies
+from revcompile.plan.learning import warn_of_delay
 from revcompile.plan.report import StageReport
 from revcompile.runtime.checkpoint import export_weights, load_into
 from revcompile.runtime.distributed.placement import make_layout, pipeline_ranks
@@ -44,7 +45,6 @@ from revcompile.runtime.stage.update import (
     OptimizerFactory,
     ParamGroups,
     ScheduleFactory,
-    state_copies,
 )
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.runtime.trainer.local import LocalTrainer
@@ -398,6 +398,7 @@ class StagedModel(StageReport):
                 self.model.to(target)
             trainer = LocalTrainer(task)
         trainer.memory_plan = plan
+        warn_of_delay(trainer)
         return trainer
 
     def _device_of_each_stage(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:

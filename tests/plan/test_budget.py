@@ -26,8 +26,14 @@ from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageMemory
 from revcompile.plan import budget as budgets
-from revcompile.plan.budget import Choice, MemoryPlan, choices, device_peak, plan_memory
-from revcompile.runtime.stage.update import state_copies
+from revcompile.plan.budget import (
+    Choice,
+    MemoryPlan,
+    choices,
+    device_peak,
+    plan_memory,
+    state_copies,
+)
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel

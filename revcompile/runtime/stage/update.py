@@ -300,44 +300,6 @@ def counts_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def state_copies(
-    parameters: Mapping[str, Tensor],
-    factory: OptimizerFactory,
-    groups: ParamGroups | None,
-    delay: float = 0.0,
-) -> float:
-    """Bytes of optimizer state per byte of parameters.
-
-    Measured: one step on parameters of the same names and dimensions, but of a few elements. State
-    counts if it has the shape of its parameter. Some optimizers have more of it under a delay.
-
-    >>> weights = {"weight": torch.zeros(300, 200, requires_grad=True)}
-    >>> state_copies(weights, lambda p: torch.optim.SGD(p, lr=0.1), None)
-    0.0
-    >>> state_copies(weights, lambda p: torch.optim.AdamW(p), None)
-    2.0
-    """
-    small = {
-        name: nn.Parameter(torch.zeros([min(size, 3) for size in p.shape], dtype=p.dtype))
-        for name, p in parameters.items()
-        if p.requires_grad
-    }
-    updater = Updater("memory_budget=", small, factory, groups=groups, delay=delay)
-    updater.apply({name: torch.zeros_like(p) for name, p in small.items()})
-    state = updater.optimizer.state if updater.optimizer is not None else {}
-    state_bytes = parameter_bytes = 0
-    for name, parameter in small.items():
-        size = parameters[name].numel()
-        alike = [
-            value
-            for key, value in state.get(parameter, {}).items()
-            if isinstance(value, Tensor) and value.shape == parameter.shape and key not in COUNTERS
-        ]
-        state_bytes += size * sum(value.element_size() for value in alike)
-        parameter_bytes += size * parameter.element_size()
-    return state_bytes / parameter_bytes if parameter_bytes else 0.0
-
-
 def _kind(value: Any) -> str:
     return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
 

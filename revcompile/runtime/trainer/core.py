@@ -23,7 +23,6 @@ from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.trainer.advice import warn_of_delay
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
@@ -103,11 +102,6 @@ class Trainer(TrainerState, ABC):
             for stage in stages
         ]
         self.scheduler = LocalScheduler(self.executors)
-        if self.is_first and not replica:
-            delays = [
-                (executor.updater, self.delays[executor.index]) for executor in self.executors
-            ]
-            warn_of_delay(delays, programs, model, accumulate, stacklevel=4)
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()

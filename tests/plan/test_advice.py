@@ -15,7 +15,7 @@ from training import Plain, fresh
 import revcompile
 from revcompile.errors import RevcompileWarning
 from revcompile.optim import DelayAwareMuon, ErrorFeedback, muon_groups
-from revcompile.runtime.trainer.advice import has_attention
+from revcompile.plan.learning import has_attention
 
 
 class Attention(nn.Module):
