@@ -23,6 +23,7 @@ from revcompile.arguments import (
     check_leaf_modules,
     check_model,
     check_optimizer_copies,
+    member_of,
     number,
     one_of,
     whole_number,
@@ -195,6 +196,7 @@ def _reversified(
     check_leaf_modules(leaf_modules)
     if tolerance is not None:
         number(caller, "tolerance", tolerance, "use a number above 0, or None")
+    overlaps = member_of(caller, "overlap", overlap, Overlap)
     compared = None
     with preserve_model():
         captured = capture(
@@ -205,7 +207,7 @@ def _reversified(
         verify_rewired(captured, rewired)
         limit: Tolerance = "auto" if tolerance is None else tolerance
         calls = CapturedCalls() if backend == "cudagraphs" else None
-        net = ReversibleModule(rewired, limit, Overlap.parse(overlap), calls)
+        net = ReversibleModule(rewired, limit, overlaps, calls)
         any_arguments = huggingface.is_pretrained_model(model)
         net.on_new_case(Recompiler(model, captured, chosen), any_arguments)
         _warn_of_hooks(net, caller)

@@ -6,6 +6,7 @@ The `Literal` types list the strings an argument may be, for type checkers and f
 from __future__ import annotations
 
 import difflib
+import enum
 import inspect
 import math
 import numbers
@@ -13,13 +14,15 @@ import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, get_args
+from typing import Any, Literal, SupportsIndex, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from revcompile.errors import InputError
+
+Kind = TypeVar("Kind", bound=enum.Enum)
 
 MethodName = Literal[
     "backprop",
@@ -200,6 +203,19 @@ def one_of(caller: str, name: str, value: Any, known: Iterable[str]) -> str:
         return value
     hint = _nearest(value, words)
     raise InputError(f"{caller}: {name}={value!r}; use one of: {', '.join(words)}{hint}")
+
+
+def member_of(caller: str, name: str, value: Any, kind: type[Kind]) -> Kind:
+    """The member of an enum that `value` is, or is the word for.
+
+    >>> class Size(enum.Enum):
+    ...     LARGE = "large"
+    >>> member_of("f", "size", "large", Size)
+    <Size.LARGE: 'large'>
+    """
+    if isinstance(value, kind):
+        return value
+    return kind(one_of(caller, name, value, [member.value for member in kind]))
 
 
 def check_cost(cost: Any) -> None:

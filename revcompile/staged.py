@@ -18,6 +18,7 @@ from revcompile.arguments import (
     check_stage_list,
     file_path,
     flag,
+    member_of,
     number,
 )
 from revcompile.compiler.cost import Workload
@@ -35,7 +36,7 @@ from revcompile.runtime.distributed.placement import make_layout, pipeline_ranks
 from revcompile.runtime.distributed.process_groups import many_ranks, world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.executor.captured import Backend, backend_of
+from revcompile.runtime.executor.captured import Backend
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import Buffers, BuffersLike, buffers_of
 from revcompile.runtime.stage.loss_head import Loss
@@ -353,7 +354,7 @@ class StagedModel(StageReport):
             seed=seed,
             check_finite=check_finite,
             measure_every=measure_every,
-            backend=backend_of(backend),
+            backend=member_of(who, "backend", backend, Backend),
             buffers=buffers_of(buffers),
             messages=messages,
         )

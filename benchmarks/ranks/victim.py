@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import revcompile
+from revcompile.arguments import member_of
 from revcompile.runtime.checkpoint.codec import encode_tree
 from revcompile.runtime.distributed.rank_weights import owning_stages
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.executor.captured import backend_of
+from revcompile.runtime.executor.captured import Backend
 from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
@@ -128,7 +129,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
         nn.functional.cross_entropy,
         method=run.method,
         accumulate=run.accumulate,
-        backend=backend_of(run.backend),
+        backend=member_of("victim", "backend", run.backend, Backend),
         lr_schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(
             o, 0.02, total_steps=STEPS + 1, cycle_momentum=run.backend == "eager"
         ),

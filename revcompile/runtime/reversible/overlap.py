@@ -20,7 +20,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.errors import InputError
 from revcompile.runtime.reversible.replay import is_capturing
 
 SMALL: Final = 2**25
@@ -38,19 +37,6 @@ class Overlap(enum.Enum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
-
-    @staticmethod
-    def parse(choice: Overlap | str) -> Overlap:
-        """Accept the enum or its value.
-
-        >>> Overlap.parse("on")
-        <Overlap.ON: 'on'>
-        """
-        try:
-            return Overlap(choice)
-        except ValueError:
-            known = ", ".join(repr(c.value) for c in Overlap)
-            raise InputError(f"overlap: expected one of {known}, got {choice!r}") from None
 
     def applies_to(self, stream: Tensor) -> bool:
         if self is Overlap.AUTO:

@@ -26,8 +26,9 @@ from training import (
     weights,
 )
 
+from revcompile.arguments import member_of
 from revcompile.errors import InputError, NonFiniteError, VerificationError
-from revcompile.runtime.executor.captured import Backend, backend_of, runner, static_state
+from revcompile.runtime.executor.captured import Backend, runner, static_state
 from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.fusion_regions import find_regions
@@ -392,9 +393,9 @@ def test_what_a_step_returned_stays_as_it_was() -> None:
 
 
 def test_backends_have_names() -> None:
-    assert backend_of("static") is Backend.STATIC
+    assert member_of("f", "backend", "static", Backend) is Backend.STATIC
     with pytest.raises(InputError, match="did you mean 'cudagraphs'"):
-        backend_of("cudagraph")
+        member_of("f", "backend", "cudagraph", Backend)
 
 
 def test_auto_is_eager_on_the_cpu_and_says_nothing() -> None:

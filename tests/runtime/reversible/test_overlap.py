@@ -208,5 +208,5 @@ def test_small_kernels_of_a_recorded_step_overlap_by_themselves(
 
 
 def test_an_unknown_choice_is_a_clear_error() -> None:
-    with pytest.raises(revcompile.RevcompileError, match="overlap: expected one of 'auto', 'on'"):
+    with pytest.raises(revcompile.RevcompileError, match="='maybe'; use one of: auto, off, on"):
         _net("maybe")

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 
-from revcompile.arguments import one_of
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.captured.boundary import StepInputs
 from revcompile.runtime.executor.captured.fusion import FusedOps
@@ -54,20 +53,6 @@ class Backend(enum.Enum):
     STATIC = "static"
     """Over the same static buffers as CUDA graphs, but each step is called: for tests and for
     debugging, on any device."""
-
-
-def backend_of(name: str | Backend) -> Backend:
-    """Look a backend up.
-
-    >>> backend_of("cudagraphs")
-    <Backend.CUDAGRAPHS: 'cudagraphs'>
-
-    Raises:
-        InputError: There is no such backend.
-    """
-    if isinstance(name, Backend):
-        return name
-    return Backend(one_of("trainer", "backend", name, [backend.value for backend in Backend]))
 
 
 def why_not_capturable(
