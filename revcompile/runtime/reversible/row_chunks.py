@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from revcompile.ir.coupling_ops import vjp, zeros_if_none
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import attribute
-from revcompile.ir.python_code import compile_with_modules
+from revcompile.ir.python_code import compile_with_modules, copied
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting, wide_dtype
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.slots import Slot, filled
@@ -81,8 +81,7 @@ def in_chunks(branch: fx.Graph, root: nn.Module) -> tuple[fx.Graph | None, RowSt
 
     None if it has no such part.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(branch, {}))
+    graph = copied(branch)
     part = _RowWisePart(graph, root)
     results = part.results()
     if len(part.steps) < 3 or not results:
