@@ -33,7 +33,7 @@ from revcompile.plan.learning import warn_of_delay
 from revcompile.plan.report import StageReport
 from revcompile.runtime.checkpoint import export_weights, load_into
 from revcompile.runtime.distributed.placement import make_layout, pipeline_ranks
-from revcompile.runtime.distributed.process_groups import many_ranks, world_size
+from revcompile.runtime.distributed.process_groups import world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured import Backend
@@ -384,7 +384,7 @@ class StagedModel(StageReport):
             )
         programs = self._programs(chosen, plan.keeps if plan else None)
         task = Task(self.model, self.partition, programs, optimizer, loss, settings, self._tree)
-        if many_ranks():
+        if world_size() > 1:
             trainer: Trainer = DistributedTrainer(
                 task,
                 default_stage_to_rank=self._default_stage_to_rank,

@@ -25,12 +25,8 @@ _GRACE: Final = 2.0
 """Seconds beyond torch's own timeout, whose error says more."""
 
 
-def many_ranks() -> bool:
-    """Is this process one of several, in a process group or started by torchrun?"""
-    return world_size() > 1
-
-
 def world_size() -> int:
+    """How many processes there are, in a process group or started by torchrun."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1

@@ -305,7 +305,11 @@ class StageExecutor:
                 squared = total
             scale = (self.clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
         if self.synchronous:
-            self._set_delay(0.0 if action.index < self.synchronous else self.delay)
+            delay = 0.0 if action.index < self.synchronous else self.delay
+            if self.stage.weights.predicted is not None:
+                self.stage.weights.predicted.delay = delay
+            else:
+                self.updater.set_delay(delay)
         with self.stage.updating(self.updater.parameters):
             self.updater.apply(gradients, scale)
         if self.scaling is not None and self.loss_head is not None:
@@ -316,12 +320,6 @@ class StageExecutor:
     def _count_update(self, scaling: Scaling) -> None:
         if self.contributed:
             scaling.updated()
-
-    def _set_delay(self, delay: float) -> None:
-        if self.stage.weights.predicted is not None:
-            self.stage.weights.predicted.delay = delay
-        else:
-            self.updater.set_delay(delay)
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:
         """Once per update: the accumulated gradient's mean; None while other replicas compute."""

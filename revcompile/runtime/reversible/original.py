@@ -403,17 +403,14 @@ def _method(
                 result = method(*args, **kwargs)
             except InputError as error:
                 hint = ", or call net.eval() first" if module.keeps_function else ""
-                raise OriginalMethodError(_other_arguments(call, error) + hint) from error
+                name = call.rpartition(".")[2]
+                raise OriginalMethodError(
+                    f"{call} calls the model with arguments it was not captured for. {error}\n"
+                    f"Call net(...) with arguments like the example's instead of {name}{hint}"
+                ) from error
         return _for_user(module, view, call, result)
 
     return run
-
-
-def _other_arguments(call: str, error: InputError) -> str:
-    return (
-        f"{call} calls the model with arguments it was not captured for. {error}\n"
-        f"Call net(...) with arguments like the example's instead of {call.rpartition('.')[2]}"
-    )
 
 
 def _items(

@@ -42,15 +42,12 @@ def cast_down(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """
     copy = copied(graph)
     for node in list(copy.nodes):
-        if _is_layer_norm(node, root) and _is_only_read_cast(node, root):
+        is_norm = isinstance(called_module(node, root), nn.LayerNorm)
+        if (is_norm or node.target is F.layer_norm) and _is_only_read_cast(node, root):
             if any(map(_only_moves_elements, node.users)):
                 _cast_result(node)
             _use_cast_down_kernel(node, root)
     return copy
-
-
-def _is_layer_norm(node: fx.Node, root: nn.Module) -> bool:
-    return node.target is F.layer_norm or isinstance(called_module(node, root), nn.LayerNorm)
 
 
 def _cast_result(node: fx.Node) -> None:

@@ -214,14 +214,13 @@ class Probe:
             for index in range(len(self._stages)):
                 self._save_weights(index, self.microbatch + max(self._behind))
             self.lost |= len(self._of_method) < len(self._stages)
-        for stage in [j for j in self._of_method if self._is_ready(j)]:
+        for stage in [j for j in self._of_method if j not in self._compared]:
+            if len(self._current[stage]) < len(self._stages):
+                continue
             current = self._current.pop(stage)
             (end_to_end,) = self._run([current[i] for i in range(len(self._stages))], [stage])
             gradients = self._of_method[stage], self._delayed[stage], end_to_end
             self._compared[stage] = _Products(*gradients)
-
-    def _is_ready(self, stage: int) -> bool:
-        return stage not in self._compared and len(self._current[stage]) == len(self._stages)
 
     def _run(self, weights: Sequence[Weights], stages: Sequence[int]) -> list[Gradients]:
         assert self._data is not None
