@@ -51,7 +51,10 @@ def parse_memory_budget(memory_budget: int | str) -> int:
     >>> parse_memory_budget("2GiB"), parse_memory_budget(1000)
     (2147483648, 1000)
     """
-    size = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    try:
+        size = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    except InputError as error:
+        raise InputError(f"memory_budget={error}") from None
     if not is_int(size) or size < 1:
         raise InputError(
             f'memory_budget={memory_budget!r}; give bytes above 0, or a size like "2GiB"'

@@ -128,7 +128,8 @@ def zero_bubble_period(costs: Costs, accumulate: int, weight_share: float = 0.5)
 
     1F1B whose backward pass is split: the gradient of the input is sent at once, that of the
     weights (`weight_share` of the pass) is computed in a bubble. What is left of a bubble at each
-    stage is forward + input - weight (zero-bubble H1), and the links' time once around.
+    stage is forward + input - weight (zero-bubble H1), and the links' time once around. The
+    slowest stage updates meanwhile.
 
     >>> costs = Costs.uniform(4, forward=1, backward=2)
     >>> zero_bubble_period(costs, accumulate=8), period("1f1b", costs, accumulate=8)
@@ -141,8 +142,8 @@ def zero_bubble_period(costs: Costs, accumulate: int, weight_share: float = 0.5)
         if stage != slowest:
             weights = weight_share * backward
             bubbles += max(forward + backward - weights - weights, 0.0)
-    links = math.fsum((*costs.link_forward, *costs.link_backward))
-    return max(work) + (bubbles + links) / accumulate
+    waiting = bubbles + math.fsum((*costs.link_forward, *costs.link_backward))
+    return max(work) + max(waiting - costs.update[slowest], 0.0) / accumulate
 
 
 def stage_work(costs: Costs, accumulate: int) -> list[float]:

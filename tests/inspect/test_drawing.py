@@ -59,6 +59,22 @@ def test_a_block_is_as_wide_as_its_work() -> None:
     assert max(scales) == pytest.approx(min(scales), rel=1e-2)
 
 
+@pytest.mark.parametrize(("model", "width"), [("tower", 1000), ("hourglass", 700), ("gpt", 400)])
+def test_no_stage_is_wider_than_the_picture(model: str, width: float) -> None:
+    root = ET.fromstring(network_svg(compiled(model, 1).picture(), width))
+    (figure,) = (
+        g for g in root.iter(f"{SVG}g") if groups(g, "rv-frame") and "transform" in g.attrib
+    )
+    frame = groups(figure, "rv-frame")[0]
+    left = float(figure.attrib["transform"][len("translate(") :].split()[0])
+    assert left + float(frame.attrib["x"]) + float(frame.attrib["width"]) < width
+
+
+def test_stages_that_keep_nothing_are_counted_as_each_says() -> None:
+    texts = shown(parsed(compiled("tower", 3).picture()))
+    assert f"· {texts.count('keeps nothing')} of 3 stages keep nothing ·" in texts[1]
+
+
 def test_couplings_are_two_crossing_streams_and_opaque_blocks_are_not() -> None:
     facts = compiled("tower", 3).picture()
     reversible = {b.name: b.reversible for stage in facts.stages for b in stage.blocks}

@@ -218,7 +218,7 @@ def test_methods_that_say_what_is_kept_take_no_budget() -> None:
 
 @pytest.mark.parametrize("memory", [0, -1, True, 1.5, "2 parsecs", "GiB"])
 def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
-    with pytest.raises(InputError, match=r"memory_budget=|not understood|not a number"):
+    with pytest.raises(InputError, match="memory_budget="):
         models.staged("vgg").memory_plan(memory)
 
 

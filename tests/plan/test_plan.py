@@ -105,10 +105,13 @@ def test_the_chosen_alpha_is_the_least_that_hides_the_links(link: float) -> None
         assert period(choose("petra", alpha=round(alpha - 0.05, 2)), costs) > 4 * 1.01
 
 
-def test_the_zero_bubble_bound_lies_between_1f1b_and_no_bubbles() -> None:
-    costs = drawn(6, link=0.2, update=0.1, seed=5)
+@pytest.mark.parametrize("update", [0.1, 4.0, 40.0])
+def test_the_zero_bubble_bound_lies_between_drained_methods_and_no_bubbles(update: float) -> None:
+    costs = drawn(6, link=0.2, update=update, seed=5)
     work = [f + b + u / 12 for f, b, u in zip(*_work(costs), strict=True)]
-    assert max(work) < zero_bubble_period(costs, 12) < period("1f1b", costs, 12)
+    bound = zero_bubble_period(costs, 12)
+    assert max(work) <= bound < period("1f1b", costs, 12)
+    assert bound < period("gpipe", costs, 12)
 
 
 def _work(costs: Costs) -> tuple[tuple[float, ...], ...]:

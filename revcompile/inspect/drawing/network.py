@@ -21,6 +21,8 @@ _BLOCK: Final = 62.0
 _LONGEST: Final = 4200.0
 """Most pixels for all blocks side by side."""
 _SCALES: Final = tuple(0.7 + 0.05 * step for step in range(21))
+_SHRINKS: Final = 12
+"""Steps by which the scale falls, at most, until the widest stage fits into a row."""
 
 
 def scale_of(picture: Picture, width: float = WIDTH - 2 * _MARGIN) -> float:
@@ -36,15 +38,24 @@ def scale_of(picture: Picture, width: float = WIDTH - 2 * _MARGIN) -> float:
 def _arranged(picture: Picture, width: float) -> tuple[StageFigures, list[list[StageFigure]]]:
     """Figures and rows: as few rows as possible, at the scale that fills them best."""
     scale = scale_of(picture, width)
-    candidates: list[tuple[int, float, StageFigures, list[list[StageFigure]]]] = []
+    for _ in range(_SHRINKS):
+        if _widest(StageFigures(picture, _SCALES[0] * scale)) <= width:
+            break
+        scale *= 0.9
+    candidates: list[tuple[bool, int, float, StageFigures, list[list[StageFigure]]]] = []
     for factor in _SCALES:
         figures = StageFigures(picture, factor * scale)
         for rows in (_rows(figures.all, width), _break_rows(figures.all, width)):
             # In whole tens of pixels: among nearly equal ones the larger scale wins.
             loosest = max((_spare(row, width) for row in rows[:-1]), default=0.0) // 10
-            candidates.append((len(rows), loosest - factor, figures, rows))
-    _, _, figures, rows = min(candidates, key=lambda candidate: candidate[:2])
+            overflows = _widest(figures) > width
+            candidates.append((overflows, len(rows), loosest - factor, figures, rows))
+    *_, figures, rows = min(candidates, key=lambda candidate: candidate[:3])
     return figures, rows
+
+
+def _widest(figures: StageFigures) -> float:
+    return max(figure.width for figure in figures.all)
 
 
 def _spare(row: Sequence[StageFigure], width: float) -> float:
@@ -86,14 +97,13 @@ def headline(picture: Picture) -> str:
 def totals(picture: Picture) -> list[str]:
     """Figures of the whole model, a phrase each."""
     stages = picture.stages
-    reversible = sum(stage.reversible for stage in stages)
     inside = sum(block.work for stage in stages for block in stage.blocks if block.reversible)
     blocks = sum(len(stage.blocks) for stage in stages)
     couplings = sum(block.reversible for stage in stages for block in stage.blocks)
     phrases = [
         f"{amount(sum(stage.parameters for stage in stages))} parameters",
         f"{couplings} of {blocks} blocks reversible ({share(inside, picture.work)} of the work)",
-        f"{reversible} of {len(stages)} stages keep nothing",
+        f"{sum(not stage.kept for stage in stages)} of {len(stages)} stages keep nothing",
         f"largest stage {picture.balance:.2f}× the mean",
     ]
     if picture.batch is not None:

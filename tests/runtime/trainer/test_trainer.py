@@ -481,6 +481,21 @@ def test_nothing_reaches_the_users_model() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_only_layers_that_are_in_eval_mode_by_themselves_stay_in_it(is_whole: bool) -> None:
+    layers = [nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)]
+    model = nn.Sequential(*layers).double()
+    (model if is_whole else model[1]).eval()
+    x = batches(1)[0][0]
+    trainer = trainer_of(net := revcompile.petrafy(model, 2, x), loss=F.mse_loss)
+    feed(trainer, [(x, x)] * 2)
+    trainer.evaluate([(x, x)])
+    feed(trainer, [(x, x)] * 2)
+    trainer.flush()
+    calls = [int(net.module().get_submodule(path).num_batches_tracked) for path in ("1", "3")]
+    assert calls == ([4, 4] if is_whole else [0, 4])
+
+
 def test_training_leaves_the_global_random_state_alone() -> None:
     torch.manual_seed(3)
     trainer = trainer_of(fresh())
