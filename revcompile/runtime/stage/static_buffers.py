@@ -127,6 +127,8 @@ def free_cached(device: torch.device) -> None:
     A tensor that gets a part of a large cached block keeps all of that block from being freed.
     """
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        # After a capture that has failed the allocator does not wait for what is in use.
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 

@@ -102,7 +102,6 @@ class CudaGraphReplay(EagerReplay):
             pairs = list(zip(captures, called, strict=True))
             if any(capture.draws is None for capture in captures):
                 return [partial(self._warm_up, *pair, keys) for pair in pairs]
-            torch.cuda.empty_cache()  # what calls have used; graphs have a pool of their own
             for capture, section in pairs:
                 self._capture(capture, section)
         return [partial(capture.replay, keys) for capture in self._captures[kind]]
