@@ -144,7 +144,7 @@ class Variant:
                 began = time.perf_counter()
                 for _ in range(REPLAYS):
                     for capture in captures:
-                        capture.graph.replay()
+                        capture.graph()
                 torch.cuda.synchronize()
                 seconds = (time.perf_counter() - began) / (REPLAYS * len(replay._captures))
         distributed.barrier(self._control)

@@ -135,7 +135,7 @@ class Trainer(TrainerState, ABC):
     def flush(self) -> None:
         """Drain the pipeline: every micro-batch comes back, and its gradient is applied."""
         self._check_usable()
-        self._check_tree("trainer.flush")
+        self._check_tree("trainer.flush", self._unseen_change())
         self._drain()
         self._raise_failures()
 
@@ -227,11 +227,21 @@ class Trainer(TrainerState, ABC):
         """The number of the next step, if it is likely to be a replay as the last one was."""
         return self.schedule.injected if self.runner.is_replaying else None
 
-    def _check_tree(self, where: str) -> None:
+    def _unseen_change(self) -> str | None:
+        """What has changed of which steps that were replayed have taken no notice so far."""
+        if not self.runner.is_replaying:
+            return None
+        problem = self.tree.problem() or self.runner.replaced_parameter()
+        return problem or (self.binder.unseen_change() if self.is_first else None)
+
+    def _check_tree(self, where: str, unseen: str | None = None) -> None:
         """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""
-        for problem in self.everyone(self.tree.problem()):
-            if problem is not None:
-                raise InputError(f"{where}: {problem}")
+        self._raise_on_all(where, self.tree.problem() or unseen)
+
+    def _raise_on_all(self, where: str, problem: str | None) -> None:
+        for found in self.everyone(problem):
+            if found is not None:
+                raise InputError(f"{where}: {found}")
 
     def _raise_failures(self) -> None:
         """Raise the first bad gradient that has become known since the last step."""
@@ -396,6 +406,8 @@ class Trainer(TrainerState, ABC):
         Returns:
             The path of the new checkpoint.
         """
+        self._check_usable()
+        self._raise_on_all("trainer.save", self._unseen_change())
         self._sync_stages()
         if drain:
             self._flush_to_save()

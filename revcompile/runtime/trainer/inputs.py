@@ -46,7 +46,9 @@ class InputBinder:
         self._partition, self.device = partition, device
         self._guards = GuardChecker(partition.rewired.guards)
         self._checked: list[Any] = []
-        """Shapes and types of the last inputs for which every guard held."""
+        """What guards can read of the last inputs for which all held."""
+        self._is_checked = True
+        """Have guards been looked at since the last step?"""
 
     def prepare(
         self, inputs: Any, where: str = "trainer.step", replay: int | None = None
@@ -79,8 +81,13 @@ class InputBinder:
             replay: The number of a step that is likely to be replayed. That reads no module: while
                 inputs look alike, guards (also on modules) are looked at now and then.
         """
-        kinds = [(v.shape, v.dtype) for v in values.values()] if replay is not None else []
-        if replay is not None and replay % _EVERY and kinds == self._checked:
+        kinds = []
+        if replay is not None:
+            kinds = [
+                (v.shape, v.stride(), v.dtype, v.device, v.requires_grad) for v in values.values()
+            ]
+        self._is_checked = not (replay and replay % _EVERY and kinds == self._checked)
+        if not self._is_checked:
             return values
         rewired = self._partition.rewired
         problem = self._guards.failing(rewired.root, values)
@@ -93,6 +100,16 @@ class InputBinder:
             )
         self._checked = kinds
         return values
+
+    def unseen_change(self) -> str | None:
+        """What has changed of what guards read, unless they were looked at in the last step."""
+        problem = None if self._is_checked else self._guards.changed(self._partition.rewired.root)
+        if problem is None:
+            return None
+        return (
+            f"{problem}, of which steps that were replayed have taken no notice; undo the change, "
+            "or call petrafy with an example of this case"
+        )
 
     def to_device(self, tree: Any, where: str = "trainer.step") -> Any:
 

@@ -17,6 +17,7 @@ from training import batches, feed, fresh, plain_sgd, trainer_of
 
 import revcompile
 from revcompile.errors import InputError, TrainerStoppedError
+from revcompile.runtime.reversible.guards import Mismatch
 from revcompile.runtime.stage import module_guards
 
 
@@ -142,7 +143,7 @@ def test_a_change_is_noticed_by_one_part_of_the_guards(monkeypatch: pytest.Monke
     assert trainer.tree.problem() in told
 
 
-@pytest.mark.parametrize("what", ["parameter", "module"])
+@pytest.mark.parametrize("what", ["parameter", "module", "attribute"])
 def test_while_steps_are_replayed_every_part_has_its_turn(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,14 @@ def test_while_steps_are_replayed_every_part_has_its_turn(
     monkeypatch.setattr(trainer.binder._guards, "failing", guards)  # type: ignore[attr-defined]
     feed(trainer, data[7:25])
     assert trainer.runner.is_replaying and 1 <= len(checks) <= 4
+    if what == "attribute":  # a change after the last of these looks
+        changed = Mismatch("blocks.0.alpha", 1, 2, "model.py:1")
+        monkeypatch.setattr(trainer.binder._guards, "changed", lambda _: changed)  # type: ignore[attr-defined]
+        trainer.evaluate(data[:1])
+        for end in (trainer.flush, lambda: trainer.save("nowhere")):
+            with pytest.raises(InputError, match=r"alpha was 1 .* is 2 now .* were replayed"):
+                end()
+        return
     if what == "parameter":
         head = net.model.get_submodule("head")
         head.weight = nn.Parameter(head.weight.detach().clone())

@@ -198,11 +198,7 @@ class GraphRunner:
         if pipeline is None:
             return None
         # Running action by action raises an error that names the parameter that was replaced.
-        guards = self._parameters
-        if self.is_replaying:
-            turn, is_for_parameters = divmod(schedule.injected, 2)  # in turns with modules
-            guards = [guards[turn % len(guards)]] if is_for_parameters else []
-        allowed = allowed and all(guard.problem() is None for guard in guards)
+        allowed = allowed and self.replaced_parameter(schedule.injected) is None
         if self._hooks:
             allowed = False
             self._warn_of_hooks()
@@ -238,6 +234,19 @@ class GraphRunner:
         else:
             self._observe(inputs)
         return result
+
+    def replaced_parameter(self, step: int | None = None) -> str | None:
+        """What has become of a parameter that was replaced, or frozen; None if there is none.
+
+        Args:
+            step: The number of one to come. If it is likely to be a replay, some parameters are
+                looked at, in turns with modules.
+        """
+        guards = self._parameters
+        if step is not None and self.is_replaying:
+            turn, is_for_parameters = divmod(step, 2)
+            guards = [guards[turn % len(guards)]] if is_for_parameters else []
+        return next((problem for guard in guards if (problem := guard.problem())), None)
 
     def _build(self, schedule: Schedule) -> StaticPipeline | None:
         stateful = [executor.index for executor in self._executors if executor.stage.is_stateful]
