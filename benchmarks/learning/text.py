@@ -383,7 +383,7 @@ def _accumulated(updates: int, size: str) -> Iterator[Training]:
 
 
 def _orders(updates: int, size: str) -> Iterator[Training]:
-    for stages, order in ((12, None), (8, "paper")):
+    for (stages, order), accumulate in itertools.product(((12, None), (8, "paper")), (1, 8)):
         yield from _rows(
             ("petra_stashed", None, "muon-feedback"),
             ("petra", None, "muon-feedback"),
@@ -391,6 +391,7 @@ def _orders(updates: int, size: str) -> Iterator[Training]:
             size=size,
             stages=stages,
             order=order,
+            accumulate=accumulate,
         )
 
 

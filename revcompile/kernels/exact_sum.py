@@ -8,7 +8,8 @@ before they are added: sums of multiples of g up to 2**24 g are exact in float32
 them.
 
 g is about 2**-17 of the largest element of the chain's input, far below what a branch of that
-precision can tell apart.
+precision can tell apart. Where that is small, as embeddings are before training, g is larger, up
+to 2**-11 of it: what normalised branches add does not depend on their input's size.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from revcompile.kernels.loading import stream_kernels
 
 HEADROOM: Final = 7
 """Streams may grow to 2**HEADROOM times their largest input before sums are inexact again."""
+_USUAL: Final = 2.0
+_MORE: Final = 64.0
+"""Smaller inputs count as so large, up to so many times what they are."""
 
 
 def is_imprecise(stream: Tensor, cast: torch.dtype | None, convolves: bool) -> bool:
@@ -49,6 +53,7 @@ def make_grid(a: Tensor, b: Tensor) -> Tensor:
     """
     with torch.no_grad():
         largest = torch.maximum(_largest(a), _largest(b)).clamp_min(2.0**-60)
+        largest = torch.maximum(largest, (_MORE * largest).clamp_max(_USUAL))
         exponent = torch.log2(largest).ceil() + (HEADROOM - 1)
         return 1.5 * torch.exp2(exponent).reshape(1)  # one dimension: decides the sum's type
 

@@ -292,6 +292,18 @@ def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.M
     assert torch.equal(copied, total.half())
 
 
+@pytest.mark.parametrize("size", [1e-4, 0.02, 1.0, 50.0])
+def test_sums_of_streams_that_grow_are_undone_to_the_bit(size: float) -> None:
+    """Embeddings are small before training; what normalised branches add is not."""
+    torch.manual_seed(0)
+    given = size * torch.randn(4000)
+    g = grid.make_grid(given, given)
+    stream = grid.rounded(given, g)
+    assert (stream - given).abs().max() <= 2**-11 * given.abs().max()
+    addend = min(max(20.0, 10 * size), 500 * size) * torch.randn(4000)
+    assert torch.equal(grid.subtract(grid.add(stream, addend, g), addend, g), stream)
+
+
 @pytest.mark.parametrize("first", [nn.Identity, _Functional, nn.ReLU])
 def test_stages_read_sums_as_they_were_copied(
     first: type[nn.Module], monkeypatch: pytest.MonkeyPatch
