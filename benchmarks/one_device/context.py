@@ -319,7 +319,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", default=["0.6B", "1.7B"], choices=list(MODELS))
     add("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
-    add("--lengths", nargs="+", type=int, default=[4096, 16384, 65536], help="tokens")
+    add("--lengths", nargs="+", type=int, default=[4096, 16384, 32768, 65536], help="tokens")
     add("--device", default="cpu")
     add("--rounds", type=int, default=3, help="timed steps; of 65,536 tokens and more one")
     add("--limit", type=int, default=80, help="GiB")
