@@ -171,6 +171,9 @@ def test_attention_without_padding_has_no_mask() -> None:
     assert len(attention) == 1
     for given in attention:
         assert given["is_causal"] and given["enable_gqa"] and given["attn_mask"] is None
+    with torch.autograd.graph.save_on_cpu():  # the same graph for another length
+        net.train()(**_call(2, 12)).loss.backward()
+    assert len(net._cases._cases) == 1
 
 
 def test_a_loss_in_chunks() -> None:

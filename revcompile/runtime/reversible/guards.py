@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any, Final
@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 
 from revcompile.errors import GuardError
 from revcompile.ir.conditions import (
@@ -39,6 +40,7 @@ from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import TYPE, TensorType
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.runtime.reversible.slots import Column, Slot
+from revcompile.runtime.reversible.transforms import is_transformed
 
 _ABSENT: Final = object()
 _META: Final = torch.device("meta")
@@ -200,6 +202,13 @@ def _without_data(tensor: Tensor, device: torch.device) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
+def _without_hooks() -> AbstractContextManager[Any]:
+    """The user's hooks on saved tensors (`save_on_cpu`) would fail on tensors without data."""
+    if is_transformed():  # `torch.func` has disabled them
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def _fake_copy(skeleton: nn.Module, device: torch.device) -> nn.Module:
     """A copy on fake tensors of a device, inside a `FakeTensorMode`."""
     memo: dict[int, Any] = {}
@@ -223,7 +232,7 @@ class _Sizes(fx.Interpreter):
 
     def results(self) -> list[Any]:
         """The guards' values."""
-        with torch.enable_grad(), torch.random.fork_rng(devices=()):
+        with torch.enable_grad(), _without_hooks(), torch.random.fork_rng(devices=()):
             values = list(self.run(*self._inputs))
             outputs: Any = self.graph.output_node().args[0]
             for position in sorted(self._sizes.contents):

@@ -129,6 +129,19 @@ def test_exact_where_rounding_does_not_hide_an_error(
     assert len(rows) == 16
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    net, _, x = decoder()
+    net, x = net.bfloat16().cuda(), x.bfloat16().cuda()
+    found = trained(net, x, False)
+    assert len(rows) == 16
+    assert max(error for _, error in net.inversion_errors(x)) == 0.0
+    monkeypatch.setattr(row_chunks, "LARGE", 2**25)
+    assert worst(found, trained(net, x, False))[0] < 2e-2
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        assert worst(found, trained(net, x, False))[0] < 2e-2
+
+
 def test_only_in_training(rows: list[tuple[int, int]]) -> None:
     net, model, x = decoder()
     net, model, x = net.bfloat16(), model.bfloat16(), x.bfloat16()
