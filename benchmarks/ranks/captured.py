@@ -43,6 +43,7 @@ from benchmarks.ranks.launch import on_ranks, side_by_side
 from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.engine import Feed
 from revcompile.runtime.distributed.trainer import DistributedTrainer
+from revcompile.runtime.executor.captured.graphs import CudaGraphReplay
 
 CASES: Final = ("transformer-24x1024:64:1:8", "resnet18:64:64:10", "transformer-24x1024:64:8:8")
 REPLAYS: Final = 20
@@ -134,19 +135,17 @@ class Variant:
 
     def _kernels(self) -> float:
         """Seconds of a rank's captured sections. What they compute is of no use any more."""
-        replay: Any = self.trainer.runner._pipeline._replay  # type: ignore[union-attr]
-        captures = [capture for each in replay._captures.values() for capture in each]
+        pipeline = self.trainer.runner._pipeline
+        assert pipeline is not None and isinstance(pipeline._replay, CudaGraphReplay)
         seconds = 0.0
         for turn in range(distributed.get_world_size()):
             torch.cuda.synchronize()
             distributed.barrier(self._control)
             if turn == self.trainer.rank:
                 began = time.perf_counter()
-                for _ in range(REPLAYS):
-                    for capture in captures:
-                        capture.graph()
+                steps = sum(pipeline._replay.replay_all() for _ in range(REPLAYS))
                 torch.cuda.synchronize()
-                seconds = (time.perf_counter() - began) / (REPLAYS * len(replay._captures))
+                seconds = (time.perf_counter() - began) / steps
         distributed.barrier(self._control)
         return seconds
 

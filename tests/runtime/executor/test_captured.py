@@ -32,7 +32,12 @@ from revcompile.runtime.executor.captured import Backend, runner, static_state
 from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.fusion_regions import find_regions
-from revcompile.runtime.executor.captured.graphs import CaptureUnsupported, EagerReplay
+from revcompile.runtime.executor.captured.graphs import (
+    CaptureUnsupported,
+    CudaGraphReplay,
+    EagerReplay,
+    _Capture,
+)
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.transport import Message, MessageKind
@@ -588,6 +593,19 @@ def test_what_a_step_has_read_is_freed_when_it_is_over(hands_on: bool) -> None:
         transport.receive(route)
         transport.send(route, Message(microbatch + 1, {}, {"g": torch.ones(2)}))
         assert (read() is not None) == (microbatch == 0)
+
+
+def test_every_captured_section_can_be_replayed_for_its_time() -> None:
+    replay, calls = CudaGraphReplay(torch.device("cpu")), list[str]()
+    draws = [(torch.Generator(), (0, -1), 3)]
+    for kind in "ab":
+        sections = [
+            _Capture(graph=functools.partial(calls.append, kind), generators=draws)
+            for _ in range(2)
+        ]
+        replay._captures[kind] = sections
+    assert replay.replay_all() == 2
+    assert calls == ["a", "a", "b", "b"]
 
 
 def test_buffers_of_copies_are_used_again_only_when_nobody_refers_to_them() -> None:
