@@ -167,7 +167,10 @@ class DelayAwareMuon(Optimizer):
         beta1, beta2 = group["betas"]
         states = [self.state[p] for p in params]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1 if flag is None else (1 - flag).to(steps[0].dtype))
+        if flag is None:
+            torch._foreach_add_(steps, 1)
+        else:  # without alpha= torch would take the flag for a number, and wait for it
+            torch._foreach_add_(steps, (1 - flag).to(steps[0].dtype), alpha=1)
         directions = [torch.empty_like(state["exp_avg"]) for state in states]
         torch._foreach_zero_(directions)
         batches: dict[Any, list[int]] = {}
