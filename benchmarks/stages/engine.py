@@ -223,8 +223,10 @@ def categories(trainer: Trainer, total: int) -> dict[str, int]:
         "pool": 0,
     }
     if pipeline is not None and isinstance(pipeline._replay, CudaGraphReplay):
-        pool, segments = tuple(pipeline._replay._pool), torch.cuda.memory_snapshot()
-        in_pool = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
+        pool, segments = pipeline._replay._graphs._pool, torch.cuda.memory_snapshot()
+        in_pool = (
+            s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool or ())
+        )
         found["pool"] = sum(in_pool)
     return found | {"rest": total - sum(found.values())}
 
