@@ -223,10 +223,9 @@ def categories(trainer: Trainer, total: int) -> dict[str, int]:
         "pool": 0,
     }
     if pipeline is not None and isinstance(pipeline._replay, CudaGraphReplay):
-        pool, segments = pipeline._replay._graphs._pool, torch.cuda.memory_snapshot()
-        in_pool = (
-            s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool or ())
-        )
+        pool = tuple(pipeline._replay._graphs._pool or ())
+        segments = torch.cuda.memory_snapshot()
+        in_pool = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
         found["pool"] = sum(in_pool)
     return found | {"rest": total - sum(found.values())}
 
