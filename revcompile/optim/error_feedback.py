@@ -12,7 +12,7 @@ No second copy of the weights is needed, only the last update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -36,20 +36,13 @@ def apply_with_feedback(
     if not feedback:
         torch._foreach_sub_(params, updates)
         return
-    previous = last_updates(params, state, updates)
+    for p, update in zip(params, updates, strict=True):
+        if PREVIOUS not in state[p]:
+            state[p][PREVIOUS] = torch.zeros_like(update)
+    previous = [state[p][PREVIOUS] for p in params]
     torch._foreach_lerp_(previous, updates, 1 + feedback)  # u + c (u - previous)
     torch._foreach_sub_(params, previous)
     torch._foreach_copy_(previous, updates)
-
-
-def last_updates(
-    params: Sequence[Tensor], state: MutableMapping[Any, dict[str, Any]], like: Sequence[Tensor]
-) -> list[Tensor]:
-    """Of each parameter; before the first, zeros of the type of `like`."""
-    for p, update in zip(params, like, strict=True):
-        if PREVIOUS not in state[p]:
-            state[p][PREVIOUS] = torch.zeros_like(update)
-    return [state[p][PREVIOUS] for p in params]
 
 
 class ErrorFeedback(Optimizer):

@@ -14,10 +14,8 @@ What delay is left is compensated by error feedback (see `revcompile.optim.error
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -26,7 +24,7 @@ from torch.optim import Optimizer
 
 from revcompile.errors import InputError
 from revcompile.optim.closures import loss_of
-from revcompile.optim.error_feedback import apply_with_feedback, last_updates
+from revcompile.optim.error_feedback import apply_with_feedback
 from revcompile.optim.settings import check_settings, two_betas
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
@@ -65,8 +63,6 @@ class DelayAwareMuon(Optimizer):
 
     delay: float = 0.0
     """How many updates late gradients are, on average."""
-    _is_fused: bool | None = None
-    """Update matrices by Triton kernels? None: on GPUs."""
 
     def __init__(
         self,
@@ -114,9 +110,6 @@ class DelayAwareMuon(Optimizer):
                 continue
             for p in params:
                 self._initialise(p, group)
-            if self._by_kernels(group["params"]):
-                self._fused_step(group, params)
-                continue
             grads = [p.grad.to(_wide(p)) for p in params]
             compute = self._muon_updates if group["use_muon"] else self._adamw_updates
             updates = compute(group, params, grads)
@@ -152,107 +145,31 @@ class DelayAwareMuon(Optimizer):
     def _adamw_updates(
         self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> list[Tensor]:
-        directions = self._adamw_directions(group, params, grads)
-        torch._foreach_mul_(directions, -group["lr"])
-        return directions
-
-    def _adamw_directions(
-        self,
-        group: Mapping[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        flag: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Where torch's fused kernels take parameters that are 0 with a learning rate of 1."""
         beta1, beta2 = group["betas"]
         states = [self.state[p] for p in params]
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
         steps = [state["step"] for state in states]
-        if flag is None:
-            torch._foreach_add_(steps, 1)
-        else:  # without alpha= torch would take the flag for a number, and wait for it
-            torch._foreach_add_(steps, (1 - flag).to(steps[0].dtype), alpha=1)
-        directions = [torch.empty_like(state["exp_avg"]) for state in states]
-        torch._foreach_zero_(directions)
-        batches: dict[Any, list[int]] = {}
-        for index, direction in enumerate(directions):
-            batches.setdefault((direction.device, direction.dtype), []).append(index)
-        for (device, _), indices in batches.items():
-            own = [states[index] for index in indices]
-            # The kernels read single precision; one copy of all counts.
-            counts = torch.stack([state["step"] for state in own]).to(device, torch.float32)
-            torch._fused_adamw_(
-                [directions[index] for index in indices],
-                [grads[index] for index in indices],
-                [state["exp_avg"] for state in own],
-                [state["exp_avg_sq"] for state in own],
-                [],
-                list(counts.unbind()),
-                lr=1.0,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=0.0,
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-                found_inf=flag,
-            )
-        return directions
-
-    # -- by Triton kernels --------------------------------------------------------------------
-
-    def guarded(self) -> list[Tensor]:
-        """Parameters that a step leaves as they are, with their state, if `found_inf` is set."""
-        groups = [group["params"] for group in self.param_groups]
-        return [p for params in groups if self._by_kernels(params) for p in params]
-
-    def _by_kernels(self, params: Sequence[Tensor]) -> bool:
-        """Are these updated by Triton kernels? On GPUs, if possible."""
-        on_gpu = all(p.is_cuda for p in params) if self._is_fused is None else self._is_fused
-        states = [self.state.get(p, {}) for p in params]
-        tensors = [t for state in states for key, t in state.items() if key != "step"]
-        return bool(on_gpu and _kernels().supports([*params, *tensors]))
-
-    def _fused_step(self, group: Mapping[str, Any], params: list[Any]) -> None:
-        kernels, flag = _kernels(), getattr(self, "found_inf", None)
-        feedback = group["feedback"] * self.delay
-        last = last_updates(params, self.state, params) if feedback else [None] * len(params)
-        rate = group["lr"]
-        if isinstance(rate, Tensor) and rate.device != params[0].device:
-            rate = float(rate)
-        grads = [p.grad.to(torch.float32).contiguous() for p in params]
-        compute = self._fused_muon if group["use_muon"] else self._fused_adamw
-        for index, direction, scale in compute(group, params, grads, flag):
-            settings = scale, group["weight_decay"], feedback, flag
-            kernels.update(params[index], direction, last[index], rate, *settings)
-
-    def _fused_muon(
-        self,
-        group: Mapping[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        flag: Tensor | None,
-    ) -> Iterator[tuple[int, Tensor, float]]:
-        """Places of parameters, the direction of each, and what the learning rate is scaled by."""
-        for indices in _by_shape(params):
-            first = params[indices[0]]
-            rows, columns = _sides(first.shape)
-            batch = first.new_empty((len(indices), rows, columns), dtype=torch.bfloat16)
-            for index, out in zip(indices, batch, strict=True):
-                mean = self.state[params[index]]["momentum_buffer"]
-                _kernels().momentum(grads[index], mean, out, 1 - group["momentum"], flag)
-            directions = _newton_schulz(batch, group["ns_steps"])
-            for index, direction in zip(indices, directions, strict=True):
-                yield index, direction, _scale(rows, columns)
-
-    def _fused_adamw(
-        self,
-        group: Mapping[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        flag: Tensor | None,
-    ) -> Iterator[tuple[int, Tensor, float]]:
-        for index, direction in enumerate(self._adamw_directions(group, params, grads, flag)):
-            yield index, direction, -1.0
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        if group["capturable"]:
+            # In double precision: 1 - beta ** step loses half its digits otherwise.
+            counts = [step.double() for step in steps]
+            corrections1: Any = [1 - beta1**count for count in counts]
+            corrections2: Any = [(1 - beta2**count).sqrt() for count in counts]
+        else:
+            numbers = [step.item() for step in steps]
+            corrections1 = [1 - beta1**number for number in numbers]
+            corrections2 = [math.sqrt(1 - beta2**number) for number in numbers]
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_div_(denominators, corrections2)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = list(torch._foreach_div(means, denominators))
+        torch._foreach_div_(updates, corrections1)
+        torch._foreach_mul_(updates, group["lr"])
+        return updates
 
 
 def orthogonalise(
@@ -274,62 +191,34 @@ def orthogonalise(
     >>> bool(singular.min() > 0.6) and bool(singular.max() < 1.3)
     True
     """
-    results: list[Tensor] = list(matrices)
-    for indices in _by_shape(matrices):
-        first = matrices[indices[0]]
-        rows, columns = _sides(first.shape)
-        # On GPUs in bfloat16: the iteration corrects its own rounding errors.
-        low = torch.bfloat16 if first.is_cuda else first.dtype
-        batch = first.new_empty((len(indices), *first.shape), dtype=low)
-        torch._foreach_copy_(list(batch.unbind()), [matrices[index] for index in indices])
-        iterated = _newton_schulz(batch.view(-1, rows, columns), steps).to(first.dtype)
-        if rate is not None:
-            iterated.mul_(rate * _scale(rows, columns))
-        for index, result in zip(indices, iterated.unbind(), strict=True):
-            results[index] = result.view(first.shape)
-    return results
-
-
-def _by_shape(matrices: Sequence[Tensor]) -> Iterable[list[int]]:
-    """The indices of matrices that can be iterated in one batch."""
     batches: dict[Any, list[int]] = {}
     for index, matrix in enumerate(matrices):
         batches.setdefault((matrix.shape, matrix.device, matrix.dtype), []).append(index)
-    return batches.values()
-
-
-def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    return shape[0], math.prod(shape[1:])
-
-
-def _scale(rows: int, columns: int) -> float:
-    """The default `adjust_lr_fn` of `torch.optim.Muon`."""
-    return math.sqrt(max(1.0, rows / columns))
+    results: list[Tensor] = list(matrices)
+    for (shape, device, dtype), indices in batches.items():
+        rows, columns = shape[0], math.prod(shape[1:])
+        # On GPUs in bfloat16: the iteration corrects its own rounding errors.
+        low = torch.bfloat16 if device.type == "cuda" else dtype
+        batch = torch.empty((len(indices), *shape), dtype=low, device=device)
+        torch._foreach_copy_(list(batch.unbind()), [matrices[index] for index in indices])
+        iterated = _newton_schulz(batch.view(-1, rows, columns), steps).to(dtype)
+        if rate is not None:  # the default `adjust_lr_fn` of `torch.optim.Muon`
+            iterated.mul_(rate * math.sqrt(max(1.0, rows / columns)))
+        for index, result in zip(indices, iterated.unbind(), strict=True):
+            results[index] = result.view(shape)
+    return results
 
 
 def _newton_schulz(x: Tensor, steps: int) -> Tensor:
     """Of a batch of matrices; the polynomials are of the smaller of both Gram matrices."""
     a, b, c = _COEFFICIENTS
-    by_kernels = x.is_cuda and _kernels().multiplies(x)
-    product = _kernels().symmetric_product if by_kernels else _symmetric_product
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(steps):
-        gram = product(x.mT if is_tall else x)
-        powers = product(gram, c, b)
+        gram = x.mT @ x if is_tall else x @ x.mT
+        powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, *((x, powers) if is_tall else (powers, x)), beta=a)
     return x
-
-
-def _symmetric_product(x: Tensor, factor: float = 1.0, beta: float = 0.0) -> Tensor:
-    """Of each matrix `x` of a batch: `factor * x x' + beta * x`; beta for symmetric ones only."""
-    return torch.baddbmm(x, x, x.mT, beta=beta, alpha=factor) if beta else x @ x.mT
-
-
-@functools.cache
-def _kernels() -> Any:
-    """Imported when first used: importing Triton is slow."""
-    return importlib.import_module("revcompile.optim.triton_muon")
 
 
 def muon_groups(

@@ -1,4 +1,4 @@
-"""The kernels under Triton's interpreter, on the CPU, against torch's own.
+"""The kernels of norms under Triton's interpreter, on the CPU, against torch's own.
 
 A process of its own: Triton decides on being imported whether it interprets.
 """
@@ -16,7 +16,6 @@ from revcompile.kernels import triton_average as average_kernels
 from revcompile.kernels import triton_batch_norm as batch_kernels
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.kernels.gradient_sum import GradientSum
-from revcompile.optim import muon, triton_muon
 
 SKIPPED = 77
 """Exit status where kernels cannot be interpreted."""
@@ -140,46 +139,6 @@ def check_average(shape: tuple[int, ...], samples: int, bits: int) -> None:
     assert after.isnan() and values.isnan().sum() == 2
 
 
-def check_symmetric_product(count: int, rows: int, columns: int) -> None:
-    """Of tall and wide matrices, and of symmetric ones with themselves added."""
-    x = (torch.randn(count, rows, columns) / rows**0.5).half()  # no products of bfloat16 there
-    for given in (x, x.mT):
-        gram = triton_muon.symmetric_product(given)
-        assert torch.equal(gram, gram.mT)
-        expected = muon._symmetric_product(given.float())
-        step = STEPS[torch.float16]
-        assert torch.allclose(gram.float(), expected, rtol=step, atol=0.1 * step)
-        powers = triton_muon.symmetric_product(gram, 2.0, -5.0)
-        expected = muon._symmetric_product(gram.float(), 2.0, -5.0)
-        assert torch.allclose(powers.float(), expected, rtol=step, atol=step)
-
-
-def check_muon(rate: float | Tensor, decay: float, delay: float) -> None:
-    """Momentum and update by kernels, as by torch's operations; momentum itself for direction."""
-    shapes = (6, 4), (4, 6), (6, 4), (40, 3, 50), (5,), ()
-    grads = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
-    found = []
-    for is_fused in (True, False):
-        params = [torch.ones(shape) for shape in shapes]
-        optimizer = muon.DelayAwareMuon(params, lr=rate, weight_decay=decay)
-        optimizer.delay = delay
-        optimizer._is_fused = is_fused
-        for given in grads:
-            for p, grad in zip(params, given, strict=True):
-                p.grad = grad
-            optimizer.step()
-        if is_fused:
-            before = [t.clone() for t in (*params, *optimizer.state[params[0]].values())]
-            optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-            optimizer.step()
-            after = (*params, *optimizer.state[params[0]].values())
-            assert all(map(torch.equal, before, after)) and len(optimizer.guarded()) == len(params)
-        found.append(params)
-    for have, want in zip(*found, strict=True):
-        assert not torch.equal(want, torch.ones_like(want))
-        assert torch.allclose(have, want, atol=0.1 * STEPS[torch.bfloat16] * (1 + delay))
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
     kernels._PROGRAMS = 3  # type: ignore[misc]
@@ -208,7 +167,3 @@ if __name__ == "__main__":
     check_bn_relu((3, 8, 5, 7), torch.float16)
     check_bn_relu((2, 200, 9, 9), torch.float16)
     check_bn_relu((5, 130, 6, 7), torch.float32)
-    check_symmetric_product(2, 70, 40)
-    muon._newton_schulz = lambda x, steps: x
-    check_muon(0.01, 0.0, 0.0)
-    check_muon(torch.tensor(0.01), 0.1, 2.0)

@@ -1,8 +1,7 @@
 """Optimizers inside a captured step: settings on the device, updates that a flag can undo.
 
-Fused kernels, and those of `DelayAwareMuon` for matrices, read the flag `found_inf` and do nothing
-if it is set. Other optimizers take their capturable step in any case; if the flag is set, all that
-it has written is restored from copies.
+Fused kernels read the flag `found_inf` and do nothing if it is set. Other optimizers take their
+capturable step in any case; if the flag is set, all that it has written is restored from copies.
 
 Some optimizers read the learning rate on the host, but their updates are proportional to it: they
 take a step with rate 1, which is then scaled by the rate on the device.
@@ -169,11 +168,7 @@ class CapturedUpdater(Updater):
     def _written(self, names: Iterable[str]) -> list[Tensor]:
         """What an update with gradients of these parameters writes to."""
         assert self.optimizer is not None
-        guarded = {
-            id(p) for part in self._members if type(part) is DelayAwareMuon for p in part.guarded()
-        }
-        named = [self.parameters[name] for name in names if name in self.parameters]
-        parameters = [p for p in named if id(p) not in guarded]
+        parameters = [self.parameters[name] for name in names if name in self.parameters]
         written: list[Tensor] = [self._counts, *parameters]
         for parameter in parameters:
             values = self.optimizer.state.get(parameter, {}).values()
@@ -198,7 +193,7 @@ class CapturedUpdater(Updater):
         hooks: list[RemovableHandle] = []
         for part in parts:
             part._warned_capturable_if_run_uncaptured = True
-            part.found_inf = flag if self._is_fused or type(part) is DelayAwareMuon else None
+            part.found_inf = flag if self._is_fused else None
             if type(part) in _PROPORTIONAL and not self._is_fused:
                 hooks += _scale_updates(part)
         try:
