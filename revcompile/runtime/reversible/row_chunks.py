@@ -89,7 +89,7 @@ def in_chunks(branch: fx.Graph, root: nn.Module) -> tuple[fx.Graph | None, RowSt
     (returned,) = (node.args[0] for node in graph.find_nodes(op="output"))
     steps = RowSteps(part, results, root)
     part.replace(results, steps)
-    return graph, steps if returned is results[0] else None
+    return graph, steps if results == [returned] else None
 
 
 # -- which part -----------------------------------------------------------------------------------
