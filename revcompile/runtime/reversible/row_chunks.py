@@ -29,7 +29,7 @@ from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting, wide_dtyp
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.slots import Slot, filled
 
-LARGE = 2**25
+LARGE = 2**26
 """Elements of a stream: to compute parts of a smaller one again is not worth the time."""
 CHUNK = 2**23
 """Elements of a chunk."""
