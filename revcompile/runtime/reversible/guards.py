@@ -206,7 +206,8 @@ def _without_hooks() -> AbstractContextManager[Any]:
     """The user's hooks on saved tensors (`save_on_cpu`) would fail on tensors without data."""
     if is_transformed():  # `torch.func` has disabled them
         return nullcontext()
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # Nothing is saved: there is no backward pass.
+    return saved_tensors_hooks(lambda _: None, lambda _: torch.empty(()))
 
 
 def _fake_copy(skeleton: nn.Module, device: torch.device) -> nn.Module:
