@@ -216,6 +216,11 @@ def hide_gpus() -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
+def gpus_are_hidden() -> bool:
+    """In the server, if the processes that it forks train on a GPU."""
+    return _GPUS in os.environ
+
+
 def use_gpu() -> None:
     """In a forked process that trains on one."""
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[_GPUS].split(",")[0]
