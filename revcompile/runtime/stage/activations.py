@@ -166,8 +166,8 @@ class ActivationStore:
         return decompress(value) if is_low else value
 
     def are_read_in(self, dtype: torch.dtype | None) -> bool:
-        """Are values stored in the dtype in which layers read them under autocast to it?"""
-        return bool(self._names) and dtype is not None and dtype == self._settings.dtype
+        """Are values stored, here or at the next stage, as layers read them under autocast?"""
+        return dtype is not None and dtype == self._settings.dtype
 
     def _is_compressed(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.dtype == self._settings.dtype

@@ -225,7 +225,9 @@ def _fused_programs(stage: Stage, fused: FusedOps) -> Programs:
     backward = taking_stored(program, stage.activations.low)
     forward, backward = fuse(program.forward, backward, stage.root, fused)
     if stage.activations.are_read_in(stage.autocast):
-        _keep_as_read(forward, [_is_read(node) for node in _kept(program, backward)])
+        is_read = [_is_read(node) for node in _kept(program, backward)]
+        _read_as_stored(backward)
+        _keep_as_read(forward, is_read)
     name = f"stage {program.index}, compiled"
     return compile_graph(forward, f"{name}, forward"), compile_graph(backward, f"{name}, backward")
 
@@ -241,11 +243,15 @@ def _is_read(node: fx.Node) -> bool:
     readers = [reader for user in computing for reader in user.users]
     if any(user.target is not widened for user in computing):
         return False
-    if not readers or any(reader.target is not cast_leaf for reader in readers):
-        return False
-    for reader in readers:
-        reader.args = (node,)
-    return True
+    return bool(readers) and all(reader.target is cast_leaf for reader in readers)
+
+
+def _read_as_stored(backward: fx.Graph) -> None:
+    """Have layers read values as they are stored or were sent, not widened and rounded again."""
+    for value in backward.find_nodes(op="call_function", target=widened):
+        value.replace_all_uses_with(value.args[0], lambda user: user.target is cast_leaf)
+        if not value.users:
+            backward.erase_node(value)
 
 
 def _keep_as_read(forward: fx.Graph, is_read: Sequence[bool]) -> None:
