@@ -28,6 +28,25 @@ _PERIOD: Final = 0.5
 """Seconds between two polls of the store."""
 
 
+class Worker:
+    """A thread that runs a function. If that raises an error, `on_failure` is told."""
+
+    def __init__(self, run: Callable[[], None], on_failure: Callable[[str], object]) -> None:
+        def guarded() -> None:
+            try:
+                run()
+            except Exception as error:
+                on_failure(short_error(error))
+
+        self._thread = threading.Thread(target=guarded, daemon=True)
+        self._thread.start()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for its end; False if that does not come in time."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
 class FailureMonitor:
     """What the threads of a rank share: the first failure, and whether a message has arrived.
 
@@ -77,8 +96,7 @@ class RootCause:
     def __init__(self, store: Any, on_failure: Callable[[str], object]) -> None:
         self._store, self._on_failure = store, on_failure
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        self._thread = Worker(self._watch, on_failure=lambda _: None)  # the store is gone
 
     def agree(self, cause: str, limit: float) -> str | None:
         """The first cause, `cause` if there was none; None if the store does not answer."""
@@ -93,15 +111,13 @@ class RootCause:
     def close(self, timeout: float) -> bool:
         """Stop polling; False if the thread does not end in time."""
         self._closed.set()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout)
 
     def _watch(self) -> None:
-        with contextlib.suppress(Exception):  # the store is gone
-            while not self._closed.wait(_PERIOD):
-                if self._store.check([_KEY]):
-                    self._on_failure(self._store.get(_KEY).decode())
-                    return
+        while not self._closed.wait(_PERIOD):
+            if self._store.check([_KEY]):
+                self._on_failure(self._store.get(_KEY).decode())
+                return
 
 
 class LivenessCheck:

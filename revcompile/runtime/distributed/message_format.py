@@ -91,6 +91,14 @@ class Header:
             )
         return cls(_KINDS[code], index, Flag(flags), length, sequence, scale or None, data)
 
+    def message(self, **parts: Any) -> Message:
+        """The message, with these parts."""
+        flags, data = self.flags, self.fingerprint
+        is_void, is_exact = Flag.VOID in flags, Flag.EXACT in flags
+        return Message(
+            self.index, void=is_void, scale=self.scale, fingerprint=data, is_exact=is_exact, **parts
+        )
+
 
 @dataclass(frozen=True)
 class TensorFormat:
@@ -307,15 +315,8 @@ class Description:
         if not all(isinstance(part, dict) for part in parts):
             raise InputError(f"expected values by name, got {self._parts!r:.80}")
         values, gradients, flag = parts
-        return Message(
-            header.index,
-            values,
-            gradients,
-            found_inf=flag.get("found_inf"),
-            scale=header.scale,
-            fingerprint=header.fingerprint,
-            is_exact=Flag.EXACT in header.flags,
-        )
+        found_inf = flag.get("found_inf")
+        return header.message(values=values, gradients=gradients, found_inf=found_inf)
 
 
 def _formats(part: Any) -> Iterator[TensorFormat]:

@@ -120,13 +120,7 @@ def _arrival(
     header: Header, description: Description, memory: Tensor, device: torch.device, work: Any = None
 ) -> Arrival:
     unpack = partial(description.message, header, memory, device)
-    message = Message(
-        header.index,
-        scale=header.scale,
-        fingerprint=header.fingerprint,
-        is_exact=Flag.EXACT in header.flags,
-        packet=Packet(memory, description, unpack),
-    )
+    message = header.message(packet=Packet(memory, description, unpack))
     return Arrival(header.kind, message, work, memory)
 
 
@@ -205,9 +199,6 @@ class PacketSender:
         self._size = 0
         self._packets = BufferPool(limit=_MOST_PACKETS)
 
-    def start(self) -> None:
-        """Called by the thread that sends."""
-
     def packets(self, outbound: Outbound) -> tuple[Packets, None]:
         """What to send over gloo, copied: the message's own memory may be written to."""
         header, expected = outbound.header, self._expected
@@ -249,9 +240,6 @@ class PacketReceiver:
         self._size = 0
         self._packet = _bytes(0)
         self._posted: Any = None
-
-    def start(self) -> None:
-        """Called by the thread that receives."""
 
     def post(self) -> None:
         """Post the receive of the tag's next message, unless it is posted."""
@@ -321,11 +309,12 @@ class DeviceSending:
         self._work.wait()
 
 
-def _use_own_stream(channel: Channel, purpose: str) -> None:
-    """In a thread, which gets a stream of its own."""
-    torch.cuda.set_device(channel.device)
-    name = f"{purpose} {channel.source}, {channel.target}"
-    torch.cuda.set_stream(stream_for(name, channel.device))
+def use_own_stream(channel: Channel, purpose: str) -> None:
+    """In a thread, which gets a stream of its own if there are any."""
+    if channel.uses_cuda:
+        torch.cuda.set_device(channel.device)
+        name = f"{purpose} {channel.source}, {channel.target}"
+        torch.cuda.set_stream(stream_for(name, channel.device))
 
 
 class DeviceSender:
@@ -335,10 +324,6 @@ class DeviceSender:
         self._channel, self._notify, self._wait = channel, notify, wait
         self._unfinished: deque[tuple[Any, Tensor]] = deque()
         """Sends with their memory, which must not be freed meanwhile."""
-
-    def start(self) -> None:
-        """Called by the thread that sends."""
-        _use_own_stream(self._channel, "send")
 
     def packets(self, outbound: Outbound) -> tuple[Packets, DeviceSending | None]:
         """What to send over gloo, after the send of the tensors is enqueued."""
@@ -365,10 +350,6 @@ class DeviceReceiver:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-
-    def start(self) -> None:
-        """Called by the thread that receives."""
-        _use_own_stream(self._channel, "receive")
 
     def post(self) -> None:
         """Receives are posted when they are waited for."""

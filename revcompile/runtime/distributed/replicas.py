@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from revcompile.kernels.autocast import wide_dtype
-from revcompile.runtime.distributed.liveness import short_error
+from revcompile.runtime.distributed.liveness import Worker
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.process_groups import new_group
 
@@ -48,12 +48,12 @@ class ReplicaAverage:
         statistics: Sequence[Tensor],
         group: Any,
         on_done: Callable[[], None],
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[str], object],
         collective: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._statistics = [s for s in statistics if s.is_floating_point()]
-        self._group, self._on_done, self._on_failure = group, on_done, on_failure
+        self._group, self._on_done = group, on_done
         self._collective = collective
         summed = [*self._parameters.values(), *self._statistics]
         device = summed[0].device if summed else torch.device("cpu")
@@ -64,8 +64,7 @@ class ReplicaAverage:
         self._jobs: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
         self._started = False
         self._finished = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = Worker(self._run, on_failure)
 
     def mean(self, gradients: dict[str, Tensor], count: int) -> dict[str, Tensor] | None:
         """The mean over the micro-batches of all replicas; None until all have contributed.
@@ -106,8 +105,7 @@ class ReplicaAverage:
     def close(self, timeout: float) -> bool:
         """End the thread; False if it does not end in time."""
         self._jobs.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout)
 
     def _fill(self, gradients: Mapping[str, Tensor], count: int) -> None:
         presence = [float(count), *(float(name in gradients) for name in self._sums)]
@@ -143,18 +141,15 @@ class ReplicaAverage:
             distributed.all_reduce(buffer, group=self._group)
 
     def _run(self) -> None:
-        try:
-            while (job := self._jobs.get()) is not None:
-                (event,) = job
-                if event is not None:
-                    event.synchronize()
-                self._all_reduce()
-                if event is not None:
-                    torch.cuda.current_stream(self._presence.device).synchronize()
-                self._finished.set()
-                self._on_done()
-        except Exception as error:
-            self._on_failure(short_error(error))
+        while (job := self._jobs.get()) is not None:
+            (event,) = job
+            if event is not None:
+                event.synchronize()
+            self._all_reduce()
+            if event is not None:
+                torch.cuda.current_stream(self._presence.device).synchronize()
+            self._finished.set()
+            self._on_done()
 
 
 def _buffers(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -138,12 +138,7 @@ class DistributedTrainer(Trainer):
             weights.adopt(model, tied)
         if layout.replicas > 1:
             self._replicate(limit, average_statistics)
-        self.runner = GraphRunner(
-            settings.backend,
-            self.executors,
-            self.loss_head,
-            self.schedule,
-        )
+        self.runner = GraphRunner(settings.backend, self.executors, self.loss_head, self.schedule)
         self._given: tuple[Any, Any] = None, None
         """What this rank's step was called with, while its forward passes run."""
         _open.append(self.transport)
@@ -324,8 +319,7 @@ class DistributedTrainer(Trainer):
         # Tied weights that have been sent are received now instead of in the next step.
         self._finish(self.scheduler.own(self.schedule.receive_tied_weights()))
         means = RunningMeans(metrics)
-        has_target = self.loss_head.has_target
-        batches = LoaderEnds(loader, self.is_first, self.is_last, has_target)
+        batches = LoaderEnds(loader, self.is_first, self.is_last, self.loss_head.has_target)
 
         def source(number: int) -> tuple[Mapping[str, Any], Fingerprint] | None:
             batch = batches.for_first_stage()
@@ -381,39 +375,35 @@ class DistributedTrainer(Trainer):
 
     def _write_checkpoint(self, folder: str | Path, keep: int) -> Path:
         """Every rank writes its own stages; if one cannot, all raise and training can go on."""
-        with self._stop_on_error():
-            path, problem = self._try_to_write(folder, keep)
-        if problem is not None:
-            raise InputError(f"trainer.save: {problem}")
-        return path
-
-    def _try_to_write(self, folder: str | Path, keep: int) -> tuple[Path, str | None]:
         ranks, problem, path = self.ranks, None, ""
-        self.transport.wait_all_delivered()
 
         def barrier() -> None:
             # Over gloo, with the trainer's timeout: a rank that is gone is named.
             with self.transport.collective():
                 distributed.barrier(group=ranks.control)
 
-        try:
-            saved = save_training(
-                folder,
-                self._own_state(),
-                self.model,
-                ranks.stages,
-                keep=keep,
-                replica=ranks.replica,
-                rank=ranks.rank,
-                world=ranks.layout.world,
-                barrier=barrier,
-            )
-            path = str(saved)
-        except (InputError, OSError) as error:
-            problem = f"{ranks.named(ranks.rank)}: {error}"
-        of_ranks = self.everyone([problem, path])
-        problems = [text for text, _ in of_ranks if text is not None]
-        return Path(of_ranks[0][1]), problems[0] if problems else None
+        with self._stop_on_error():
+            self.transport.wait_all_delivered()
+            try:
+                saved = save_training(
+                    folder,
+                    self._own_state(),
+                    self.model,
+                    ranks.stages,
+                    keep=keep,
+                    replica=ranks.replica,
+                    rank=ranks.rank,
+                    world=ranks.layout.world,
+                    barrier=barrier,
+                )
+                path = str(saved)
+            except (InputError, OSError) as error:
+                problem = f"{ranks.named(ranks.rank)}: {error}"
+            of_ranks = self.everyone([problem, path])
+        for text, _ in of_ranks:
+            if text is not None:
+                raise InputError(f"trainer.save: {text}")
+        return Path(of_ranks[0][1])
 
     def _own_state(self) -> dict[str, Any]:
         """What no other rank saves.
@@ -438,33 +428,25 @@ class DistributedTrainer(Trainer):
     def load(self, place: str | Path) -> None:
         self._check_usable()
         with self._stop_on_error():
-            problem = self._try_to_load(place)
-        if problem is not None:
-            raise InputError(problem)
-
-    def _try_to_load(self, place: str | Path) -> str | None:
-        """Load on all ranks, or on none and return why."""
-        problem = None
-        try:
-            checkpoint, state = load_training(
-                place, self.device, self.ranks.stages, self.ranks.replica
-            )
-            with located(f"trainer.load: {checkpoint.path}"):
-                self._check_fits(state)
-        except (InputError, OSError) as error:
-            problem = str(error)
-        problems = [text for text in self.everyone(problem) if text is not None]
+            problem, ranks = None, self.ranks
+            try:
+                checkpoint, state = load_training(place, self.device, ranks.stages, ranks.replica)
+                with located(f"trainer.load: {checkpoint.path}"):
+                    self._check_fits(state)
+            except (InputError, OSError) as error:
+                problem = str(error)
+            problems = [text for text in self.everyone(problem) if text is not None]
+            if not problems:
+                self.transport.wait_all_delivered()  # what is in flight is dropped below
+                self.runner.leave(self.schedule, self.transport)
+                self._load_state(state)
+                self.runner.clear()
+                with well_formed("what trainer.save writes"):
+                    set_generators(state["rng"], self.rank, ranks.layout.world)
+                self.transport.completed = self.schedule.injected - 1
+                self.everyone(None)  # no rank sends before all have dropped what was in flight
         if problems:
-            return str(problems[0])
-        self.transport.wait_all_delivered()  # what is in flight is dropped below
-        self.runner.leave(self.schedule, self.transport)
-        self._load_state(state)
-        self.runner.clear()
-        with well_formed("what trainer.save writes"):
-            set_generators(state["rng"], self.rank, self.ranks.layout.world)
-        self.transport.completed = self.schedule.injected - 1
-        self.everyone(None)  # no rank sends before all have dropped what was in flight
-        return None
+            raise InputError(problems[0])
 
     def _until_signal(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
         """Once any rank has received a SIGTERM, all save."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
@@ -25,6 +24,7 @@ from revcompile.runtime.distributed.liveness import (
     FailureMonitor,
     LivenessCheck,
     RootCause,
+    Worker,
     own_store,
     short_error,
 )
@@ -46,6 +46,7 @@ from revcompile.runtime.distributed.p2p import (
     PacketSender,
     Packings,
     Wait,
+    use_own_stream,
 )
 from revcompile.runtime.distributed.placement import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
@@ -59,10 +60,9 @@ from revcompile.runtime.executor.transport import (
 
 _GRACE: Final = 2.0
 """Seconds for a failing rank's last messages to be sent."""
-_DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class SendThread:
+class SendThread(Worker):
     """Sends a channel's messages in order.
 
     What is sent over NCCL must not be written to before `Sending.wait`, and what is sent over gloo
@@ -84,7 +84,6 @@ class SendThread:
         self.channel = channel
         self.sent = 0
         """How many messages were handed over."""
-        self._on_failure = on_failure
         self._packets: queue.SimpleQueue[tuple[int, Packets] | None] = queue.SimpleQueue()
         self._describers: dict[MessageKind, Describer] = {}
         packings: Packings = {}
@@ -93,8 +92,7 @@ class SendThread:
             if channel.uses_cuda
             else [PacketSender(packings) for _ in range(channel.tags)]
         )
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        super().__init__(self._run, on_failure)
 
     def send(self, kind: MessageKind, message: Message) -> Sending | None:
         """Hand a message over; returns at once."""
@@ -122,11 +120,6 @@ class SendThread:
             self._put(Outbound(self._header(MessageKind.X, Message(0), flags, len(text)), text))
         self._packets.put(None)
 
-    def join(self, timeout: float) -> bool:
-        """Wait until all is sent; False if it takes too long."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
     def bytes_by_kind(self) -> dict[MessageKind, int]:
         """The size of a message of each kind that was sent."""
         return {kind: each.packing.size for kind, each in self._describers.items()}
@@ -139,19 +132,16 @@ class SendThread:
         return sending
 
     def _run(self) -> None:
-        try:
-            self._by_tag[0].start()
-            while (waiting := self._packets.get()) is not None:
-                tag, make = waiting
-                packets = make()
-                del make, waiting  # they hold on to the packets, which are used again once sent
-                while packets:
-                    self.channel.control_exchange(packets.pop(0), True, tag)
-        except Exception as error:
-            self._on_failure(short_error(error))
+        use_own_stream(self.channel, "send")
+        while (waiting := self._packets.get()) is not None:
+            tag, make = waiting
+            packets = make()
+            del make, waiting  # they hold on to the packets, which are used again once sent
+            while packets:
+                self.channel.control_exchange(packets.pop(0), True, tag)
 
 
-class ReceiveThread:
+class ReceiveThread(Worker):
     """Receives a channel's messages and delivers them."""
 
     def __init__(
@@ -162,7 +152,7 @@ class ReceiveThread:
         on_failure: Callable[[str], None],
     ) -> None:
         self.channel = channel
-        self._deliver, self._on_end, self._on_failure = deliver, on_end, on_failure
+        self._deliver, self._on_end = deliver, on_end
         self._descriptions: dict[MessageKind, Description] = {}
         self._received = self._ended = 0
         packings: Packings = {}
@@ -171,21 +161,12 @@ class ReceiveThread:
             if channel.uses_cuda
             else [PacketReceiver(channel, packings, tag) for tag in range(channel.tags)]
         )
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def join(self, timeout: float) -> bool:
-        """Wait for the sender's last message; False if it does not come."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        super().__init__(self._run, on_failure)
 
     def _run(self) -> None:
-        try:
-            self.receivers[0].start()
-            while self._receive():
-                pass
-        except Exception as error:
-            self._on_failure(short_error(error))
+        use_own_stream(self.channel, "receive")
+        while self._receive():
+            pass
 
     def _receive(self) -> bool:
         """Receive one message; False if it is the last."""
@@ -207,7 +188,7 @@ class ReceiveThread:
         if header.flags & Flag.DESCRIBED:
             self._descriptions[header.kind] = Description(text)
         if header.flags & Flag.VOID:
-            arrival = Arrival(header.kind, Message(header.index, void=True, scale=header.scale))
+            arrival = Arrival(header.kind, header.message())
         else:
             description = self._descriptions.get(header.kind)
             if description is None:
@@ -335,22 +316,11 @@ class DistributedTransport(Transport):
             return super().mean(stage, gradients, count)
         return average.mean(gradients, count)
 
-    def _sum(self, norms: Mapping[int, Tensor]) -> Tensor:
-        """Every stage's norm in its own precision, added in the order of the stages."""
-        some = next(iter(norms.values()))
-        table = torch.zeros(len(self.ranks.layout.stage_to_rank), 2, dtype=torch.float64)
-        table = table.to(some.device)
-        for stage, squared in norms.items():
-            table[stage, 0] = squared.double()
-            table[stage, 1] = _DTYPES.index(squared.dtype)
+    def _sum(self, of_stages: Tensor) -> Tensor:
         with self.collective():
-            distributed.all_reduce(table, group=self.ranks.pipeline)
-        dtypes = [_DTYPES[int(number)] for number in table[:, 1].tolist()]
-        total = table[0, 0].to(dtypes[0])
-        for value, dtype in zip(table[1:, 0], dtypes[1:], strict=True):
-            total = total + value.to(dtype)
+            distributed.all_reduce(of_stages, group=self.ranks.pipeline)
         self._monitor.notify()  # stages that wait for the sum look again
-        return total
+        return super()._sum(of_stages)
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:

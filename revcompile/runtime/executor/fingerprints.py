@@ -30,7 +30,6 @@ _ELEMENTS: Final = _ROWS * _COLUMNS
 _FIRST: Final = 8
 _EVERY: Final = 64
 _MASK: Final = (1 << 63) - 1
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -105,12 +104,9 @@ def _of_leaf(leaf: Any) -> int:
 
 
 def _of_elements(tensor: Tensor) -> int:
-    """A weighted sum of the bits of some elements, as integers: the same on every device."""
+    """Of the bytes of some elements."""
     elements = _sample(tensor).resolve_conj().resolve_neg().contiguous()
-    if elements.is_complex():
-        elements = torch.view_as_real(elements)
-    bits = elements.reshape(-1).view(_INTEGERS[elements.element_size()]).to(torch.int64)
-    return int((bits * _weights(bits.numel(), bits.device)).sum())
+    return zlib.crc32(elements.reshape(-1).view(torch.uint8).cpu().numpy().data)
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -133,10 +129,3 @@ def _columns(shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
     flat = torch.randint(size, (min(size, _COLUMNS),), generator=generator)
     return tuple(index.to(device) for index in torch.unravel_index(flat, tuple(shape)))
-
-
-@functools.lru_cache(maxsize=64)
-def _weights(count: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    numbers = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator)
-    return (2 * numbers + 1).to(device)  # odd, so that no bit of an element is lost

@@ -247,16 +247,16 @@ class Transport:
         if len(norms) < sum(map(self.is_here, range(self.stages))):
             return None
         if update not in self._totals:
-            self._totals = {update: self._sum(norms)}
+            of_stages = torch.zeros(self.stages, dtype=torch.float64, device=squared.device)
+            for index, norm in norms.items():
+                of_stages[index] = norm
+            self._totals = {update: self._sum(of_stages)}
             self._norms = {u: n for u, n in self._norms.items() if u >= update}
         return self._totals[update].to(squared.device)
 
-    def _sum(self, norms: Mapping[int, Tensor]) -> Tensor:
-        """Always in the order of the stages: sums of floats depend on it."""
-        total = norms[0]
-        for index in range(1, self.stages):
-            total = total + norms[index].to(total.device)
-        return total
+    def _sum(self, of_stages: Tensor) -> Tensor:
+        """The sum of all stages' norms, from those of the stages here."""
+        return of_stages.sum()
 
     def wait(self, what: str) -> None:
         """Wait for a message, because no stage here can go on; `what` says who waits for what."""

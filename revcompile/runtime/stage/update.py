@@ -187,7 +187,7 @@ class Updater:
         if not own:
             return False
         if scale is not None:
-            torch._foreach_mul_(own, scale.to(own[0].device))
+            torch._foreach_mul_(own, scale.to(own[0]))
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
         self.optimizer.step()
