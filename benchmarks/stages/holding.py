@@ -14,8 +14,7 @@ from benchmarks.harness import LiveStorages
 from revcompile.ir.program import StageMemory
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Message, Transport
-from revcompile.runtime.stage.in_flight import InFlight
-from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.stage import InFlight, Stage
 from revcompile.runtime.stage.weights import at_versions
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.schedule import Action

@@ -299,9 +299,14 @@ def _write(file: Path, text: str) -> None:
 
 def find_checkpoint(place: str | Path) -> Path:
     """The checkpoint at a place, or the newest one of a folder of checkpoints."""
-    place = _path(place, "checkpoint")
-    try:
+    with _readable(place := _path(place, "checkpoint")):
         return _found(place)
+
+
+@contextmanager
+def _readable(place: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise InputError(f"checkpoint: {place} cannot be read ({error})") from error
 
@@ -386,10 +391,8 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with _readable(path):
             self._open()
-        except OSError as error:
-            raise InputError(f"checkpoint: {path} cannot be read ({error})") from error
 
     def _open(self) -> None:
         self._index = index = self._json(_INDEX)
@@ -409,21 +412,15 @@ class Checkpoint:
         problem = _index_problem(index)
         if problem is not None:
             raise self._damaged(f"{_INDEX}: {problem}")
+        self.step: int = index["step"]
+        """How many micro-batches had been fed."""
+        self.world: int = index["world"]
+        """How many ranks saved it."""
         for name, expected in index["files"].items():
             file = self.path / name
             got = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
             if got != f"{expected} bytes":
                 raise self._damaged(f"{name}: expected {expected} bytes, got {got}")
-
-    @property
-    def step(self) -> int:
-        """How many micro-batches had been fed."""
-        return self._index["step"]  # type: ignore[no-any-return]
-
-    @property
-    def world(self) -> int:
-        """How many ranks saved it."""
-        return self._index["world"]  # type: ignore[no-any-return]
 
     @property
     def plain(self) -> list[Any]:

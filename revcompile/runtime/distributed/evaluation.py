@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,24 +31,16 @@ class LoaderEnds:
     def __init__(
         self, loader: Iterable[Any] | None, is_first: bool, is_last: bool, has_target: bool = True
     ) -> None:
-        self._is_first, self._is_last = is_first, is_last
-        has_data = loader is not None and (is_first or is_last)
-        batches = loader if has_data and loader is not None else ()
-        self._batches = (split_batch(batch, has_target) for batch in batches)
-        self._in_pipeline: deque[tuple[Any, Any]] = deque()
+        batches = (split_batch(batch, has_target) for batch in (() if loader is None else loader))
+        self._ends, self._is_last = itertools.tee(batches, is_first + is_last), is_last
 
     def for_first_stage(self) -> tuple[Any, Any] | None:
         """The next batch; None after the last."""
-        batch = next(self._batches, None)
-        if batch is not None and self._is_last:
-            self._in_pipeline.append(batch)
-        return batch
+        return next(self._ends[0], None)
 
     def for_last_stage(self, number: int) -> tuple[Any, Any]:
         """The batch that has reached the last stage."""
-        if self._is_first:
-            return self._in_pipeline.popleft()
-        batch = next(self._batches, None)
+        batch = next(self._ends[-1], None)
         if batch is None:
             raise InputError(
                 f"the loader ends after {number} batches where targets are needed, but goes on "
@@ -59,7 +50,7 @@ class LoaderEnds:
 
     def check_end(self) -> None:
         """Refuse targets without inputs."""
-        if self._is_last and not self._is_first and next(self._batches, None) is not None:
+        if self._is_last and next(self._ends[-1], None) is not None:
             raise InputError(
                 "the loader has more batches where targets are needed than where inputs are; give "
                 "every rank a loader of the same batches"

@@ -20,7 +20,7 @@ from torch import Tensor
 from revcompile.errors import InputError, VerificationError
 from revcompile.runtime.checkpoint.codec import decode, encode, has_few_gaps, parse_json
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.transport import Message, MessageKind, PacketForm
+from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.static_buffers import Layout
 from revcompile.runtime.stage.tensors import aligned, overlap, span
 
@@ -233,7 +233,7 @@ class Describer:
         self._device = device
         self._last = b""
         self._signature: tuple[Any, ...] | None = None
-        self._form: PacketForm | None = None
+        self._form: Any = None
         """The form of packets that the last description fits."""
         self.packing = Packing.of(())
 

@@ -36,7 +36,7 @@ from revcompile.runtime.distributed.message_format import (
 )
 from revcompile.runtime.executor.captured.streams import current_stream, stream_for
 from revcompile.runtime.executor.transport import Message, MessageKind, Packet
-from revcompile.runtime.stage.buffer_pool import BufferPool
+from revcompile.runtime.stage.static_buffers import BufferPool
 
 _NO_TIMEOUT: Final = timedelta(days=365)
 """Receives are posted long before a message is due: `Transport.wait` has the timeout."""

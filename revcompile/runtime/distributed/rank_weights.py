@@ -130,25 +130,21 @@ class RankWeights:
 
     def whole_model(self, model: Reversible, device: torch.device | None = None) -> Reversible:
         """A copy of the model with the current weights of all ranks. Every rank calls it."""
+        changes: dict[int, Tensor] = {}
         try:
-            return self._whole_model(model, device)
+            twin: Reversible = copy_module(model)
+            for name, tensor in _named_tensors(twin).items():
+                owner = self.ranks.owner(self.owners[name])
+                sent = _as_bytes(tensor, self.device, has_values=owner == self.ranks.rank)
+                with self.collective():
+                    if sent.numel():
+                        distributed.broadcast(sent, owner, group=self.ranks.pipeline)
+                changes[id(tensor)] = _with_values(tensor, sent, device or self.device)
+            _replace(twin, changes)
         except BaseException as error:
             if self.stop_all is not None:
                 self.stop_all(error)
             raise
-
-    def _whole_model(self, model: Reversible, device: torch.device | None) -> Reversible:
-        twin: Reversible = copy_module(model)
-        device = device or self.device
-        changes: dict[int, Tensor] = {}
-        for name, tensor in _named_tensors(twin).items():
-            owner = self.ranks.owner(self.owners[name])
-            sent = _as_bytes(tensor, self.device, has_values=owner == self.ranks.rank)
-            with self.collective():
-                if sent.numel():
-                    distributed.broadcast(sent, owner, group=self.ranks.pipeline)
-            changes[id(tensor)] = _with_values(tensor, sent, device)
-        _replace(twin, changes)
         return twin
 
 

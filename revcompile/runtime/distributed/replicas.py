@@ -82,18 +82,21 @@ class ReplicaAverage:
         self._started = False
         return self._read(gradients)
 
-    # -- in captured steps, from the main thread ----------------------------------------------
+    # -- in captured steps: `fill` and `read` may be captured, `reduce` is called in between ----
 
     def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
+        """Take over sums over `count` micro-batches here."""
         self._presence.copy_((count > 0).expand_as(self._presence))
         self._presence[0].copy_(count)
         self._fill_sums(gradients)
 
     def reduce(self) -> None:
+        """Add up what all replicas have."""
         with self._collective():
             self._all_reduce()
 
     def read(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Write the means to `gradients`; how many micro-batches all replicas have had."""
         count = self._presence[0]
         self._read_statistics()
         for name, gradient in gradients.items():

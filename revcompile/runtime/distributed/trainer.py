@@ -234,13 +234,11 @@ class DistributedTrainer(Trainer):
         if allowed and self.is_last and fingerprint is not None:
             self._check_data(microbatch, fingerprint)
         batch = values, self.loss_head.targets.get(microbatch)
-        outcome = self.runner.step(self.schedule, self.transport, batch, allowed, fingerprint)
-        if outcome is None:
-            if values is not None:
-                self.runner.observe(batch)
-            return False
-        self._keep(microbatch, outcome)
-        return True
+        if self.runner.step(self.schedule, self.transport, batch, allowed, fingerprint):
+            return True
+        if values is not None:
+            self.runner.observe(batch)
+        return False
 
     def _prepared(self, executor: StageExecutor, prepare: Callable[[], Made]) -> Made | None:
         """Inputs or target; None if they cannot be used: all ranks then skip the micro-batch."""

@@ -39,7 +39,7 @@ from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.program_facts import needed_in_flight
 from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.tensors import TreeCopy, all_finite, clone_tree
+from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, not_finite
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Order
 
@@ -197,8 +197,15 @@ class StageExecutor:
             if self.refusal is not None:
                 raise InputError(self.refusal)
             self._run(microbatch, inputs)
-            if snapshot and self.loss_head is None:
-                _check_finite(self.stage, microbatch, self.outputs[microbatch] or {})
+            # It has moved running statistics: those of what is not finite must not stay.
+            is_checked = snapshot and self.loss_head is None and self.stage.check_finite
+            if is_checked and not_finite(self.outputs[microbatch] or {}):
+                raise NonFiniteError(
+                    f"stage {self.index}, micro-batch {microbatch}: what it computes is not finite."
+                    " The micro-batch was left out; look at its data, or lower the learning rate",
+                    stage=self.index,
+                    microbatch=microbatch,
+                )
         except Exception as error:
             self._skip(microbatch)
             self.forward_errors.append(error)
@@ -474,21 +481,3 @@ def restore(snapshot: Sequence[BufferSnapshot]) -> None:
     for saved in snapshot:
         saved.buffer.data.copy_(saved.copy)
         saved.module._buffers[saved.name] = saved.buffer
-
-
-def _check_finite(stage: Stage, microbatch: int, outputs: Mapping[str, Any]) -> None:
-    """Raise if a forward pass that has moved running statistics computed something not finite."""
-    floats = [
-        value
-        for value in outputs.values()
-        if isinstance(value, Tensor)
-        and (value.is_floating_point() or value.is_complex())
-        and value.numel()
-    ]
-    if stage.check_finite and floats and not all(all_finite(floats)):
-        raise NonFiniteError(
-            f"stage {stage.program.index}, micro-batch {microbatch}: what it computes is not "
-            "finite. The micro-batch was left out; look at its data, or lower the learning rate",
-            stage=stage.program.index,
-            microbatch=microbatch,
-        )

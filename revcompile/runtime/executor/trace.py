@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -73,19 +73,6 @@ class TraceRecorder:
         return self._host + 1e-3 * milliseconds
 
 
-class Traced(Protocol):
-    """What a trace needs of a trainer."""
-
-    @property
-    def executors(self) -> Sequence[Any]: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def replica(self) -> int: ...
-    def everyone(self, value: Any) -> Sequence[Any]: ...
-    def untraced(self) -> None: ...
-
-
 class Trace:
     """A trace that has begun. It is written when the `with` block or the last step ends.
 
@@ -99,7 +86,7 @@ class Trace:
     """
 
     def __init__(
-        self, trainer: Traced, path: str | Path, steps: int | None = None, title: str = ""
+        self, trainer: Any, path: str | Path, steps: int | None = None, title: str = ""
     ) -> None:
         self.path = new_file("trainer.trace", path, "run.json")
         if steps is not None:
@@ -176,19 +163,13 @@ def _write(path: Path, processes: Sequence[Process], title: str) -> None:
 def _packed(process: Process) -> list[Any]:
     """As plain values."""
     happened = [[h.stage, str(h.action), h.tried, h.start, h.end] for h in process.events]
-    return [process.rank, process.replica, process.name, happened]
+    return [process.rank, happened, process.replica, process.name]
 
 
 def _unpacked(packed: Sequence[Any]) -> Process:
-    rank, copy, name, happened = packed
-    return Process(
-        rank,
-        tuple(
-            TraceEvent(stage, Action.parse(action), *times) for stage, action, *times in happened
-        ),
-        copy,
-        name,
-    )
+    rank, happened, *about = packed
+    events = (TraceEvent(s, Action.parse(action), *times) for s, action, *times in happened)
+    return Process(rank, tuple(events), *about)
 
 
 def _clock_offset(everyone: Everyone) -> float:

@@ -6,7 +6,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.stage.loss_scale import OVERFLOW
-from revcompile.runtime.stage.static_buffers import Flat, Layout
+from revcompile.runtime.stage.static_buffers import Flat
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
 
@@ -28,21 +28,14 @@ class MessageKind(enum.Enum):
     EVALUATE = "evaluate"
 
 
-class PacketForm(Protocol):
-    """What packets of one form have in common."""
-
-    @property
-    def layout(self) -> Layout: ...
-
-
 @dataclass(frozen=True)
 class Packet:
     """All tensors of a message in one buffer."""
 
     memory: Tensor
     """Bytes."""
-    form: PacketForm
-    """Packets with the same object here have equal names and layouts."""
+    form: Any
+    """Packets with the same object here have equal names and layouts: its `layout`."""
     unpack: Callable[[], Message]
     """The whole message, with views of the buffer."""
 
@@ -131,31 +124,9 @@ Route = tuple[int, int, MessageKind]
 """Sender, receiver, kind of message."""
 
 
-class Sending(Protocol):
-    """A message on its way to another rank."""
-
-    def wait(self) -> None:
-        """Have what comes next, here or on the device, wait until its tensors may be changed."""
-        ...
-
-
-class Average(Protocol):
-    """The mean of a stage's gradients over its replicas, in steps that do not wait for the device.
-
-    `fill` and `read` may be captured; `reduce` is called between them.
-    """
-
-    def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
-        """Take over sums over `count` micro-batches here."""
-        ...
-
-    def reduce(self) -> None:
-        """Add up what all replicas have."""
-        ...
-
-    def read(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Write the means to `gradients`; how many micro-batches all replicas have had."""
-        ...
+Sending = Any
+"""A message on its way to another rank: `wait()` has what comes next, here or on the device, wait
+until its tensors may be changed."""
 
 
 class Transport:
@@ -168,8 +139,8 @@ class Transport:
         self.stages = stages
         self.queues: dict[Route, deque[Any]] = {}
         """Messages that wait for their receivers: what has `Message.ready`."""
-        self.averages: Mapping[int, Average] = {}
-        """By stage, if there are replicas of it: the mean of its gradients over them."""
+        self.averages: Mapping[int, Any] = {}
+        """By stage, if there are replicas of it: a `ReplicaAverage` of its gradients."""
         self._norms: dict[int, dict[int, Tensor]] = {}
         self._totals: dict[int, Tensor] = {}
         """By update: the squared norms of stages here, and of all stages once those are known."""

@@ -34,8 +34,14 @@ from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.kernels.fixed_point import random_signs
 from revcompile.runtime.reversible.bindings import Bound, Watch
-from revcompile.runtime.reversible.block import Block, Coupled, before_rearrange, couple, run_branch
-from revcompile.runtime.reversible.block_weights import to_dtypes_of
+from revcompile.runtime.reversible.block import (
+    Block,
+    Coupled,
+    before_rearrange,
+    couple,
+    run_branch,
+    to_dtypes_of,
+)
 from revcompile.runtime.reversible.hooks import (
     gradient_hooks_silenced,
     reshard,
@@ -165,7 +171,7 @@ class Chain:
             for index in reversed(range(len(self.blocks))):
                 block, (a0, b0) = self.blocks[index], inputs[index]
                 unshard(block.sharded, (b,))
-                with replays[index].replay():
+                with replays[index]:
                     used = [sides[i] for i in block.sides]
                     addend, _ = run_branch(root, block, sums.value(a), used, cast)
                     rebuilt = sums.undo(index, b, a, addend, False)[0], a
@@ -433,7 +439,7 @@ def _rebuild(
             for p in parameters
         ]
     restored = bound.restored(stand_ins, has_hooks)
-    with restored, block.weights.replaced_by(copies), node.replay.replay():
+    with restored, block.weights.replaced_by(copies), node.replay:
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
         value = call.sums.value(b)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import repeat
 from operator import is_, is_not
 from typing import Any, Final
@@ -46,12 +47,14 @@ _ABSENT: Final = object()
 _META: Final = torch.device("meta")
 
 
+@dataclass(eq=False)
 class Mismatch:
     """A guard that fails: the expression, its value when captured and now, and the source line."""
 
-    def __init__(self, expression: str, expected: Any, found: Any, source: str) -> None:
-        self.expression, self.expected, self.found = expression, expected, found
-        self.source = source
+    expression: str
+    expected: Any
+    found: Any
+    source: str
 
     def __str__(self) -> str:
         now = "cannot be computed" if self.found is _ABSENT else f"is {described(self.found)}"

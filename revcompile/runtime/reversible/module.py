@@ -29,8 +29,7 @@ from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.kernels.repeatable import Repeated
 from revcompile.runtime.reversible.bindings import Bindings, Watch
-from revcompile.runtime.reversible.block import Block
-from revcompile.runtime.reversible.block_weights import BlockWeights
+from revcompile.runtime.reversible.block import Block, BlockWeights
 from revcompile.runtime.reversible.captured_calls import CapturedCalls
 from revcompile.runtime.reversible.cases import Cases, Recapture
 from revcompile.runtime.reversible.coupling import Chain

@@ -41,7 +41,7 @@ _DRAWING: Final = frozenset(
 
 
 class Masks(TorchDispatchMode):
-    """The random tensors that one run of a branch drew, in order.
+    """The random tensors that one run of a branch drew, in order: saves what is drawn inside.
 
     While a CUDA graph is captured, a generator's state can be neither read nor set, so the numbers
     themselves are saved. Stochastic depth draws one per sample, which is little. Dropout draws one
@@ -52,10 +52,6 @@ class Masks(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._drawn: list[Tensor] = []
         self._saved: Iterator[Tensor] | None = None
-
-    def record(self) -> AbstractContextManager[Any]:
-        """Save what is drawn."""
-        return self
 
     def replay(self) -> AbstractContextManager[Any]:
         """Return what was saved instead of drawing."""
@@ -338,15 +334,17 @@ class Surroundings:
         return before
 
 
-class Replay:
+class Replay(AbstractContextManager[None]):
     """Random state, autocast and buffers of one run of a branch, for the second run.
 
-    Created before the first run, which happens in `record()`; `finish()` ends it.
+    Created before the first run, which happens in `record()`; `finish()` ends it. The second run is
+    inside its context: everything as in the first, but batch norms leave their running statistics
+    alone. Not made of generators: it is entered for every block.
     """
 
     __slots__ = (
-        *("_identities", "_may_draw", "around", "branch", "buffers", "masks", "random"),
-        "statistics",
+        *("_autocast", "_frozen", "_identities", "_may_draw", "_moving", "_stack"),
+        *("around", "branch", "buffers", "masks", "random", "statistics"),
     )
 
     def __init__(self, branch: ReplayContext, around: Surroundings, has_hooks: bool = True) -> None:
@@ -366,7 +364,7 @@ class Replay:
         if self.masks is None:
             return nullcontext() if self.statistics is None else self.statistics.record()
         stack = ExitStack()
-        stack.enter_context(self.masks.record())
+        stack.enter_context(self.masks)
         if self.statistics is not None:
             stack.enter_context(self.statistics.record())
         return stack
@@ -380,11 +378,7 @@ class Replay:
             self._identities = []
         return self
 
-    def replay(self) -> AbstractContextManager[None]:
-        """Around the second run."""
-        return _SecondRun(self)
-
-    def rare_contexts(self) -> list[AbstractContextManager[Any]]:
+    def _rare_contexts(self) -> list[AbstractContextManager[Any]]:
         """What few branches need in the second run."""
         contexts: list[AbstractContextManager[Any]] = []
         if self.random is not None:
@@ -397,28 +391,15 @@ class Replay:
             contexts.append(self.statistics.replay())
         return contexts
 
-
-class _SecondRun(AbstractContextManager[None]):
-    """Everything as in the first run, but batch norms leave their running statistics alone.
-
-    Not made of generators: it is entered for every block.
-    """
-
-    __slots__ = ("_autocast", "_frozen", "_moving", "_replay", "_stack")
-
-    def __init__(self, replay: Replay) -> None:
-        self._replay = replay
-
     def __enter__(self) -> None:
-        replay = self._replay
         self._stack: ExitStack | None = None
-        if contexts := replay.rare_contexts():
+        if contexts := self._rare_contexts():
             with ExitStack() as stack:
                 for context in contexts:
                     stack.enter_context(context)
                 self._stack = stack.pop_all()
-        self._autocast = replay.around.autocast.enter()
-        self._moving = [n for n in replay.branch.norms if n.training and n.track_running_stats]
+        self._autocast = self.around.autocast.enter()
+        self._moving = [n for n in self.branch.norms if n.training and n.track_running_stats]
         self._frozen = ops.statistics_frozen
         self._track(False)
         ops.statistics_frozen = True

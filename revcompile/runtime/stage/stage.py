@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,9 @@ from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
+from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.stage.activations import ActivationStore, Buffers, taking_stored
 from revcompile.runtime.stage.cast_streams import cast_streams
-from revcompile.runtime.stage.in_flight import InFlight
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
@@ -34,32 +35,42 @@ from revcompile.runtime.stage.program_facts import (
     statistics_move_early,
     statistics_of,
 )
-from revcompile.runtime.stage.ring_buffer import RingBuffer
-from revcompile.runtime.stage.stream_samples import StreamSamples
+from revcompile.runtime.stage.static_buffers import RingBuffer
+from revcompile.runtime.stage.stream_samples import StartedCheck, StreamSamples
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, overlaps, refuse_non_finite
 from revcompile.runtime.stage.weights import (
     CastWeights,
-    ParameterSlots,
     at_versions,
     castable_parameters,
+    parameter_slots,
 )
+
+_UNKNOWN: Final = Used()
+
+
+@dataclass
+class InFlight:
+    """What a stage stores of one micro-batch between its forward and its backward pass."""
+
+    kept: tuple[Any, ...]
+    """Values that the backward program takes, as `ActivationStore` stores them."""
+    used: Used = _UNKNOWN
+    """The weights of its forward pass."""
+    buffers: list[BufferSnapshot] = field(default_factory=list)
+    versions: tuple[int, ...] = ()
+    """Autograd versions of `kept`, to notice in-place writes."""
+    original: Mapping[str, Tensor] = field(default_factory=dict)
+    """The stage's inputs, if the error of rebuilding them is to be measured."""
+    parameter_versions: tuple[int, ...] = ()
+    """Autograd versions of the parameters that its graph has saved by reference."""
+    samples: StartedCheck | None = None
+    """Of the streams that entered its couplings, where their reconstruction can be checked."""
+    hooks: HookRecord | None = field(default_factory=dict)
+    """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
+
 
 Programs = tuple[Callable[..., Any], Callable[..., Any]]
 """A stage's forward and backward programs."""
-
-
-class Observer(Protocol):
-    """Is called after each pass of a stage; it changes nothing."""
-
-    def forwarded(self, stage: Stage, microbatch: int) -> None:
-        """A stage has run a micro-batch."""
-        ...
-
-    def differentiated(
-        self, stage: Stage, microbatch: int, gradients: Mapping[str, Tensor | None]
-    ) -> None:
-        """A stage has a micro-batch's gradient, which is about to be accumulated."""
-        ...
 
 
 class Stage:
@@ -94,7 +105,7 @@ class Stage:
         """The dtype in which float32 gradients are sent to the stage before; None: their own."""
         self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
         self.parameter_guard = ParameterGuard(program, root, self.parameters, replicas)
-        self._slots = ParameterSlots(root, self.parameters)
+        self._slots = parameter_slots(root, self.parameters)
         for name in replicas:
             original = self.parameters[name]
             self.parameters[name] = nn.Parameter(original.detach().clone(), original.requires_grad)
@@ -127,7 +138,8 @@ class Stage:
         self._forward, self._backward = self._generated
         self.device: torch.device | None = None
         """Where it computes; None: where its parameters are."""
-        self.observers: Sequence[Observer] = ()
+        self.observers: Sequence[Any] = ()
+        """Probes, which are called after each pass and change nothing."""
         self.in_flight: dict[int, InFlight] = {}
         self.slots = 0
         """For how many micro-batches it stores activations in static buffers; 0: anywhere."""
@@ -475,7 +487,8 @@ class Stage:
             if weights is None:
                 weights = self.cast_weights.current() or self.replica_weights
             if weights is not None:
-                stack.enter_context(self._slots.filled(weights))
+                contents = [(slot, weights[name]) for slot, name in self._slots]
+                stack.enter_context(filled(contents))
             try:
                 recording(False)
                 yield

@@ -7,14 +7,15 @@ a later one is therefore copied into buffers that are allocated once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.tensors import aligned
 
 Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
@@ -217,3 +218,182 @@ def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
                 target.copy_(source, non_blocking=True)
         for group in small.values():
             torch._foreach_copy_([a for a, _ in group], [b for _, b in group])
+
+
+# -- buffers of a pool -----------------------------------------------------------------------------
+
+
+_MOST_LOOKED_AT: Final = 8
+"""Whoever keeps thousands of buffers does not want to wait until all have been looked at."""
+
+
+class BufferPool:
+    """Gives out buffers, and gives one out again when the caller's tensors are all gone.
+
+    Nobody hands a buffer back. The pool gives out views, and counts the references to the storage:
+
+        pool -> buffer -> storage <- view <- caller        two references or more: in use
+        pool -> buffer -> storage                          one reference: free
+
+    >>> pool = BufferPool()
+    >>> first = pool.take("row", lambda: torch.empty(4))
+    >>> part = first[:2]
+    >>> del first
+    >>> second = pool.take("row", lambda: torch.empty(4))
+    >>> second.data_ptr() == part.data_ptr()
+    False
+    >>> address = part.data_ptr()
+    >>> del part
+    >>> pool.take("row", lambda: torch.empty(4)).data_ptr() == address
+    True
+
+    Args:
+        limit: How many buffers of a kind are remembered; None for all of them.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.allocations = 0
+        """How often a buffer had to be allocated."""
+        self._limit = limit
+        self._buffers: dict[Hashable, deque[Tensor]] = {}
+        """Those that were given out or looked at longest ago come first."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._buffers.values()))
+
+    def take(self, kind: Hashable, allocate: Callable[[], Tensor]) -> Tensor:
+        """A view of a free buffer of this kind; without one, of what `allocate` returns."""
+        buffers = self._buffers.setdefault(kind, deque(maxlen=self._limit))
+        for _ in range(min(len(buffers), _MOST_LOOKED_AT)):
+            buffers.rotate(-1)
+            if _is_free(buffer := buffers[-1]):
+                break
+        else:
+            buffer = allocate()
+            self.allocations += 1
+            buffers.append(buffer)
+        return buffer.view_as(buffer)
+
+    def clear(self) -> None:
+        """Forget all buffers; those in use live on with their users."""
+        self._buffers.clear()
+
+
+def _is_free(buffer: Tensor) -> bool:
+    return _references(buffer) <= _references_of_unshared()
+
+
+def _references(tensor: Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+@functools.cache
+def _references_of_unshared() -> int:
+    """The count for a tensor that alone holds its memory: reading it may add a reference."""
+    return _references(torch.empty(1))
+
+
+# -- slots -----------------------------------------------------------------------------------------
+
+
+_NONE: Final = torch.empty(0, dtype=torch.int64)
+
+
+class RingBuffer:
+    """A queue of nested values of one form, in static buffers.
+
+    A stage that keeps the inputs of several micro-batches in flight has a slot for each. Every step
+    writes the newest micro-batch to one slot and reads the oldest from another, so the slots move
+    on from step to step:
+
+        slots       | m-3 | m-2 | m-1 |  m  |       m enters with the step, which differentiates m-3
+                       |                 ^
+                       v pop             | push
+                   backward           forward
+
+    Steps that run action by action know the number of a slot (`put`, `value`). The addresses in a
+    captured step are fixed: there the number is on the device, where its kernels read it.
+
+    >>> ring = RingBuffer({"x": torch.zeros(2), "size": 2}, 3, torch.tensor([1]), torch.tensor([1]))
+    >>> ring.push({"x": torch.ones(2), "size": 2})
+    >>> ring.pop()
+    {'x': tensor([1., 1.]), 'size': 2}
+
+    Args:
+        like: One of them.
+        count: How many slots there are.
+        newest: The number of the slot that `push` writes to: a tensor with one element, which
+            whoever owns it advances. It may be given later, as that of the slot that `pop` reads.
+    """
+
+    def __init__(self, like: Any, count: int, newest: Tensor = _NONE, oldest: Tensor = _NONE):
+        self.count, self.newest, self.oldest = count, newest, oldest
+        form = Flat.of(like)
+        for device in {x.device: None for x in form.leaves if isinstance(x, Tensor)}:
+            free_cached(device)
+        self._rows = [_Rows(x, count) if isinstance(x, Tensor) else None for x in form.leaves]
+        # Not the tensors themselves: they would live on.
+        self._form = form.with_leaves([None if isinstance(x, Tensor) else x for x in form.leaves])
+        views = [self._filled(partial(_Rows.view, row=number)) for number in range(count)]
+        self._slots = [StaticBuffers(view, allocate=False) for view in views]
+        self._values = [slot.value for slot in self._slots]
+
+    def _filled(self, tensor: Callable[[_Rows], Tensor]) -> Flat:
+        pairs = zip(self._rows, self._form.leaves, strict=True)
+        return self._form.with_leaves([x if rows is None else tensor(rows) for rows, x in pairs])
+
+    def slot(self, number: int) -> StaticBuffers:
+        """The buffers of a slot; numbers go on beyond the last slot with the first."""
+        return self._slots[number % self.count]
+
+    def value(self, number: int) -> Any:
+        """The values in a slot: always the same object."""
+        return self._values[number % self.count]
+
+    def put(self, number: int, tree: Any) -> Any:
+        """Copy values to a slot, and return what lies there; if they do not fit, themselves."""
+        slot = self.slot(number)
+        if not slot.matches(tree):
+            return tree
+        slot.copy_(tree)
+        return self.value(number)
+
+    def push(self, tree: Any) -> None:
+        """Copy values to the newest slot."""
+        for rows, leaf in zip(self._rows, Flat.of(tree).leaves, strict=True):
+            if rows is not None:
+                rows.write(self.newest, leaf)
+
+    def pop(self) -> Any:
+        """A copy of the values in the oldest slot."""
+        return self._filled(partial(_Rows.read, row=self.oldest)).value
+
+
+class _Rows:
+    """Tensors of one form, each a row of a matrix: indexed in large words, which is faster."""
+
+    def __init__(self, like: Tensor, count: int) -> None:
+        form = torch.empty_like(like.detach(), device="meta")
+        self._shape, self._stride, self._dtype = form.shape, form.stride(), form.dtype
+        self._word = torch.int64 if form.nbytes % 8 == 0 else torch.uint8
+        words = form.nbytes // self._word.itemsize
+        self._rows = torch.empty(count, words, dtype=self._word, device=like.device)
+
+    def write(self, row: Tensor, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        is_aligned = tensor.storage_offset() * tensor.element_size() % 8 == 0
+        if tensor.stride() != self._stride or not is_aligned:
+            tensor = tensor.new_empty_strided(self._shape, self._stride).copy_(tensor)
+        flat = tensor.as_strided((1, tensor.numel()), (tensor.numel(), 1))
+        self._rows.index_copy_(0, row, flat.view(self._word))
+
+    def read(self, row: Tensor) -> Tensor:
+        return self._shaped(self._rows.index_select(0, row))
+
+    def view(self, row: int) -> Tensor:
+        # .data: a version counter of its own for each
+        return self._shaped(self._rows[row : row + 1]).data
+
+    def _shaped(self, row: Tensor) -> Tensor:
+        return row.view(self._dtype).as_strided(self._shape, self._stride)

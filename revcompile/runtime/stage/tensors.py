@@ -50,6 +50,14 @@ def all_finite(tensors: list[Tensor]) -> list[bool]:
     ]
 
 
+def not_finite(values: Mapping[str, Any]) -> list[str]:
+    """The names of those tensors that have an element that is not finite."""
+    tensors = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.numel()}
+    floats = {n: t for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    finite = all_finite(list(floats.values())) if floats else ()
+    return [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
+
+
 def clone_preserving_strides(tensor: Tensor) -> Tensor:
     """A copy with the same strides, gaps included.
 
@@ -110,12 +118,7 @@ def refuse_non_finite(
     Args:
         scale: That of the loss, if there is one.
     """
-    every = {**input_grads, **own_grads}
-    gradients = {n: g for n, g in every.items() if g is not None and g.numel()}
-    if not gradients:
-        return
-    finite = all_finite(list(gradients.values()))
-    bad = [name for name, ok in zip(gradients, finite, strict=True) if not ok]
+    bad = not_finite({**input_grads, **own_grads})
     if not bad:
         return
     of_parameters = [name for name in bad if name in own_grads]

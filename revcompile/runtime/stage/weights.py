@@ -5,13 +5,13 @@
     predicted           where the parameters will be when the gradient of a forward pass arrives
     in low precision    made once per update, where autocast would cast them again in every call
 
-`ParameterSlots` lets the modules read them.
+`parameter_slots` are where the modules read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Final
 
@@ -20,30 +20,13 @@ from torch import Tensor, nn
 
 from revcompile.ir.module_tree import TreeReads, is_cast
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.reversible.slots import Slot, filled
+from revcompile.runtime.reversible.slots import Slot
 from revcompile.schedule import Order, Weights
 
 version: Final = attrgetter("_version")
 
 
 # -- stashed weights ------------------------------------------------------------------------------
-
-
-class ParameterSlots:
-    """Every entry of a module tree that holds one of the given parameters."""
-
-    def __init__(self, root: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        self._slots: list[tuple[Slot, str]] = [
-            ((module._parameters, attribute), names[id(parameter)])
-            for module in root.modules()
-            for attribute, parameter in module._parameters.items()
-            if id(parameter) in names
-        ]
-
-    def filled(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Let the modules read `values`, by parameter name, instead."""
-        return filled([(slot, values[name]) for slot, name in self._slots])
 
 
 class StashedWeights:
@@ -173,6 +156,17 @@ class PredictedWeights:
             for name, value in self.current.items()
             if self._parameters[name].requires_grad
         }
+
+
+def parameter_slots(root: nn.Module, parameters: Mapping[str, Tensor]) -> list[tuple[Slot, str]]:
+    """Every entry of a module tree that holds one of the given parameters, and its name."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return [
+        ((module._parameters, attribute), names[id(parameter)])
+        for module in root.modules()
+        for attribute, parameter in module._parameters.items()
+        if id(parameter) in names
+    ]
 
 
 def detached_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -29,15 +29,7 @@ def build_executor(
     seed: int,
     skip_on_error: bool,
 ) -> StageExecutor:
-    """The executor of one stage.
-
-    Args:
-        index: the stage's number.
-        transport: carries messages to other stages.
-        loss_head: computes the loss; used by the last stage only.
-        seed: for the stage's random numbers.
-        skip_on_error: skip a micro-batch whose forward pass fails, instead of raising at once.
-    """
+    """The executor of one stage; see there for `skip_on_error`. The last has the loss head."""
     program, stages, ties = task.programs[index], len(task.programs), task.partition.ties
     model, optimizer, settings = task.model, task.optimizer, task.settings
     delay = mean_delay(program.method, stages, index, settings.accumulate)

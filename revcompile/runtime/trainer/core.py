@@ -11,14 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, NoReturn, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from revcompile.errors import InputError, TrainerStoppedError
 from revcompile.runtime.checkpoint import until_signal
-from revcompile.runtime.executor.captured import GraphRunner, StepResult
+from revcompile.runtime.executor.captured import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
@@ -28,15 +29,28 @@ from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import (
     InputBinder,
-    Planned,
     split_batch,
     warn_if_larger_than_planned,
 )
 from revcompile.runtime.trainer.metrics import Evaluation, LossSum, Metric, Metrics
-from revcompile.runtime.trainer.ownership import is_latest, take_over
 from revcompile.runtime.trainer.settings import Task
 from revcompile.runtime.trainer.state import TrainerState, stages_with_graphs
 from revcompile.schedule import Schedule, delay
+
+_latest: Final[WeakKeyDictionary[nn.Module, ref[Any]]] = WeakKeyDictionary()
+"""The trainer of each model: the one that was made last. Trainers write to the model's own
+parameters. Two that take turns would train each other's weights, and weights that are loaded while
+micro-batches are in flight would get gradients that belong to others: the trainer that cannot go on
+raises when it is used again."""
+
+
+def _tell_trainer(model: nn.Module, _: Any) -> None:
+    """After `load_state_dict`; copies of the model have this hook, too, and no trainer."""
+    latest = _latest.get(model)
+    trainer = None if latest is None else latest()
+    if trainer is not None:
+        trainer.weights_loaded()
+
 
 Batch = TypeVar("Batch")
 
@@ -46,14 +60,6 @@ class Trainer(TrainerState, ABC):
 
     `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
     moment, `save` and `load` write and read checkpoints.
-
-    Args:
-        transport: carries messages between the stages.
-        device: where inputs and targets go.
-        stages: the numbers of the stages in this process.
-        rank: this process.
-        replica: its copy of the pipeline.
-        replicas: how many copies there are.
     """
 
     runner: GraphRunner
@@ -106,11 +112,13 @@ class Trainer(TrainerState, ABC):
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
         self._losses = LossSum()
-        self.memory_plan: Planned | None = None
-        """What each stage keeps under a memory budget, if there is one."""
+        self.memory_plan: Any = None
+        """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
         """What the last step returned."""
-        take_over(model, self)
+        if model not in _latest:
+            model.register_load_state_dict_post_hook(_tell_trainer)
+        _latest[model] = ref(self)
 
     # -- training -----------------------------------------------------------------------------
 
@@ -192,7 +200,8 @@ class Trainer(TrainerState, ABC):
 
     def _check_latest(self, *, to_read: bool = False) -> None:
         """Raise if another trainer has taken over; its state can be read until that one trains."""
-        if not is_latest(self.model, self, or_next_unused=to_read):
+        latest = _latest[self.model]() if self.model in _latest else self  # else both are copies
+        if latest is not self and not (to_read and latest is not None and latest.is_unused):
             raise TrainerStoppedError(
                 "net.trainer(...) has been called again, and the new trainer trains the model "
                 "since; use that one, or call petrafy once more for a model of its own"
@@ -286,18 +295,9 @@ class Trainer(TrainerState, ABC):
         """
         self._needs_one_process("watch", "run in one process to compare gradients stage by stage")
 
-    def _keep(self, microbatch: int, outcome: StepResult) -> None:
-        """Put what a captured step has returned where the metrics are made from."""
-        if outcome.loss is not None:
-            self.loss_head.losses[microbatch] = outcome.loss
-            self.loss_head.outputs[microbatch] = outcome.output
-            self.loss_head.scale = outcome.loss_scale
-
-    def _metrics(
-        self, microbatch: int, samples: int, skipped: int | Tensor | None = None
-    ) -> Metrics:
+    def _metrics(self, microbatch: int, samples: int) -> Metrics:
         if self.memory_plan is not None:
-            warn_if_larger_than_planned(self.memory_plan, samples)
+            warn_if_larger_than_planned(self.memory_plan.batch_size, samples)
         errors = {}
         for executor in self.executors if self.settings.measure_every is not None else ():
             for measured in list(executor.stage.reconstruction):
@@ -319,7 +319,7 @@ class Trainer(TrainerState, ABC):
             output=self.loss_head.outputs.pop(microbatch, None),
             reconstruction=errors,
             scale=self.loss_head.scale,
-            overflowed=sum(s.skipped for s in scalings) if skipped is None else skipped,
+            overflowed=sum(s.skipped for s in scalings),
         )
 
     def trace(self, path: str | Path, *, steps: int | None = None) -> Trace:

@@ -246,12 +246,12 @@ class _Products:
         return self._dots[2][0], self._dots[2][2]
 
     def compared(self, stage: int, delay: int) -> StageGradients:
-        first, second, third = (self._similarity(*pair) for pair in ((0, 1), (0, 2), (1, 2)))
+        norms = [math.sqrt(dots[-1]) for dots in self._dots]
+        first, second, third = (
+            Similarity(_ratio(self._dots[y][x], norms[x] * norms[y]), _ratio(norms[x], norms[y]))
+            for x, y in ((0, 1), (0, 2), (1, 2))
+        )
         return StageGradients(stage, delay, first, second, third, _ratio(*self.of_sigma))
-
-    def _similarity(self, x: int, y: int) -> Similarity:
-        norms = [math.sqrt(self._dots[i][i]) for i in (x, y)]
-        return Similarity(_ratio(self._dots[y][x], norms[0] * norms[1]), _ratio(*norms))
 
 
 def _dot(x: Gradients, y: Gradients) -> float:

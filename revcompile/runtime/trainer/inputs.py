@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
 from revcompile.ir.types import TensorType
-from revcompile.runtime.reversible.call_arguments import bind
+from revcompile.runtime.reversible.cases import bind
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.stage.loss_head import described
 
@@ -21,19 +21,10 @@ _EVERY: Final = 16
 """Steps between two checks of guards, while steps are replayed."""
 
 
-class Planned(Protocol):
-    """A memory plan, as far as a trainer reads it."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a micro-batch."""
-        ...
-
-
-def warn_if_larger_than_planned(plan: Planned, samples: int) -> None:
-    if samples > plan.batch_size:
+def warn_if_larger_than_planned(planned: int, samples: int) -> None:
+    if samples > planned:
         warnings.warn(
-            f"memory_budget=: planned for micro-batches of {plan.batch_size} samples, but one has "
+            f"memory_budget=: planned for micro-batches of {planned} samples, but one has "
             f"{samples} and takes more memory; give batch_size={samples} beside memory_budget=",
             stacklevel=4,
         )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from revcompile.errors import InputError, RevcompileError
+from revcompile.errors import InputError, NonFiniteError, RevcompileError, VerificationError
 from revcompile.ir.module_tree import device_of_model
 from revcompile.runtime.checkpoint import load_training, save_training, set_generators
 from revcompile.runtime.checkpoint.codec import located, well_formed
 from revcompile.runtime.executor.captured import GraphRunner
-from revcompile.runtime.executor.transaction import Transaction
+from revcompile.runtime.executor.stage_executor import StageExecutor, restore
 from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
 from revcompile.runtime.trainer.core import Trainer
@@ -27,6 +29,7 @@ from revcompile.runtime.trainer.metrics import (
     eval_mode,
 )
 from revcompile.runtime.trainer.settings import Task
+from revcompile.schedule import Action, Op, Order, Schedule
 
 
 class LocalTrainer(Trainer):
@@ -92,15 +95,11 @@ class LocalTrainer(Trainer):
         microbatch = self.schedule.injected
         values = self.binder.check_guards(self.binder.bind(inputs), replay=self._replay)
         is_observed = bool(self.probes or self._trace) or self._is_measured(microbatch)
+        batch = values, target
         with self._stop_on_error():
-            outcome = self.runner.step(
-                self.schedule, self.transport, (values, target), allowed=not is_observed
-            )
-        if outcome is None:
-            return None
-        self._keep(microbatch, outcome)
-        samples = self.binder.count_samples(values)
-        self.metrics = self._metrics(microbatch, samples, outcome.skipped)
+            if not self.runner.step(self.schedule, self.transport, batch, not is_observed):
+                return None
+        self.metrics = self._metrics(microbatch, self.binder.count_samples(values))
         self._raise_failures()
         return self.metrics
 
@@ -193,3 +192,84 @@ class LocalTrainer(Trainer):
             self.load_state_dict(state)
             with self._stop_on_error(), well_formed("what trainer.save writes"):
                 set_generators(state["rng"])
+
+
+class Transaction:
+    """The state of a trainer before a micro-batch enters, to return to if the micro-batch is bad.
+
+    transaction = Transaction(...)              snapshot
+    rest = scheduler.forward(schedule.inject())
+    transaction.backward(rest)                  the backward passes before the first update
+    ...                                         committed: an error from here on stays
+    """
+
+    def __init__(self, schedule: Schedule, executors: Sequence[StageExecutor]) -> None:
+        self.microbatch = schedule.injected
+        self._executors, self._transport = executors, executors[0].transport
+        self._schedule = schedule.copy()
+        self._queues = {key: deque(queue) for key, queue in self._transport.queues.items()}
+        self._accumulated = [
+            (
+                dict(e.stage.gradients),
+                e.contributed,
+                None if e.scaling is None else e.scaling.values.clone(),
+            )
+            for e in executors
+        ]
+        self._buffers: list[BufferSnapshot] = [s for e in executors for s in e.stage.snapshot()]
+
+    def backward(self, rest: Sequence[deque[Action]]) -> None:
+        """The backward passes that can still be rolled back.
+
+        Where one micro-batch is in the pipeline at a time, those of all stages. Else that of the
+        last stage: the others are of older micro-batches, with which later stages have updated.
+
+        Args:
+            rest: What is left to do of the step; the actions performed here are removed.
+
+        Raises:
+            NonFiniteError: A gradient is not finite.
+        """
+        locked = self._schedule.method.order is Order.LOCKED
+        ops = (Op.RECV_DY, Op.BACKWARD, Op.SEND_DX) if locked else (Op.BACKWARD,)
+        stages = list(zip(self._executors, rest, strict=True))
+        for executor, actions in reversed(stages if locked else stages[-1:]):
+            while actions and actions[0].op in ops and actions[0].index == self.microbatch:
+                if not executor.perform(actions[0]):
+                    raise VerificationError(f"stage {executor.index} waits for {actions[0]}")
+                actions.popleft()
+            if executor.failures:
+                raise _rolled_back(executor.failures[0])
+        # Committed. Let messages be freed as they are read.
+        self._queues.clear()
+        self._accumulated.clear()
+        self._buffers.clear()
+
+    def rollback(self) -> Schedule:
+        """Undo the step; returns the schedule to go on with."""
+        microbatch, loss_head = self.microbatch, self._executors[-1].loss_head
+        for executor, (gradients, contributed, scaling) in zip(
+            self._executors, self._accumulated, strict=True
+        ):
+            executor.forget(microbatch)
+            if executor.scaling is not None and scaling is not None:
+                executor.scaling.values.copy_(scaling)
+            executor.measured.discard(microbatch)
+            executor.stage.reconstruction.pop(microbatch, None)
+            executor.stage.gradients, executor.contributed = gradients, contributed
+            executor.failures = []
+        restore(self._buffers)
+        # Tied weights that have arrived with this step arrive once more with the next.
+        self._transport.queues = self._queues
+        assert loss_head is not None
+        for by_microbatch in (loss_head.targets, loss_head.losses, loss_head.outputs):
+            by_microbatch.pop(microbatch, None)
+        return self._schedule
+
+
+def _rolled_back(error: NonFiniteError) -> NonFiniteError:
+    """The same error, of a step that is rolled back."""
+    message = str(error).replace(
+        "The micro-batch was left out of the update", "Nothing was changed by this step"
+    )
+    return NonFiniteError(message, stage=error.stage, microbatch=error.microbatch)

@@ -41,9 +41,9 @@ from revcompile.runtime.executor.captured.graphs import (
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.transport import Message, MessageKind
-from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_scale import LossScale
 from revcompile.runtime.stage.static_buffers import (
+    BufferPool,
     pooled_copy,
 )
 from revcompile.runtime.trainer.core import Trainer

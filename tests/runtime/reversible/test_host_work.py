@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import revcompile
 from revcompile.ir.python_code import compile_with_modules
-from revcompile.runtime.reversible.block_weights import BlockWeights
+from revcompile.runtime.reversible.block import BlockWeights
 
 
 class Stack(nn.Module):

@@ -23,7 +23,7 @@ def _drawn(x: Tensor) -> Tensor:
 
 def test_a_second_run_gets_the_numbers_of_the_first() -> None:
     masks, x = Masks(), torch.randn(3, 4)
-    with masks.record():
+    with masks:
         first = _drawn(x)
     with masks.replay():
         second = _drawn(x)
@@ -33,7 +33,7 @@ def test_a_second_run_gets_the_numbers_of_the_first() -> None:
 
 def test_what_a_kernel_keeps_to_itself_is_refused() -> None:
     x = torch.randn(2, 1, 4, 8)
-    with Masks().record():
+    with Masks():
         F.scaled_dot_product_attention(x, x, x)
         with pytest.raises(revcompile.RevcompileError, match="native_dropout, whose random"):
             torch.native_dropout(x, 0.5, True)

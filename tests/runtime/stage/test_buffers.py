@@ -20,8 +20,14 @@ from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import EagerReplay
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.transport import MessageKind
-from revcompile.runtime.stage.activations import Buffers, Scaled, compress, decompress
-from revcompile.runtime.stage.pinned_pool import OffloadedTensor, PinnedPool
+from revcompile.runtime.stage.activations import (
+    Buffers,
+    OffloadedTensor,
+    PinnedPool,
+    Scaled,
+    compress,
+    decompress,
+)
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 from tests.runtime.executor.test_captured import FULL, even, is_active, made, odd

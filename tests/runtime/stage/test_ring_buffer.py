@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from revcompile.runtime.stage.ring_buffer import RingBuffer
+from revcompile.runtime.stage.static_buffers import RingBuffer
 
 FORMS: dict[str, Tensor] = {
     "dense": torch.randn(3, 4),

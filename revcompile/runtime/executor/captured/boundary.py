@@ -28,7 +28,6 @@ from revcompile.runtime.executor.transport import (
     Message,
     MessageKind,
     Packet,
-    PacketForm,
     Route,
     Sending,
     Transport,
@@ -72,7 +71,7 @@ class StaticMessage:
         self.buffers = StaticBuffers(like.payload)
         self.flag: Tensor | None = None if like.found_inf is None else self.buffers.leaves[-1]
         """In a message back: `found_inf`."""
-        self._form: PacketForm | None = None
+        self._form: Any = None
         """Of packets that are laid out as the buffers are."""
 
     def matches(self, message: Message) -> bool:

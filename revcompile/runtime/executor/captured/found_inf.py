@@ -97,29 +97,29 @@ class RunningStatistics:
                 is_shared = stages.get(id(buffer), stage) != stage
                 stages[id(buffer)] = len(buffers) if is_shared else stage
         self._has_shared = len(buffers) in stages.values()
-        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in {id(buffer): buffer for each in buffers for buffer in each}.values():
-            by_dtype.setdefault(buffer.dtype, []).append((stages[id(buffer)], buffer))
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
         self._groups = [
             (
-                [buffer for _, buffer in group],
-                _flat([torch.full_like(b, stage, dtype=torch.int64) for stage, b in group]),
+                group,
+                _flat([torch.full_like(b, stages[id(b)], dtype=torch.int64) for b in group]),
+                _flat(group),
             )
             for group in by_dtype.values()
         ]
-        """Buffers, and for each of their elements its stage."""
-        self._before = [_flat(group) for group, _ in self._groups]
+        """Buffers, for each of their elements its stage, and what it was before the step."""
 
     def snapshot(self) -> None:
         """Before a step."""
-        for (buffers, _), before in zip(self._groups, self._before, strict=True):
+        for buffers, _, before in self._groups:
             torch.cat([buffer.reshape(-1) for buffer in buffers], out=before)
 
     def restore_if(self, flags: Tensor) -> None:
         """After it: where a stage's flag is set, as they were before."""
         if self._has_shared:
             flags = torch.cat([flags, flags.max().reshape(1)])
-        for (buffers, stages), before in zip(self._groups, self._before, strict=True):
+        for buffers, stages, before in self._groups:
             merged = torch.where(flags[stages] != 0, before, _flat(buffers))
             parts = merged.split([buffer.numel() for buffer in buffers])
             shaped = [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
@@ -154,7 +154,11 @@ class NonFiniteReports:
             flags: One for each stage, in the order of `microbatches`.
             microbatches: The micro-batch of each stage's backward pass.
         """
-        host, event = self._free.pop() if self._free else _host_copy(flags)
+        if not self._free:
+            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
+            # blocking: whoever waits for it leaves the processor to others
+            self._free.append((host, torch.cuda.Event(blocking=True) if flags.is_cuda else None))
+        host, event = self._free.pop()
         host.copy_(flags, non_blocking=True)
         if event is not None:
             event.record(current_stream(flags))
@@ -186,13 +190,6 @@ class NonFiniteReports:
         oldest = min(microbatches.values(), default=0)
         self._reported = {microbatch for microbatch in self._reported if microbatch >= oldest}
         return errors
-
-
-def _host_copy(flags: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A buffer for flags on the host, and the event of a copy to it."""
-    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
-    # blocking: whoever waits for it leaves the processor to others
-    return host, torch.cuda.Event(blocking=True) if flags.is_cuda else None
 
 
 def _error(stage: int, microbatch: int, advice: str) -> NonFiniteError:

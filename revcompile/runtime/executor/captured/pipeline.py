@@ -16,11 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
@@ -40,18 +37,6 @@ from revcompile.runtime.stage.weights import version
 from revcompile.schedule import Action, Schedule
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a step returns; later steps do not overwrite it."""
-
-    loss: Tensor | None = None
-    """Where the last stage is."""
-    output: Any = None
-    loss_scale: Tensor | None = None
-    skipped: Tensor | None = None
-    """How many micro-batches have overflowed, if the loss is scaled."""
-
-
 class StaticPipeline(StaticState):
     """Steps of the stages of one process; see `StaticState` for the arguments."""
 
@@ -61,8 +46,8 @@ class StaticPipeline(StaticState):
         transport: Transport,
         batch: StepInputs,
         fingerprint: Fingerprint | None = None,
-    ) -> StepResult:
-        """The step in which a micro-batch enters.
+    ) -> None:
+        """The step in which a micro-batch enters. The loss head gets its loss and output.
 
         Args:
             batch: What it is given.
@@ -126,9 +111,9 @@ class StaticPipeline(StaticState):
         if self._has_flags:
             after = {self._boundary.last + 1: due[self._boundary.last]}
             self._reports.submit(self._flags, due | (after if self._boundary.has_next else {}))
-        if self._result is None:
-            return StepResult()
-        return StepResult(*pooled_copy(self._results, self._result))
+        if self._result is not None:
+            head, result = self._trainers_head, pooled_copy(self._results, self._result)
+            head.losses[entering], head.outputs[entering], head.scale = result
 
     def _follow_host(self) -> None:
         """Copy weights and learning rates again that were written to since the last step."""
@@ -254,9 +239,7 @@ class StaticPipeline(StaticState):
                 self._gradient_buffers(index, gradients).copy_(gradients)
         if self._is_last:
             head = self._loss_head
-            skipped = [e.scaling.skipped for e in self.executors if e.scaling is not None]
-            skipped_sum = torch.stack(skipped).sum() if skipped else None
-            result = head.losses[entering], head.outputs[entering], head.scale, skipped_sum
+            result = head.losses[entering], head.outputs[entering], head.scale
             if self._result is None:
                 self._result = StaticBuffers(result)
             self._result.copy_(result)

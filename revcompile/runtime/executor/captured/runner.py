@@ -19,7 +19,7 @@ from revcompile.runtime.executor.captured.graphs import (
     EagerReplay,
 )
 from revcompile.runtime.executor.captured.optimizers import why_not_capturable_optimizer
-from revcompile.runtime.executor.captured.pipeline import StaticPipeline, StepResult
+from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
@@ -148,9 +148,8 @@ class GraphRunner:
     @property
     def is_replaying(self) -> bool:
         """Was the last step the replay of a graph, which does not look at modules?"""
-        return (
-            self._pipeline is not None and self._pipeline.is_active and self._pipeline.is_replaying
-        )
+        pipeline = self._pipeline
+        return pipeline is not None and pipeline.is_active and pipeline.is_replaying
 
     def _give_up(self, why: str) -> None:
         self.is_on, self._pipeline = False, None
@@ -179,8 +178,8 @@ class GraphRunner:
         batch: tuple[Any, Any],
         allowed: bool,
         fingerprint: Fingerprint | None = None,
-    ) -> StepResult | None:
-        """The step in which a micro-batch enters; None if it has to be run action by action.
+    ) -> bool:
+        """The step in which a micro-batch enters; False if it has to be run action by action.
 
         Args:
             batch: See `StepInputs`.
@@ -189,14 +188,14 @@ class GraphRunner:
         """
         # Not before the first updates: they show what stages and optimizers do.
         if not self.is_on or (not self.is_active and min(schedule.updates) <= schedule.synchronous):
-            return None
+            return False
         inputs = StepInputs(*batch)
         is_same = self.is_active
         if self._pipeline is None:
             self._pipeline = self._build(schedule)
         pipeline = self._pipeline
         if pipeline is None:
-            return None
+            return False
         # Running action by action raises an error that names the parameter that was replaced.
         allowed = allowed and self.replaced_parameter(schedule.injected) is None
         if self._hooks:
@@ -212,7 +211,7 @@ class GraphRunner:
                 "(of schedules only learning rates may: OneCycleLR takes cycle_momentum=False; "
                 "write weights with copy_, not by .data = ...)"
             )
-            return None
+            return False
         try:
             if not pipeline.is_active:
                 last = self._last_batch
@@ -220,20 +219,20 @@ class GraphRunner:
                 alike = self._alike if is_like_last else 0
                 is_same = False
                 if not allowed or not pipeline.enter(schedule, transport, inputs, alike):
-                    return None
-            result = pipeline.step(schedule, transport, inputs, fingerprint)
+                    return False
+            pipeline.step(schedule, transport, inputs, fingerprint)
         except CaptureUnsupported as error:
             pipeline.leave(schedule, transport)
             pipeline.clear()
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
                 self._give_up(str(error))
-            return None
+            return False
         if is_same:  # as the last one: `accepts`
             self._alike += 1
         else:
-            self._observe(inputs)
-        return result
+            self.observe(batch)
+        return True
 
     def replaced_parameter(self, step: int | None = None) -> str | None:
         """What has become of a parameter that was replaced, or frozen; None if there is none.
@@ -263,15 +262,13 @@ class GraphRunner:
         )
 
     def observe(self, batch: tuple[Any, Any]) -> None:
-        """Count a micro-batch that has entered, action by action."""
+        """Count a micro-batch that has entered."""
         if self.is_on:
-            self._observe(StepInputs(*batch))
-
-    def _observe(self, inputs: StepInputs) -> None:
-        if self._last_batch is None or not self._last_batch.is_alike(inputs.all):
-            self._last_batch = Flat.of(empty_on(torch.device("meta"), inputs.all.value))
-            self._alike = 0
-        self._alike += 1
+            values = StepInputs(*batch).all
+            if self._last_batch is None or not self._last_batch.is_alike(values):
+                self._last_batch = Flat.of(empty_on(torch.device("meta"), values.value))
+                self._alike = 0
+            self._alike += 1
 
     def leave(self, schedule: Schedule, transport: Transport) -> None:
         """Hand what is in flight back to the executors."""

@@ -34,10 +34,15 @@ from revcompile.runtime.executor.transport import (
     Transport,
 )
 from revcompile.runtime.reversible.overlap import SMALL
-from revcompile.runtime.stage.buffer_pool import BufferPool
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.ring_buffer import RingBuffer
-from revcompile.runtime.stage.static_buffers import StaticBuffers, empty_on, free_cached, move
+from revcompile.runtime.stage.static_buffers import (
+    BufferPool,
+    RingBuffer,
+    StaticBuffers,
+    empty_on,
+    free_cached,
+    move,
+)
 from revcompile.schedule import Order, Schedule, window
 from revcompile.units import format_size
 
@@ -96,7 +101,7 @@ class StaticState:
         uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
         self._streams = StepStreams(device, count - 1) if uses_streams else None
         self._transport = StaticTransport(count, hands_on, self._boundary.take)
-        self._loss_head = copy.copy(loss_head)
+        self._trainers_head, self._loss_head = loss_head, copy.copy(loss_head)
         self._loss_head.targets, self._loss_head.losses = {}, {}
         self._loss_head.outputs, self._loss_head.check_finite = {}, False
         self.executors = [

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.transport import Message, Route, Sending, Transport
-from revcompile.runtime.stage.ring_buffer import RingBuffer
 from revcompile.runtime.stage.static_buffers import (
     LARGE,
     Flat,
+    RingBuffer,
     copy_tensors,
     empty_on,
     free_cached,
