@@ -7,7 +7,7 @@ that `whole_model` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -40,42 +40,39 @@ def _named_tensors(model: nn.Module, every_name: bool = False) -> dict[str, Tens
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=not every_name))}
 
 
-def _used_by(model: nn.Module, program: StageProgram) -> tuple[str, ...]:
-    """The parameters and buffers of a stage, by their first names."""
-    return (*program.parameters, *_buffers_of(model, program))
-
-
-def _buffers_of(model: nn.Module, program: StageProgram) -> Iterator[str]:
-    """Buffers of the layers a stage calls, and those its code reads itself."""
-    read = {id(tensor) for _, tensor in TreeReads(program.forward, model).tensors()}
-    for name, buffer in model.named_buffers():
-        if id(buffer) in read:
-            yield name
+def _users(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, list[int]]:
+    """From the first names of parameters and buffers to the stages that use them."""
+    users: dict[str, list[int]] = {}
+    for program in programs:
+        # Buffers of the layers that a stage calls, and those its code reads itself.
+        read = {id(tensor) for _, tensor in TreeReads(program.forward, model).tensors()}
+        buffers = (name for name, buffer in model.named_buffers() if id(buffer) in read)
+        for name in (*program.parameters, *buffers):
+            users.setdefault(name, []).append(program.index)
+    return users
 
 
 def owning_stages(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, int]:
     """Maps every name of a parameter or buffer to the stage that has its current value."""
-    first: dict[str, int] = {}
-    for program in programs:
-        for name in _used_by(model, program):
-            first.setdefault(name, program.index)  # tied parameters: the first stage owns them
+    users = _users(model, programs)
     first_names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
     every = ((n, first_names[id(t)]) for n, t in _named_tensors(model, every_name=True).items())
-    return {name: first[first_name] for name, first_name in every if first_name in first}
+    # The first stage owns tied parameters.
+    return {name: users[first_name][0] for name, first_name in every if first_name in users}
 
 
 class SharedBuffers:
     """Buffers that stages on different ranks use: each rank would change a copy of its own."""
 
     def __init__(self, model: nn.Module, programs: Sequence[StageProgram], layout: Layout) -> None:
-        self._ranks, seen = layout.stage_to_rank, dict[str, int]()
+        self._ranks, users = layout.stage_to_rank, _users(model, programs)
         self._stages: dict[str, tuple[int, int]] = {}
         """By name, two stages that share the buffer."""
-        for program in programs:
-            for name in _buffers_of(model, program):
-                first = seen.setdefault(name, program.index)
-                if self._ranks[first] != self._ranks[program.index]:
-                    self._stages.setdefault(name, (first, program.index))
+        for name in (name for name, _ in model.named_buffers() if name in users):
+            first, *others = users[name]
+            elsewhere = [stage for stage in others if self._ranks[stage] != self._ranks[first]]
+            if elsewhere:
+                self._stages[name] = first, elsewhere[0]
         first_names = {id(buffer): name for name, buffer in model.named_buffers()}
         self._names = {
             (id(module), name): first_names[id(buffer)]
@@ -174,18 +171,14 @@ def distribute(
     All start with rank 0's weights; what rank 0 has freed for an earlier trainer comes from a rank
     that has it.
     """
-    tensors, layout = _named_tensors(model), ranks.layout
-    users: dict[str, set[int]] = {}
-    for program in programs:
-        for name in _used_by(model, program):
-            users.setdefault(name, set()).add(layout.stage_to_rank[program.index])
+    tensors, layout, users = _named_tensors(model), ranks.layout, _users(model, programs)
     owners = owning_stages(model, programs)
     # Tensors that no stage uses never change; they stay with the first stage.
     weights = RankWeights(ranks, device, {name: owners.get(name, 0) for name in tensors})
     sources = _sources(model, tensors, ranks)
     changes: dict[int, Tensor] = {}
     for (name, tensor), source in zip(tensors.items(), sources, strict=True):
-        using = users.get(name, {layout.stage_to_rank[0]})
+        using = {layout.stage_to_rank[stage] for stage in users.get(name, (0,))}
         received = _send_to_users(tensor, source, using, ranks)
         if ranks.rank % layout.width not in using:
             changes[id(tensor)] = _empty_like(tensor, _META)

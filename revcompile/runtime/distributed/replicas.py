@@ -73,7 +73,9 @@ class ReplicaAverage:
         """
         if not self._started:
             self._started = True
-            self._fill(gradients, count)
+            presence = [float(count), *(float(name in gradients) for name in self._sums)]
+            self._presence.copy_(torch.tensor(presence, dtype=torch.float64))
+            self._fill_sums(gradients)
             on_gpu = self._presence.is_cuda
             self._jobs.put((torch.cuda.current_stream().record_event() if on_gpu else None,))
         if not self._finished.is_set():
@@ -109,11 +111,6 @@ class ReplicaAverage:
         """End the thread; False if it does not end in time."""
         self._jobs.put(None)
         return self._thread.join(timeout)
-
-    def _fill(self, gradients: Mapping[str, Tensor], count: int) -> None:
-        presence = [float(count), *(float(name in gradients) for name in self._sums)]
-        self._presence.copy_(torch.tensor(presence, dtype=torch.float64))
-        self._fill_sums(gradients)
 
     def _fill_sums(self, gradients: Mapping[str, Tensor]) -> None:
         for name, total in self._sums.items():

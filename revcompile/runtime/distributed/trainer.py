@@ -137,22 +137,15 @@ class DistributedTrainer(Trainer):
             tied = {name: executor.stage.parameters[name] for name in executor.replicas}
             weights.adopt(model, tied)
         if layout.replicas > 1:
-            self._replicate(limit, average_statistics)
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            groups = open_replica_groups(self.ranks, backend, limit)
+            for index, stage in ((e.index, e.stage) for e in self.executors):
+                statistics = stage.statistics() if average_statistics else []
+                self.transport.replicate(index, stage.parameters, statistics, groups[index])
         self.runner = GraphRunner(settings.backend, self.executors, self.loss_head, self.schedule)
         self._given: tuple[Any, Any] = None, None
         """What this rank's step was called with, while its forward passes run."""
         _open.append(self.transport)
-
-    def _replicate(self, timeout: timedelta, average_statistics: bool) -> None:
-        """Average gradients over the copies of the pipeline."""
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        groups = open_replica_groups(self.ranks, backend, timeout)
-        for executor in self.executors:
-            stage = executor.stage
-            statistics = stage.statistics() if average_statistics else []
-            self.transport.replicate(
-                executor.index, stage.parameters, statistics, groups[executor.index]
-            )
 
     def everyone(self, value: Any) -> Sequence[Any]:
         with self.transport.collective():
@@ -165,7 +158,7 @@ class DistributedTrainer(Trainer):
         self._check_usable()
         self._set_train_mode()
         microbatch = self.schedule.injected
-        problem = self._tree_problem()
+        problem = self._changed_model()
         refusal = problem and f"trainer.step: {problem}"
         for executor in self.executors:
             executor.refusal = refusal
@@ -192,10 +185,7 @@ class DistributedTrainer(Trainer):
             samples = self.binder.count_samples(values)
         else:
             samples = self._count_output_samples(microbatch)
-        self.metrics = self._with_reported_loss(self._metrics(microbatch, samples))
-        self._trace_step()
-        self._raise_failures()
-        return self.metrics
+        return self._report(self._with_reported_loss(self._metrics(microbatch, samples)))
 
     def _eager_step(self, values: dict[str, Any] | None, fingerprint: Fingerprint | None) -> None:
         """Action by action."""

@@ -60,27 +60,23 @@ def sharded_modules(modules: Iterable[tuple[nn.Module, str]]) -> tuple[ShardedMo
 def unshard(modules: Sequence[ShardedModule], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gather the modules' parameters, outermost first; returns the tensors to go on with."""
     for path, module in modules:
-        before = tensors
         for hook in filter(is_sharding_hook, module._forward_pre_hooks.values()):
-            tensors, _ = hook(module, tensors, {})
-        _refuse_casts(path, before, tensors)
+            tensors = _not_cast(path, tensors, hook(module, tensors, {})[0])
     return tensors
 
 
 def reshard(modules: Sequence[ShardedModule], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Free the modules' parameters, innermost first."""
     for path, module in reversed(modules):
-        before = tensors
         for hook in filter(is_sharding_hook, module._forward_hooks.values()):
             with warnings.catch_warnings():
                 # about in-place operations on views, which captured graphs do not have
                 warnings.filterwarnings("ignore", ".*returned a view tensor")
-                tensors = hook(module, (), tensors)
-        _refuse_casts(path, before, tensors)
+                tensors = _not_cast(path, tensors, hook(module, (), tensors))
     return tensors
 
 
-def _refuse_casts(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+def _not_cast(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[Any, ...]:
     for old, new in zip(before, after, strict=True):
         if isinstance(old, Tensor) and old.dtype != new.dtype:
             raise InputError(
@@ -89,6 +85,7 @@ def _refuse_casts(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) ->
                 "MixedPrecisionPolicy(..., cast_forward_inputs=False) without output_dtype, or "
                 "shard the whole model only"
             )
+    return after
 
 
 # -- forward hooks in a rebuild -------------------------------------------------------------------

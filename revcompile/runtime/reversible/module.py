@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -299,11 +300,8 @@ def _float32_streams(
 def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
     """Group couplings into chains, compile everything, and find each value's last reader."""
     runs = _chains(body)
-    last_use: dict[str, int] = {}
-    for index, run in enumerate(runs):
-        for segment in run:
-            for name in segment.inputs:
-                last_use[name] = index
+    reads = ((n, index) for index, run in enumerate(runs) for s in run for n in s.inputs)
+    last_use = dict(reads)
     returned = {leaf.name for leaf in body.result if isinstance(leaf, Live)}
     steps: list[_Step] = []
     for index, run in enumerate(runs):
@@ -344,13 +342,8 @@ def _side_names(coupling: Coupling) -> tuple[str, ...]:
 
 def _chains(body: Body) -> list[list[Coupling | Opaque]]:
     """Runs of couplings whose streams only the next coupling reads; other segments alone."""
-    readers: dict[str, int] = {}
-    for segment in body.segments:
-        for name in segment.inputs:
-            readers[name] = readers.get(name, 0) + 1
-    for leaf in body.result:
-        if isinstance(leaf, Live):
-            readers[leaf.name] = readers.get(leaf.name, 0) + 1
+    readers = Counter(name for segment in body.segments for name in segment.inputs)
+    readers.update(leaf.name for leaf in body.result if isinstance(leaf, Live))
     runs: list[list[Coupling | Opaque]] = []
     for segment in body.segments:
         previous = runs[-1][-1] if runs else None
@@ -359,7 +352,7 @@ def _chains(body: Body) -> list[list[Coupling | Opaque]]:
             and isinstance(previous, Coupling)
             and previous.streams_out == segment.streams_in
             and not previous.extras
-            and all(readers.get(name, 0) == 1 for name in previous.streams_out)
+            and all(readers[name] == 1 for name in previous.streams_out)
         ):
             runs[-1].append(segment)
         else:

@@ -109,11 +109,6 @@ def _random_state(device: torch.device) -> _RandomState:
     return torch.default_generator.get_state().view(torch.int64), on_device
 
 
-def _same_state(a: _RandomState, b: _RandomState) -> bool:
-    same_device = a[1] is None or (b[1] is not None and torch.equal(a[1], b[1]))
-    return same_device and torch.equal(a[0], b[0])
-
-
 def _set_random_state(device: torch.device, state: _RandomState) -> None:
     torch.default_generator.set_state(state[0].view(torch.uint8))
     if state[1] is not None:
@@ -328,7 +323,8 @@ class Surroundings:
         """After such a run: the random state before it, if it has drawn something."""
         assert self._random is not None
         before, now = self._random, _random_state(self.device)
-        if _same_state(before, now):
+        pairs = zip(before, now, strict=True)
+        if all(a is None or (b is not None and torch.equal(a, b)) for a, b in pairs):
             return None
         self._random = now
         return before

@@ -128,10 +128,14 @@ class LossHead:
         except InputError:
             raise
         except Exception as error:
+            remedy = "check that the target fits the output."
+            if target is None:
+                remedy = "it was given no target: call trainer.step(x, y), or use a loss that needs"
+                remedy += " none."
             raise InputError(
                 f"loss, {where}: it raised {type(error).__name__}: {error}\n"
                 f"  output: {described(output)}\n  target: {described(target)}\n"
-                f"Nothing was changed by this step; {_remedy(target)}"
+                f"Nothing was changed by this step; {remedy}"
             ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise InputError(
@@ -173,12 +177,6 @@ def _check_returned_loss(rewired: Rewired, assembled: Callable[[Mapping[str, Any
             "the example what it computes one from (example_kwargs={..., 'labels': labels} for a "
             "model of transformers), or pass loss=, a function of the output and the target"
         )
-
-
-def _remedy(target: Any) -> str:
-    if target is None:
-        return "it was given no target: call trainer.step(x, y), or use a loss that needs none."
-    return "check that the target fits the output."
 
 
 def described(value: Any) -> str:

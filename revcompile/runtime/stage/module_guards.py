@@ -1,7 +1,7 @@
 """Changes of modules and parameters that stages would not follow: each is refused by name.
 
     TreeGuard        the modules below a model, as they were when its stages were compiled
-    ParameterGuard   the parameters of one stage, as they were when its optimizer was built
+    ParameterGuard   the parameters of stages, as they were when their optimizers were built
 
 Hooks on layers that stages call are followed (see `Stage`); what else changes what a module
 computes is refused, at `net.trainer` and at the next step, flush or evaluation.
@@ -9,7 +9,7 @@ computes is refused, at `net.trainer` and at the next step, flush or evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 
@@ -90,43 +90,35 @@ class TreeGuard:
         )
 
 
-class ParameterGuard:
-    """Refuses to train if parameters were replaced since the stage was built.
+Labelled = tuple[Slot, str]
+"""Where a parameter is, and its path."""
 
-    The optimizer holds these very parameters, and stashed and cast weights are copies of them, so
-    nothing else may take their place. Of the parameters named in `replicas` the stage has copies of
-    its own, whatever is in the modules.
+
+def parameters_to_watch(
+    program: StageProgram, root: nn.Module, own: Mapping[str, Tensor], replicas: Sequence[str]
+) -> list[Labelled]:
+    """Those of a stage, but for `replicas`: of these it has copies, whatever is in the modules."""
+    bindings = Bindings(program.forward, root)
+    replicated = {id(own[name]) for name in replicas}
+    present = zip(bindings.slots, bindings.labels, bindings.parameters(), strict=True)
+    watched = [entry for entry in present if id(entry[2]) not in replicated]
+    for _, label, parameter in watched:
+        if parameter is not None and any(_gradient_hooks(parameter)):
+            raise InputError(f"trainer, stage {program.index}: {_hooked(label)}")
+    return [(slot, label) for slot, label, _ in watched]
+
+
+class ParameterGuard:
+    """Whether parameters are still those that stages were built for.
+
+    Optimizers hold these very parameters, and stashed and cast weights are copies of them, so
+    nothing else may take their place.
     """
 
-    def __init__(
-        self,
-        program: StageProgram,
-        root: nn.Module,
-        parameters: Mapping[str, Tensor],
-        replicas: Sequence[str],
-    ) -> None:
-        self._where = f"stage {program.index}"
-        bindings = Bindings(program.forward, root)
-        replicated = {id(parameters[name]) for name in replicas}
-        present = zip(bindings.slots, bindings.labels, bindings.parameters(), strict=True)
-        watched = [entry for entry in present if id(entry[2]) not in replicated]
-        for _, label, parameter in watched:
-            if parameter is not None and any(_gradient_hooks(parameter)):
-                raise InputError(f"trainer, {self._where}: {_hooked(label)}")
-        self._watch([(slot, label) for slot, label, _ in watched])
-
-    @classmethod
-    def in_parts(cls, guards: Iterable[ParameterGuard]) -> list[ParameterGuard]:
-        """Guards for parts of the parameters of several stages, to be asked in turns."""
-        parts = []
-        for watched in _parts([entry for guard in guards for entry in guard._watched]):
-            part = cls.__new__(cls)
-            part._where = "the model"
-            part._watch(watched)
-            parts.append(part)
-        return parts
-
-    def _watch(self, watched: Sequence[tuple[Slot, str]]) -> None:
+    def __init__(self, watched: Sequence[Labelled], has_parts: bool = True) -> None:
+        parts = _parts(watched) if has_parts else []
+        self.parts = [ParameterGuard(part, has_parts=False) for part in parts]
+        """For some of the parameters each, to be asked in turns."""
         self._watched = watched
         self._slots = Column(slot for slot, _ in watched)
         self._values = self._slots.read()
@@ -162,12 +154,6 @@ class ParameterGuard:
         """The path of one of the parameters."""
         pairs = zip(self._watched, self._values, strict=True)
         return [label for (_, label), value in pairs if value is not None][index]
-
-    def check(self) -> None:
-        """Raise if anything has changed."""
-        problem = self.problem()
-        if problem is not None:
-            raise InputError(f"trainer.step, {self._where}: {problem}")
 
 
 def _hooked(label: str) -> str:

@@ -26,7 +26,7 @@ from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.stage.activations import ActivationStore, Buffers, taking_stored
 from revcompile.runtime.stage.cast_streams import cast_streams
 from revcompile.runtime.stage.loss_scale import unscaled
-from revcompile.runtime.stage.module_guards import ParameterGuard
+from revcompile.runtime.stage.module_guards import parameters_to_watch
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
 from revcompile.runtime.stage.program_facts import (
     outlives_updates,
@@ -104,7 +104,7 @@ class Stage:
         self._messages = messages
         """The dtype in which float32 gradients are sent to the stage before; None: their own."""
         self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
-        self.parameter_guard = ParameterGuard(program, root, self.parameters, replicas)
+        self.watched = parameters_to_watch(program, root, self.parameters, replicas)
         self._slots = parameter_slots(root, self.parameters)
         for name in replicas:
             original = self.parameters[name]
@@ -173,7 +173,6 @@ class Stage:
     ) -> dict[str, Any]:
         """Run a micro-batch; what its backward pass needs is stored here until then."""
         program = self.program
-        self.parameter_guard.check()
         weights = self.weights.forward()
         values = [inputs[port.name] for port in program.inputs]
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
@@ -316,14 +315,13 @@ class Stage:
         own_grads = self.cast_weights.like_weights(
             dict(zip(program.parameters, dense, strict=True))
         )
-        sent = map(self._as_sent, of_inputs)
-        input_grads = dict(zip(program.inputs_with_grad, sent, strict=True))
+        if self._messages is not None:
+            of_inputs = [
+                g if g is None or g.dtype != torch.float32 else g.to(self._messages)
+                for g in of_inputs
+            ]
+        input_grads = dict(zip(program.inputs_with_grad, of_inputs, strict=True))
         return dict(zip(program.sends_back, returned, strict=True)), input_grads, own_grads
-
-    def _as_sent(self, gradient: Tensor | None) -> Tensor | None:
-        if self._messages is None or gradient is None or gradient.dtype != torch.float32:
-            return gradient
-        return gradient.to(self._messages)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The accumulated gradient (a sum over micro-batches), which is then reset."""

@@ -266,7 +266,7 @@ class BufferPool:
         buffers = self._buffers.setdefault(kind, deque(maxlen=self._limit))
         for _ in range(min(len(buffers), _MOST_LOOKED_AT)):
             buffers.rotate(-1)
-            if _is_free(buffer := buffers[-1]):
+            if _references(buffer := buffers[-1]) <= _references_of_unshared():
                 break
         else:
             buffer = allocate()
@@ -277,10 +277,6 @@ class BufferPool:
     def clear(self) -> None:
         """Forget all buffers; those in use live on with their users."""
         self._buffers.clear()
-
-
-def _is_free(buffer: Tensor) -> bool:
-    return _references(buffer) <= _references_of_unshared()
 
 
 def _references(tensor: Tensor) -> int:

@@ -51,7 +51,10 @@ class StreamSamples:
         for node in tuple(copy.nodes):
             for name in node.meta.get(LIVE_VALUES, ()):
                 if name in self._names:
-                    with copy.inserting_before(_first_statement_after(node)):
+                    following = node.next
+                    while following.op == "placeholder":
+                        following = following.next
+                    with copy.inserting_before(following):
                         copy.call_function(self._sample, (name, node))
         return copy
 
@@ -99,10 +102,3 @@ def _entering(program: StageProgram) -> Iterator[str]:
         if is_rebuilt and not before and isinstance(first, Coupling):
             yield from first.streams_in
         before = is_rebuilt
-
-
-def _first_statement_after(node: fx.Node) -> fx.Node:
-    following = node.next
-    while following.op == "placeholder":
-        following = following.next
-    return following

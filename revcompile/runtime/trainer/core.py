@@ -24,6 +24,7 @@ from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
@@ -108,6 +109,7 @@ class Trainer(TrainerState, ABC):
             for stage in stages
         ]
         self.scheduler = LocalScheduler(self.executors)
+        self.parameter_guard = ParameterGuard([p for e in self.executors for p in e.stage.watched])
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
@@ -221,15 +223,16 @@ class Trainer(TrainerState, ABC):
         for executor in self.executors:
             executor.weights_loaded(weights)
 
-    def _tree_problem(self) -> str | None:
-        """What has changed of the modules.
+    def _changed_model(self) -> str | None:
+        """What has changed of modules and parameters, which stages would not follow.
 
-        Before steps that are replayed some of them are looked at, in turns with parameters.
+        Before steps that are replayed some of them are looked at, in turns.
         """
         if (step := self._replay) is None:
-            return self.tree.problem()
+            return self.tree.problem() or self.parameter_guard.problem()
         turn, is_for_parameters = divmod(step, 2)
-        return None if is_for_parameters else self.tree.problem(turn)
+        parts = self.parameter_guard.parts
+        return parts[turn % len(parts)].problem() if is_for_parameters else self.tree.problem(turn)
 
     @property
     def _replay(self) -> int | None:
@@ -240,7 +243,7 @@ class Trainer(TrainerState, ABC):
         """What has changed of which steps that were replayed have taken no notice so far."""
         if not self.runner.is_replaying:
             return None
-        problem = self.tree.problem() or self.runner.replaced_parameter()
+        problem = self.tree.problem() or self.parameter_guard.problem()
         return problem or (self.binder.unseen_change() if self.is_first else None)
 
     def _check_tree(self, where: str, unseen: str | None = None) -> None:
@@ -322,6 +325,14 @@ class Trainer(TrainerState, ABC):
             overflowed=sum(s.skipped for s in scalings),
         )
 
+    def _report(self, metrics: Metrics) -> Metrics:
+        """The end of a step."""
+        self.metrics = metrics
+        if self._trace is not None:
+            self._trace.stepped()
+        self._raise_failures()
+        return metrics
+
     def trace(self, path: str | Path, *, steps: int | None = None) -> Trace:
         """Record what every stage does from now on, as a Chrome trace with a row for each.
 
@@ -335,10 +346,6 @@ class Trainer(TrainerState, ABC):
         name = f"{self.partition.rewired.name}, {self.programs[0].method.name}"
         self._trace = Trace(self, path, steps, name)
         return self._trace
-
-    def _trace_step(self) -> None:
-        if self._trace is not None:
-            self._trace.stepped()
 
     def untraced(self) -> None:
         """Called by a trace that has ended."""

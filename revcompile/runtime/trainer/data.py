@@ -83,23 +83,6 @@ class SeededSampler(Sampler[int]):
 
 
 @dataclass(frozen=True)
-class NoBatches:
-    """As many batches as another loader has, without data: for ranks that need none.
-
-    >>> list(NoBatches(2))
-    [(None, None), (None, None)]
-    """
-
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return iter([(None, None)] * self.count)
-
-
-@dataclass(frozen=True)
 class SkippedBatches:
     """A loader without its first few batches."""
 
@@ -110,7 +93,8 @@ class SkippedBatches:
         return itertools.islice(self.loader, self.skip, None)
 
 
-Loader = DataLoader[Any] | NoBatches | SkippedBatches
+Loader = DataLoader[Any] | list[tuple[None, None]] | SkippedBatches
+"""For ranks that need no data: as many batches without any."""
 
 
 def seeded_loader(
@@ -172,7 +156,7 @@ def make_loader(
     if isinstance(data, IterableDataset):
         return _stream(data, batch_size, selection, options)
     loader = seeded_loader(data, batch_size, selection, draw, **options)
-    return loader if needed else NoBatches(len(loader))
+    return loader if needed else [(None, None)] * len(loader)
 
 
 def _check(

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from revcompile.errors import InputError
 from revcompile.ir import coupling_ops
+from revcompile.ir.coupling_ops import mix
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.reversible.replay import BufferSnapshot
@@ -118,7 +119,8 @@ class Probe:
             window(method, count, j, accumulate) - 1 if delayed else 0 for j in range(count)
         ]
         self._delays = [delay(method, count, j, accumulate) for j in range(count)]
-        self._backprop = _Backprop(self._stages, loss_head)
+        self._loss_head = loss_head
+        self._programs = [_differentiable(stage.program) for stage in stages]
         self._delayed: list[Gradients] | None = None
         self._compared: dict[int, _Products] = {}
         self._begin()
@@ -222,9 +224,41 @@ class Probe:
             gradients = self._of_method[stage], self._delayed[stage], end_to_end
             self._compared[stage] = _Products(*gradients)
 
-    def _run(self, weights: Sequence[Weights], stages: Sequence[int]) -> list[Gradients]:
+    def _run(self, weights: Sequence[Weights], chosen: Sequence[int]) -> list[Gradients]:
+        """Plain backprop: the parameter gradients of the chosen stages, with any `weights` of each.
+
+        The stages' own forward programs under one autograd graph are what training runs: same order
+        of operations, same masks. Parameters, buffers and random state are as before afterwards.
+        """
         assert self._data is not None
-        return self._backprop(self.microbatch, *self._data, weights, self._buffers, stages)
+        leaves = [
+            (position, name, tensor)
+            for position, index in enumerate(chosen)
+            for name, tensor in weights[index].items()
+            if tensor.requires_grad
+        ]
+        gradients: list[dict[str, Tensor | None]] = [{} for _ in chosen]
+        if not leaves:
+            return list(gradients)
+        devices = dict.fromkeys(tensor.device for _, _, tensor in leaves if tensor.is_cuda)
+        values, target = dict(self._data[0]), self._data[1]
+        with torch.random.fork_rng(list(devices)):
+            for index, (stage, run) in enumerate(zip(self._stages, self._programs, strict=True)):
+                inputs = [values[port.name] for port in stage.program.inputs]
+                with (
+                    stage._program_context(weights[index], self.microbatch),  # freezes statistics
+                    stage._stateful.replay(self._buffers[index]),
+                    torch.set_grad_enabled(index >= min(chosen)),
+                ):
+                    outputs = run(stage.root, mix(stage.seed, self.microbatch), *inputs)
+                values |= zip((port.name for port in stage.program.outputs), outputs, strict=True)
+            with torch.enable_grad():
+                output, where = self._loss_head.assembled(values), f"micro-batch {self.microbatch}"
+                loss = self._loss_head.evaluate(output, target, f"probe of {where}")
+            grads = torch.autograd.grad(loss, [t for _, _, t in leaves], allow_unused=True)
+        for (position, name, _), grad in zip(leaves, grads, strict=True):
+            gradients[position][name] = grad
+        return list(gradients)
 
 
 def _ratio(x: float, y: float) -> float:
@@ -260,74 +294,6 @@ def _dot(x: Gradients, y: Gradients) -> float:
         (a.double() * b.double()).sum() for a, b in pairs if a is not None and b is not None
     ]
     return float(torch.stack(products).sum()) if products else 0.0
-
-
-# -- plain backprop -------------------------------------------------------------------------------
-
-
-class _Backprop:
-    """The stages' own forward programs under one autograd graph, with any parameters.
-
-    The programs are what training runs: same order of operations, same masks. Parameters, buffers
-    and random state are as before afterwards.
-    """
-
-    def __init__(self, stages: Sequence[Stage], loss_head: LossHead) -> None:
-        self.stages, self.loss_head = stages, loss_head
-        self.runs = [_differentiable(stage.program) for stage in stages]
-
-    def __call__(
-        self,
-        microbatch: int,
-        inputs: Mapping[str, Any],
-        target: Any,
-        weights: Sequence[Weights],
-        buffers: Mapping[int, list[BufferSnapshot]],
-        chosen: Sequence[int],
-    ) -> list[Gradients]:
-        """The parameter gradients of the chosen stages, where every stage has its `weights`."""
-        leaves = [
-            (position, name, tensor)
-            for position, index in enumerate(chosen)
-            for name, tensor in weights[index].items()
-            if tensor.requires_grad
-        ]
-        gradients: list[dict[str, Tensor | None]] = [{} for _ in chosen]
-        if not leaves:
-            return list(gradients)
-        devices = dict.fromkeys(tensor.device for _, _, tensor in leaves if tensor.is_cuda)
-        values = dict(inputs)
-        with torch.random.fork_rng(list(devices)):
-            for stage, run, own in zip(self.stages, self.runs, weights, strict=True):
-                with_grad = stage.program.index >= min(chosen)
-                values |= _forward(stage, run, microbatch, values, own, buffers, with_grad)
-            with torch.enable_grad():
-                output = self.loss_head.assembled(values)
-                loss = self.loss_head.evaluate(output, target, f"probe of micro-batch {microbatch}")
-            grads = torch.autograd.grad(loss, [t for _, _, t in leaves], allow_unused=True)
-        for (position, name, _), grad in zip(leaves, grads, strict=True):
-            gradients[position][name] = grad
-        return list(gradients)
-
-
-def _forward(
-    stage: Stage,
-    run: Callable[..., Any],
-    microbatch: int,
-    values: Mapping[str, Any],
-    weights: Weights,
-    buffers: Mapping[int, list[BufferSnapshot]],
-    with_grad: bool,
-) -> dict[str, Any]:
-    program = stage.program
-    inputs = [values[port.name] for port in program.inputs]
-    with (
-        stage._program_context(weights, microbatch),  # running statistics are frozen in here
-        stage._stateful.replay(buffers[program.index]),
-        torch.set_grad_enabled(with_grad),
-    ):
-        outputs = run(stage.root, coupling_ops.mix(stage.seed, microbatch), *inputs)
-    return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
 
 _CUTS: Final = (coupling_ops.leaf, coupling_ops.detached)

@@ -57,7 +57,7 @@ class LocalTrainer(Trainer):
 
     def step(self, inputs: Any = None, target: Any = None) -> Metrics:
         self._check_usable()
-        if (problem := self._tree_problem()) is not None:
+        if (problem := self._changed_model()) is not None:
             raise InputError(f"trainer.step: {problem}")
         self._set_train_mode()
         if (metrics := self._captured_step(inputs, target)) is not None:
@@ -81,12 +81,10 @@ class LocalTrainer(Trainer):
                 raise
             raise self._explained(error, values) from error
         self._finish(remaining)
-        self.metrics = self._metrics(microbatch, samples)
+        metrics = self._metrics(microbatch, samples)
         self._advance_probes()
         self.runner.observe((values, target))
-        self._trace_step()
-        self._raise_failures()
-        return self.metrics
+        return self._report(metrics)
 
     def _captured_step(self, inputs: Any, target: Any) -> Metrics | None:
         """The step as a replay of a captured one; None if it has to run action by action."""
@@ -99,9 +97,7 @@ class LocalTrainer(Trainer):
         with self._stop_on_error():
             if not self.runner.step(self.schedule, self.transport, batch, not is_observed):
                 return None
-        self.metrics = self._metrics(microbatch, self.binder.count_samples(values))
-        self._raise_failures()
-        return self.metrics
+        return self._report(self._metrics(microbatch, self.binder.count_samples(values)))
 
     def _drain(self) -> None:
         super()._drain()

@@ -134,7 +134,7 @@ def test_a_change_is_noticed_by_one_part_of_the_guards(monkeypatch: pytest.Monke
     trainer = trainer_of(net, backend="static")
     feed(trainer, batches(9))
     assert trainer.runner.is_active and not trainer.runner.is_replaying
-    head, guards = net.model.get_submodule("head"), trainer.runner._parameters
+    head, guards = net.model.get_submodule("head"), trainer.parameter_guard.parts
     head.weight = nn.Parameter(head.weight.detach().clone())
     assert [guard.problem() is None for guard in guards].count(False) == 1 < len(guards)
     net.model.blocks[1].up = Same()  # type: ignore[index, union-attr]
@@ -174,7 +174,7 @@ def test_while_steps_are_replayed_every_part_has_its_turn(
         head.weight = nn.Parameter(head.weight.detach().clone())
     else:
         net.model.get_submodule("blocks.1").forward = print
-    turns = 2 * max(len(trainer.tree._watches), len(trainer.runner._parameters))
+    turns = 2 * max(len(trainer.tree._watches), len(trainer.parameter_guard.parts))
     with pytest.raises(InputError, match="was replaced"):
         feed(trainer, data[25 : 25 + turns])
 

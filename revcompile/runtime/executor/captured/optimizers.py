@@ -112,16 +112,12 @@ class CapturedUpdater(Updater):
         """Has there been an update? The first one allocates the optimizer's state."""
         if self.optimizer is None or self.optimizer.state:
             return True
-        if any(self._delays):
+        if any(getattr(member, "delay", 0.0) for member in self._members):
             return False
         return all(
             type(part) is SGD and not any(group["momentum"] for group in part.param_groups)
             for part in elementary(self.optimizer)
         )
-
-    @property
-    def _delays(self) -> tuple[float, ...]:
-        return tuple(getattr(member, "delay", 0.0) for member in self._members)
 
     @property
     def snapshot_bytes(self) -> int:

@@ -25,7 +25,6 @@ from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.runtime.stage.static_buffers import Flat, empty_on
 from revcompile.schedule import Keep, Order, Schedule, delay, window
 
@@ -114,9 +113,7 @@ class GraphRunner:
     ) -> None:
         self._executors, self._loss_head = executors, loss_head
         self._device = executors[0].stage._device()
-        stages = [executor.stage for executor in executors]
-        self._parameters = ParameterGuard.in_parts(stage.parameter_guard for stage in stages)
-        self._hooks = LayerHooks(tuple(layer for stage in stages for layer in stage.hooks.layers))
+        self._hooks = LayerHooks([layer for e in executors for layer in e.stage.hooks.layers])
         self._backend = backend
         if backend is Backend.AUTO:
             on_gpu = self._device.type == "cuda"
@@ -196,8 +193,6 @@ class GraphRunner:
         pipeline = self._pipeline
         if pipeline is None:
             return False
-        # Running action by action raises an error that names the parameter that was replaced.
-        allowed = allowed and self.replaced_parameter(schedule.injected) is None
         if self._hooks:
             allowed = False
             self._warn_of_hooks()
@@ -233,19 +228,6 @@ class GraphRunner:
         else:
             self.observe(batch)
         return True
-
-    def replaced_parameter(self, step: int | None = None) -> str | None:
-        """What has become of a parameter that was replaced, or frozen; None if there is none.
-
-        Args:
-            step: The number of one to come. If it is likely to be a replay, some parameters are
-                looked at, in turns with modules.
-        """
-        guards = self._parameters
-        if step is not None and self.is_replaying:
-            turn, is_for_parameters = divmod(step, 2)
-            guards = [guards[turn % len(guards)]] if is_for_parameters else []
-        return next((problem for guard in guards if (problem := guard.problem())), None)
 
     def _build(self, schedule: Schedule) -> StaticPipeline | None:
         stateful = [executor.index for executor in self._executors if executor.stage.is_stateful]
