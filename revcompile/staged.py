@@ -31,12 +31,12 @@ from revcompile.ir.program import Partition
 from revcompile.plan.budget import MemoryPlan, plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
 from revcompile.plan.report import StageReport
-from revcompile.runtime.checkpoint import export_weights, load_into
+from revcompile.runtime.checkpoint.weights import export_weights, load_into
 from revcompile.runtime.distributed.placement import make_layout, pipeline_ranks
 from revcompile.runtime.distributed.process_groups import world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.executor.captured import Backend
+from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import Buffers, BuffersLike, buffers_of
 from revcompile.runtime.stage.loss_head import Loss

@@ -54,7 +54,7 @@ from benchmarks.ranks.victim import (
     use_gpu,
 )
 from benchmarks.registry import Benchmark, Row
-from revcompile.runtime.checkpoint import load_training
+from revcompile.runtime.checkpoint.training import load_training
 
 METHODS: Final = ("petra", "1f1b", "gpipe", "delayed", "pipedream", "ddg", "dni", "backprop")
 CAPTURED: Final = ("petra", "delayed", "pipedream")

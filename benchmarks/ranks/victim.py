@@ -33,7 +33,7 @@ from revcompile.arguments import member_of
 from revcompile.runtime.checkpoint.codec import encode_tree
 from revcompile.runtime.distributed.rank_weights import owning_stages
 from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.executor.captured import Backend
+from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel

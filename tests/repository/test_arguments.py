@@ -19,7 +19,7 @@ from revcompile import StagedModel, arguments
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.cost.measured import Clock
 from revcompile.errors import InputError, RevcompileWarning
-from revcompile.runtime.executor.captured import Backend
+from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.stage.activations import BUFFER_DTYPES
 from revcompile.schedule import METHODS, Keep

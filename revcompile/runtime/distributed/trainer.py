@@ -17,13 +17,9 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError, RankError, RevcompileError
 from revcompile.ir.types import Live
-from revcompile.runtime.checkpoint import (
-    load_training,
-    save_training,
-    set_generators,
-    until_signal,
-)
 from revcompile.runtime.checkpoint.codec import located, well_formed
+from revcompile.runtime.checkpoint.signals import until_signal
+from revcompile.runtime.checkpoint.training import load_training, save_training, set_generators
 from revcompile.runtime.distributed.collectives import (
     SignalConsensus,
     check_ranks_agree,
@@ -41,7 +37,7 @@ from revcompile.runtime.distributed.rank_weights import (
 )
 from revcompile.runtime.distributed.replicas import open_replica_groups
 from revcompile.runtime.distributed.transport import DistributedTransport
-from revcompile.runtime.executor.captured import GraphRunner
+from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared, mixed_up
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import MessageKind, next_message

@@ -19,12 +19,16 @@ from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.kernels.repeatable import Repeatable
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
-from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
+from revcompile.runtime.reversible.precision_rewrites import (
+    cast_down,
+    cast_streams,
+    fuse_bn_relu,
+    match_dtypes,
+)
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.stage.activations import ActivationStore, Buffers, taking_stored
-from revcompile.runtime.stage.cast_streams import cast_streams
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import parameters_to_watch
 from revcompile.runtime.stage.pass_weights import PassWeights, Used

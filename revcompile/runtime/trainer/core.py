@@ -15,17 +15,16 @@ from typing import Any, ClassVar, Final, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from revcompile.errors import InputError, TrainerStoppedError
-from revcompile.runtime.checkpoint import until_signal
-from revcompile.runtime.executor.captured import GraphRunner
+from revcompile.runtime.checkpoint.signals import until_signal
+from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
-from revcompile.runtime.trainer.build import build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import (
@@ -33,8 +32,8 @@ from revcompile.runtime.trainer.inputs import (
     split_batch,
     warn_if_larger_than_planned,
 )
-from revcompile.runtime.trainer.metrics import Evaluation, LossSum, Metric, Metrics
-from revcompile.runtime.trainer.settings import Task
+from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics
+from revcompile.runtime.trainer.settings import Task, build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.state import TrainerState, stages_with_graphs
 from revcompile.schedule import Schedule, delay
 
@@ -113,7 +112,9 @@ class Trainer(TrainerState, ABC):
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
-        self._losses = LossSum()
+        self._loss_sum: Tensor | None = None
+        self._losses = 0
+        """How many losses of steps are in the sum, since `mean_loss` was called last."""
         self.memory_plan: Any = None
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
@@ -286,7 +287,9 @@ class Trainer(TrainerState, ABC):
 
         It is not part of a checkpoint: after `load` the mean begins anew.
         """
-        sums = self.everyone(self._losses.take())
+        own = 0.0 if self._loss_sum is None else float(self._loss_sum)
+        sums = self.everyone([own, self._losses])
+        self._loss_sum, self._losses = None, 0
         count = sum(steps for _, steps in sums)
         return float(sum(total for total, _ in sums) / count) if count else float("nan")
 
@@ -309,7 +312,11 @@ class Trainer(TrainerState, ABC):
         elapsed = max(time.perf_counter() - self._started, 1e-9)
         loss = self.loss_head.losses.pop(microbatch, None)
         if loss is not None:
-            self._losses.add(loss)
+            # In place: steady steps allocate nothing, keep no loss alive and do not wait for one.
+            if self._loss_sum is None:
+                self._loss_sum = torch.zeros((), dtype=torch.double, device=loss.device)
+            self._loss_sum.add_(loss.detach())
+            self._losses += 1
         scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]
         return Metrics(
             microbatch=microbatch,

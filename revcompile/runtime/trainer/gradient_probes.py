@@ -122,7 +122,7 @@ class Probe:
         self._loss_head = loss_head
         self._programs = [_differentiable(stage.program) for stage in stages]
         self._delayed: list[Gradients] | None = None
-        self._compared: dict[int, _Products] = {}
+        self._compared: dict[int, _Compared] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -155,12 +155,12 @@ class Probe:
                 f"probe: micro-batch {self.microbatch} has not been seen at stages {missing} yet; "
                 "call trainer.step with more micro-batches, or trainer.flush, until probe.complete"
             )
-        products = [self._compared[j] for j in range(len(self._stages))]
+        stages, of_sigma = zip(*(each for _, each in sorted(self._compared.items())), strict=True)
         return GradientReport(
             method=self._method,
             microbatch=self.microbatch,
-            stages=tuple(p.compared(j, self._delays[j]) for j, p in enumerate(products)),
-            sigma=_ratio(*map(sum, zip(*(p.of_sigma for p in products), strict=True))),
+            stages=stages,
+            sigma=_ratio(*map(sum, zip(*of_sigma, strict=True))),
         )
 
     # -- called by the trainer and its stages -------------------------------------------------
@@ -222,7 +222,7 @@ class Probe:
             current = self._current.pop(stage)
             (end_to_end,) = self._run([current[i] for i in range(len(self._stages))], [stage])
             gradients = self._of_method[stage], self._delayed[stage], end_to_end
-            self._compared[stage] = _Products(*gradients)
+            self._compared[stage] = _compared(stage, self._delays[stage], *gradients)
 
     def _run(self, weights: Sequence[Weights], chosen: Sequence[int]) -> list[Gradients]:
         """Plain backprop: the parameter gradients of the chosen stages, with any `weights` of each.
@@ -268,24 +268,19 @@ def _ratio(x: float, y: float) -> float:
 # -- comparing ------------------------------------------------------------------------------------
 
 
-class _Products:
-    """Inner products of one stage's gradients: the method's, delayed, end-to-end."""
+_Compared = tuple[StageGradients, tuple[float, float]]
+"""Of one stage, and what `sigma` is the ratio of: `<end-to-end, method>` and `|end-to-end|^2`."""
 
-    def __init__(self, *gradients: Gradients) -> None:
-        self._dots = [[_dot(x, y) for y in gradients[: i + 1]] for i, x in enumerate(gradients)]
 
-    @property
-    def of_sigma(self) -> tuple[float, float]:
-        """`<end-to-end, method>` and `|end-to-end|^2`."""
-        return self._dots[2][0], self._dots[2][2]
-
-    def compared(self, stage: int, delay: int) -> StageGradients:
-        norms = [math.sqrt(dots[-1]) for dots in self._dots]
-        first, second, third = (
-            Similarity(_ratio(self._dots[y][x], norms[x] * norms[y]), _ratio(norms[x], norms[y]))
-            for x, y in ((0, 1), (0, 2), (1, 2))
-        )
-        return StageGradients(stage, delay, first, second, third, _ratio(*self.of_sigma))
+def _compared(stage: int, delay: int, *gradients: Gradients) -> _Compared:
+    """One stage's gradients: the method's, delayed, end-to-end."""
+    dots = [[_dot(x, y) for y in gradients[: i + 1]] for i, x in enumerate(gradients)]
+    norms, of_sigma = [math.sqrt(each[-1]) for each in dots], (dots[2][0], dots[2][2])
+    first, second, third = (
+        Similarity(_ratio(dots[y][x], norms[x] * norms[y]), _ratio(norms[x], norms[y]))
+        for x, y in ((0, 1), (0, 2), (1, 2))
+    )
+    return StageGradients(stage, delay, first, second, third, _ratio(*of_sigma)), of_sigma
 
 
 def _dot(x: Gradients, y: Gradients) -> float:

@@ -9,9 +9,9 @@ from typing import Any
 
 from revcompile.errors import InputError, NonFiniteError, RevcompileError, VerificationError
 from revcompile.ir.module_tree import device_of_model
-from revcompile.runtime.checkpoint import load_training, save_training, set_generators
 from revcompile.runtime.checkpoint.codec import located, well_formed
-from revcompile.runtime.executor.captured import GraphRunner
+from revcompile.runtime.checkpoint.training import load_training, save_training, set_generators
+from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.stage_executor import StageExecutor, restore
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.replay import BufferSnapshot

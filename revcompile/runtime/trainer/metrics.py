@@ -76,27 +76,6 @@ class Metrics:
         )
 
 
-class LossSum:
-    """The sum of the losses of steps, and how many there were; the device is not waited for."""
-
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
-        self._count = 0
-
-    def add(self, loss: Tensor) -> None:
-        # In place: steady steps allocate nothing, and keep no loss alive.
-        if self._sum is None:
-            self._sum = torch.zeros((), dtype=torch.double, device=loss.device)
-        self._sum.add_(loss.detach())
-        self._count += 1
-
-    def take(self) -> tuple[float, int]:
-        """Sum and number since the last call."""
-        result = 0.0 if self._sum is None else float(self._sum), self._count
-        self._sum, self._count = None, 0
-        return result
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Means over all samples of a loader."""

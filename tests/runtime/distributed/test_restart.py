@@ -35,7 +35,9 @@ from torch.nn import functional as F
 from training import same
 
 import revcompile
-from revcompile.runtime.checkpoint import Checkpoint, find_checkpoint, load_training, load_weights
+from revcompile.runtime.checkpoint.storage import Checkpoint, find_checkpoint
+from revcompile.runtime.checkpoint.training import load_training
+from revcompile.runtime.checkpoint.weights import load_weights
 
 Lines = list[dict[str, Any]]
 

@@ -28,7 +28,7 @@ from training import (
 
 from revcompile.arguments import member_of
 from revcompile.errors import InputError, NonFiniteError, VerificationError
-from revcompile.runtime.executor.captured import Backend, runner, static_state
+from revcompile.runtime.executor.captured import runner, static_state
 from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.fusion_regions import find_regions
@@ -39,6 +39,7 @@ from revcompile.runtime.executor.captured.graphs import (
     _Capture,
 )
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline
+from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.loss_scale import LossScale
