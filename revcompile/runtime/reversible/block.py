@@ -89,9 +89,6 @@ def to_dtypes_of(
     return result
 
 
-_NOTHING: Final = nullcontext()
-
-
 @dataclass(frozen=True)
 class Block:
     """An executable coupling."""

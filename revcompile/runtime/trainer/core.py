@@ -120,7 +120,8 @@ class Trainer(TrainerState, ABC):
         self.metrics: Metrics | None = None
         """What the last step returned."""
         if model not in _latest:
-            model.register_load_state_dict_post_hook(_tell_trainer)
+            hooked: nn.Module = model
+            hooked.register_load_state_dict_post_hook(_tell_trainer)
         _latest[model] = ref(self)
 
     # -- training -----------------------------------------------------------------------------
