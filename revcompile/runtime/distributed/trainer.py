@@ -26,7 +26,7 @@ from revcompile.runtime.distributed.collectives import (
     gather_plain,
     run_facts,
 )
-from revcompile.runtime.distributed.evaluation import EvaluationPass, LoaderEnds
+from revcompile.runtime.distributed.evaluation import EvaluationPass
 from revcompile.runtime.distributed.placement import Ranks, make_layout, pipeline_ranks
 from revcompile.runtime.distributed.process_groups import join, new_group, open_channels
 from revcompile.runtime.distributed.rank_weights import (
@@ -238,9 +238,9 @@ class DistributedTrainer(Trainer):
         """At the last stage: does the target belong to the inputs of the first stage?"""
         different = compared(sent, *self._given, microbatch)
         if different is not None:
-            raise self._mixed_up(f"trainer.step, micro-batch {microbatch}", different)
+            raise self.mixed_up(f"trainer.step, micro-batch {microbatch}", different)
 
-    def _mixed_up(self, where: str, what: str) -> InputError:
+    def mixed_up(self, where: str, what: str) -> InputError:
         first, last = map(self.ranks.named, (self.ranks.owner(0), self.ranks.rank))
         return mixed_up(where, what, first, last)
 
@@ -289,7 +289,8 @@ class DistributedTrainer(Trainer):
     ) -> Evaluation:
         """Means over a loader, on every rank; see `Trainer.evaluate`. Every rank calls it.
 
-        The loader is read on the ranks of the first and the last stage: for inputs and targets.
+        The loader is read on the ranks of the first and the last stage: for inputs and targets. An
+        error on one rank is raised on all.
         """
         if loader is not None:
             check_loader(loader)
@@ -302,36 +303,11 @@ class DistributedTrainer(Trainer):
         self._check_tree("trainer.evaluate")
         # Tied weights that have been sent are received now instead of in the next step.
         self._finish(self.scheduler.own(self.schedule.receive_tied_weights()))
-        means = RunningMeans(metrics)
-        batches = LoaderEnds(loader, self.is_first, self.is_last, self.loss_head.has_target)
-
-        def source(number: int) -> tuple[Mapping[str, Any], Fingerprint] | None:
-            batch = batches.for_first_stage()
-            if batch is None:
-                return None
-            values = self.binder.prepare(batch[0], f"evaluation, batch {number}")
-            return values, Fingerprint.of(*batch, number)
-
-        def sink(number: int, outputs: Mapping[str, Any], sent: Fingerprint | None) -> None:
-            where, (inputs, target) = f"evaluation, batch {number}", batches.for_last_stage(number)
-            different = sent and compared(sent, inputs, target, number)
-            if different:
-                raise self._mixed_up(where, different)
-            output = self.loss_head.assembled(outputs)
-            target = self.binder.to_device(target, where)
-            loss = self.loss_head.evaluate(output, target, where)
-            means.add(loss, output, target, self.binder.count_samples(outputs))
-
-        evaluation = EvaluationPass(self.executors, source, sink)
+        means, merged = RunningMeans(metrics), RunningMeans(metrics)
+        evaluation = EvaluationPass(self, loader, means)
         with eval_mode(self.model, self.settings.autocast), self._stop_on_error():
             evaluation.run()
-            evaluation.check(batches.check_end)
-        return self._merge(evaluation.error, means, RunningMeans(metrics))
-
-    def _merge(
-        self, error: Exception | None, means: RunningMeans, merged: RunningMeans
-    ) -> Evaluation:
-        """The evaluation over all ranks' batches; an error on one rank is raised on all."""
+        error = evaluation.error
         text = None if error is None else f"{type(error).__name__}: {error}"
         of_ranks = self.everyone([text, means.sums, means.samples])
         for rank, (problem, sums, samples) in enumerate(of_ranks):
