@@ -101,8 +101,13 @@ def save_checkpoint(
             lambda: _write_rank(folder / _UNFINISHED, rank, tensors, plain),
             (lambda: _commit(folder, step, world)) if is_first else None,
         )
+    if isinstance(failure, OSError):
+        raise InputError(
+            f"trainer.save: rank {rank} cannot write to {folder} ({failure}); the checkpoints there"
+            " are as before. Free some space, or choose another folder"
+        ) from failure
     if failure is not None:
-        raise _explained(failure, folder, rank)
+        raise failure
     saved = _latest(folder)
     if saved is None or saved == before:
         raise InputError(
@@ -136,17 +141,6 @@ def _run_phases(barrier: Barrier, *phases: Callable[[], None] | None) -> Excepti
             failure = error
         barrier()
     return failure
-
-
-def _explained(failure: Exception, folder: Path, rank: int) -> Exception:
-    if not isinstance(failure, OSError):
-        return failure
-    error = InputError(
-        f"trainer.save: rank {rank} cannot write to {folder} ({failure}); the checkpoints there "
-        "are as before. Free some space, or choose another folder"
-    )
-    error.__cause__ = failure
-    return error
 
 
 def _prepare(folder: Path, stack: ExitStack) -> None:

@@ -3,7 +3,7 @@
     trainer.DistributedTrainer
       process_groups.join           joins the process group
       collectives                   all ranks agree on what to train
-      placement.make_layout         which stage is on which rank
+      process_groups.make_layout    which stage is on which rank
       rank_weights.distribute       each rank gets its stages' weights, and no others
       process_groups.open_channels  a channel (p2p) for each direction between two stages
       transport                     threads that send and receive, queues, reductions

@@ -20,8 +20,7 @@ from torch import Tensor, distributed
 
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.runtime.distributed.liveness import Worker
-from revcompile.runtime.distributed.placement import Ranks
-from revcompile.runtime.distributed.process_groups import new_group
+from revcompile.runtime.distributed.process_groups import Ranks, new_group
 
 
 def open_replica_groups(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any]:

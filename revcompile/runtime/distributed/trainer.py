@@ -18,8 +18,12 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError, NonFiniteError, RankError, RevcompileError
 from revcompile.ir.types import Live
 from revcompile.runtime.checkpoint.codec import located, well_formed
-from revcompile.runtime.checkpoint.signals import until_signal
-from revcompile.runtime.checkpoint.training import load_training, save_training, set_generators
+from revcompile.runtime.checkpoint.training import (
+    load_training,
+    save_training,
+    set_generators,
+    until_signal,
+)
 from revcompile.runtime.distributed.collectives import (
     SignalConsensus,
     check_ranks_agree,
@@ -27,8 +31,14 @@ from revcompile.runtime.distributed.collectives import (
     run_facts,
 )
 from revcompile.runtime.distributed.evaluation import EvaluationPass
-from revcompile.runtime.distributed.placement import Ranks, make_layout, pipeline_ranks
-from revcompile.runtime.distributed.process_groups import join, new_group, open_channels
+from revcompile.runtime.distributed.process_groups import (
+    Ranks,
+    join,
+    make_layout,
+    new_group,
+    open_channels,
+    pipeline_ranks,
+)
 from revcompile.runtime.distributed.rank_weights import (
     SharedBuffers,
     distribute,

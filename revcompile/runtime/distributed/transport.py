@@ -48,7 +48,7 @@ from revcompile.runtime.distributed.p2p import (
     Wait,
     use_own_stream,
 )
-from revcompile.runtime.distributed.placement import Ranks
+from revcompile.runtime.distributed.process_groups import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
 from revcompile.runtime.executor.transport import (
     Message,

@@ -31,7 +31,7 @@ from torch import Tensor
 from revcompile.errors import InputError, NonFiniteError, VerificationError
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.trace import TraceRecorder
+from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Message, MessageKind, Transport
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
@@ -108,7 +108,7 @@ class StageExecutor:
         """Why micro-batches cannot run here now; they are left out."""
         self.measured: set[int] = set()
         """Micro-batches whose reconstruction error is to be measured."""
-        self.observer: TraceRecorder | None = None
+        self.observer: Trace | None = None
         self._last_snapshot: tuple[int, Sequence[BufferSnapshot]] = (-1, ())
         """The latest micro-batch, and buffers as they were before its forward pass."""
 

@@ -27,52 +27,6 @@ Everyone = Callable[[Any], Sequence[Any]]
 """From a plain value of this process to those of all, in the order of the ranks."""
 
 
-class TraceRecorder:
-    """Records when the actions of a process's stages begin and end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._first_tried: dict[tuple[int, Action], Any] = {}
-        self._began: Any = None
-        self._records: list[tuple[int, Action, Any, Any, Any]] = []
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self._origin, self._host = self._now(), time.perf_counter()
-
-    def begins(self, stage: int, action: Action) -> None:
-        """An action is tried, perhaps again after it had to wait."""
-        self._began = self._now()
-        self._first_tried.setdefault((stage, action), self._began)
-
-    def ends(self, stage: int, action: Action, done: bool) -> None:
-        """The action is done, or has to wait."""
-        if done:
-            tried = self._first_tried.pop((stage, action))
-            self._records.append((stage, action, tried, self._began, self._now()))
-
-    def events(self) -> tuple[TraceEvent, ...]:
-        """All records, in seconds of this process's clock."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return tuple(
-            TraceEvent(stage, action, *map(self._seconds, times))
-            for stage, action, *times in self._records
-        )
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _seconds(self, moment: Any) -> float:
-        if isinstance(moment, float):
-            return moment
-        milliseconds: float = self._origin.elapsed_time(moment)
-        return self._host + 1e-3 * milliseconds
-
-
 class Trace:
     """A trace that has begun. It is written when the `with` block or the last step ends.
 
@@ -96,14 +50,47 @@ class Trace:
         self.busy: tuple[float, ...] | None = None
         """The share of the time that each rank computed, once the trace has ended."""
         self._clock_offset = _clock_offset(trainer.everyone)
-        device = trainer.executors[0].stage._device()
-        self._recorder: TraceRecorder | None = TraceRecorder(device)
+        self._device: torch.device = trainer.executors[0].stage._device()
+        self._first_tried: dict[tuple[int, Action], Any] = {}
+        self._began: Any = None
+        self._records: list[tuple[int, Action, Any, Any, Any]] = []
+        self._synchronize()
+        self._origin, self._host = self._now(), time.perf_counter()
+        self.running = True
         for executor in trainer.executors:
-            executor.observer = self._recorder
+            executor.observer = self
 
-    @property
-    def running(self) -> bool:
-        return self._recorder is not None
+    # -- when the actions of this process's stages begin and end ------------------------------
+
+    def begins(self, stage: int, action: Action) -> None:
+        """An action is tried, perhaps again after it had to wait."""
+        self._began = self._now()
+        self._first_tried.setdefault((stage, action), self._began)
+
+    def ends(self, stage: int, action: Action, done: bool) -> None:
+        """The action is done, or has to wait."""
+        if done:
+            tried = self._first_tried.pop((stage, action))
+            self._records.append((stage, action, tried, self._began, self._now()))
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        """On rank 0's clock."""
+        if not isinstance(moment, float):
+            moment = self._host + 1e-3 * self._origin.elapsed_time(moment)
+        return float(moment - self._clock_offset)
+
+    # -- the end of the trace -----------------------------------------------------------------
 
     def stepped(self) -> None:
         """The trainer has done a step."""
@@ -141,19 +128,19 @@ class Trace:
 
     def _end(self) -> Process | None:
         """What this process did; None if the trace has ended before."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
+        if not self.running:
             return None
+        self.running = False
         for executor in self._trainer.executors:
             executor.observer = None
         self._trainer.untraced()
-        offset = self._clock_offset
-        on_one_clock = tuple(
-            TraceEvent(h.stage, h.action, *(t - offset for t in (h.tried, h.start, h.end)))
-            for h in recorder.events()
+        self._synchronize()
+        events = (
+            TraceEvent(stage, action, *map(self._seconds, times))
+            for stage, action, *times in self._records
         )
         name = f"rank {self._rank} ({socket.gethostname()})"
-        return Process(self._rank, on_one_clock, self._trainer.replica, name)
+        return Process(self._rank, tuple(events), self._trainer.replica, name)
 
 
 def _write(path: Path, processes: Sequence[Process], title: str) -> None:

@@ -243,9 +243,9 @@ class Reversible(OriginalSurface):
         for step in self._plan(body):
             inputs = [values[name] for name in step.inputs]
             if isinstance(step.run, Chain):
-                a, b, cast, own_dtype = inputs[0], inputs[1], None, None
+                a, b, cast = inputs[0], inputs[1], None
                 if self.training or errors is not None or not step.run.kept_bits:
-                    a, b, cast, own_dtype = _float32_streams(a, b)
+                    a, b, cast = _float32_streams(a, b)
                 del inputs[:2]
                 if errors is not None:
                     (a, b, *extras), of_blocks = step.run.inspect(self, a, b, inputs, cast)
@@ -255,8 +255,8 @@ class Reversible(OriginalSurface):
                     for name in step.drop:
                         values.pop(name, None)
                     a, b, *extras = run(self, a, b, inputs, cast)
-                if own_dtype is not None:
-                    a, b = a.to(own_dtype), b.to(own_dtype)
+                if cast is not None:
+                    a, b = a.to(cast), b.to(cast)
                 outputs: Sequence[Any] = (a, b, *extras)
             else:
                 for name in step.drop:
@@ -282,19 +282,16 @@ class Reversible(OriginalSurface):
         return _steps(body, self)
 
 
-def _float32_streams(
-    a: Tensor, b: Tensor
-) -> tuple[Tensor, Tensor, torch.dtype | None, torch.dtype | None]:
+def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype | None]:
     """Residual streams in float32, whatever the branches compute in: bfloat16 streams drift.
 
-    Also returns the dtype that branches are to be given, and the one that the streams are to be
-    cast back to; under autocast both are None.
+    Also returns the dtype that branches are to be given, and that the streams are to be cast back
+    to; None under autocast.
     """
     if a.dtype not in LOW_PRECISION:
-        return a, b, None, None
-    own_dtype = None if is_autocasting(a.device) else a.dtype
+        return a, b, None
     wide = b.float()
-    return wide if a is b else a.float(), wide, own_dtype, own_dtype
+    return wide if a is b else a.float(), wide, None if is_autocasting(a.device) else a.dtype
 
 
 def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:

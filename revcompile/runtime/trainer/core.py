@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError, TrainerStoppedError
-from revcompile.runtime.checkpoint.signals import until_signal
+from revcompile.runtime.checkpoint.training import until_signal
 from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.trace import Trace

@@ -44,9 +44,8 @@ from training import (
 import revcompile
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.codec import decode_tree, encode_tree
-from revcompile.runtime.checkpoint.signals import until_signal
 from revcompile.runtime.checkpoint.storage import Checkpoint, find_checkpoint, save_checkpoint
-from revcompile.runtime.checkpoint.training import load_training, save_training
+from revcompile.runtime.checkpoint.training import load_training, save_training, until_signal
 from revcompile.runtime.checkpoint.weights import load_weights
 
 RUNS: Final[dict[str, dict[str, Any]]] = {

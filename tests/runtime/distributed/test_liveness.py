@@ -14,7 +14,7 @@ from torch import distributed, nn
 from revcompile.errors import RankError
 from revcompile.runtime.distributed import process_groups, trainer, transport
 from revcompile.runtime.distributed.liveness import FailureMonitor, LivenessCheck, RootCause
-from revcompile.runtime.distributed.placement import Layout, Ranks
+from revcompile.runtime.distributed.process_groups import Layout, Ranks
 from revcompile.runtime.distributed.transport import DistributedTransport
 
 CLOSED = "RuntimeError: Connection closed by peer"

@@ -186,18 +186,14 @@ class NonFiniteReports:
             if flag and microbatch not in self._reported:
                 self._reported.add(microbatch)
                 if stage in self._stages and flag != OVERFLOW:
-                    errors.append(_error(stage, microbatch, self._advice))
+                    text = (
+                        f"stage {stage}, micro-batch {microbatch}: the loss or the gradient of a "
+                        "parameter is not finite. The micro-batch was left out of the updates of "
+                        "this stage and of those before it, and moved no running statistics; lower "
+                        "the learning rate, clip gradients, or look at this batch (backend='eager' "
+                        f"says at once, and which parameter){self._advice}"
+                    )
+                    errors.append(NonFiniteError(text, stage=stage, microbatch=microbatch))
         oldest = min(microbatches.values(), default=0)
         self._reported = {microbatch for microbatch in self._reported if microbatch >= oldest}
         return errors
-
-
-def _error(stage: int, microbatch: int, advice: str) -> NonFiniteError:
-    return NonFiniteError(
-        f"stage {stage}, micro-batch {microbatch}: the loss or the gradient of a parameter is not "
-        "finite. The micro-batch was left out of the updates of this stage and of those before "
-        "it, and moved no running statistics; lower the learning rate, clip gradients, or look at "
-        f"this batch (backend='eager' says at once, and which parameter){advice}",
-        stage=stage,
-        microbatch=microbatch,
-    )
