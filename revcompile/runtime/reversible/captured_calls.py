@@ -32,6 +32,7 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError, RevcompileWarning
+from revcompile.kernels.autocast import converted
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.replay import without_autocast_cache
 from revcompile.runtime.reversible.slots import Column, filled
@@ -320,7 +321,8 @@ class _Captured:
         pairs = zip(gradients, self.has_gradient, strict=True)
         torch._foreach_copy_(self._given, [gradient for gradient, has in pairs if has])
         self.replay_backward()
-        copies = iter(_copies([g for g in self._gradients if g is not None]))
+        found = [gradient for gradient in self._gradients if gradient is not None]
+        copies = iter(converted(found, [gradient.dtype for gradient in found]))
         return [None if gradient is None else next(copies) for gradient in self._gradients]
 
 
@@ -328,14 +330,6 @@ def _static(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
-
-
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of tensors, by few kernels."""
-    copies = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
-    if copies:
-        torch._foreach_copy_(copies, tensors)
-    return copies
 
 
 class _Replayed(torch.autograd.Function):
@@ -347,7 +341,7 @@ class _Replayed(torch.autograd.Function):
         # Autograd then refuses a backward pass after weights were written to, or a second one.
         ctx.save_for_backward(*given)
         captured.replay_forward()
-        results = _copies(captured.results)
+        results = converted(captured.results, [result.dtype for result in captured.results])
         pairs = zip(results, captured.has_gradient, strict=True)
         ctx.mark_non_differentiable(*(result for result, has in pairs if not has))
         return tuple(results)

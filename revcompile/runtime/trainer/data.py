@@ -97,41 +97,6 @@ Loader = DataLoader[Any] | list[tuple[None, None]] | SkippedBatches
 """For ranks that need no data: as many batches without any."""
 
 
-def seeded_loader(
-    dataset: Dataset[Any],
-    batch_size: int | None,
-    selection: BatchSelection,
-    draw: Draw | None = None,
-    **options: Any,
-) -> DataLoader[Any]:
-    """A DataLoader that gives the same batches on every rank, shuffled unless `draw` is given.
-
-    What workers draw at random (augmentation) comes from the same seed too.
-
-    >>> rows = torch.utils.data.TensorDataset(torch.arange(6.0))
-    >>> one, other = (seeded_loader(rows, 4, BatchSelection(seed=1)) for _ in range(2))
-    >>> [len(x) for (x,) in one], all(x.equal(y) for (x,), (y,) in zip(one, other))
-    ([4, 2], True)
-    """
-    if not isinstance(dataset, Sized):
-        raise InputError(
-            f"trainer.loader: {type(dataset).__name__} has no length, so it cannot be shuffled; "
-            "let the dataset itself yield the same order on every rank and use a plain DataLoader"
-        )
-    samples = replace(selection, skip=selection.skip * (batch_size or 1))
-    sampler = SeededSampler(dataset, samples, draw)
-    generator = selection.generator()
-    try:
-        return DataLoader(dataset, batch_size, sampler=sampler, generator=generator, **options)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"trainer.loader: torch's DataLoader refuses its options: {error}"
-        ) from error
-
-
-# -- what `trainer.loader` accepts ----------------------------------------------------------------
-
-
 def make_loader(
     data: Any,
     batch_size: int | None,
@@ -142,7 +107,13 @@ def make_loader(
 ) -> Loader:
     """The selected batches of a dataset or of a user's DataLoader, the same on every rank.
 
-    If they are not `needed` in this process, none are read.
+    A dataset is shuffled. What workers draw at random (augmentation) comes from the same seed too.
+    If batches are not `needed` in this process, none are read.
+
+    >>> rows = torch.utils.data.TensorDataset(torch.arange(6.0))
+    >>> one, other = (make_loader(rows, 4, BatchSelection(seed=1)) for _ in range(2))
+    >>> [len(x) for (x,) in one], all(x.equal(y) for (x,), (y,) in zip(one, other))
+    ([4, 2], True)
     """
     draw: Draw | None = None
     if isinstance(data, DataLoader):
@@ -155,7 +126,20 @@ def make_loader(
     _check(data, batch_size, selection, options)
     if isinstance(data, IterableDataset):
         return _stream(data, batch_size, selection, options)
-    loader = seeded_loader(data, batch_size, selection, draw, **options)
+    if not isinstance(data, Sized):
+        raise InputError(
+            f"trainer.loader: {type(data).__name__} has no length, so it cannot be shuffled; let "
+            "the dataset itself yield the same order on every rank and use a plain DataLoader"
+        )
+    samples = replace(selection, skip=selection.skip * (batch_size or 1))
+    sampler, generator = SeededSampler(data, samples, draw), selection.generator()
+    try:
+        given: Dataset[Any] = data  # type: ignore[assignment]
+        loader = DataLoader(given, batch_size, sampler=sampler, generator=generator, **options)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"trainer.loader: torch's DataLoader refuses its options: {error}"
+        ) from error
     return loader if needed else [(None, None)] * len(loader)
 
 
