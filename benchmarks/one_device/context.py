@@ -350,7 +350,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=int,
         default=3,
-        help="timed steps after a first one; of 65,536 tokens one, of more none",
+        help="timed steps; of 65,536 tokens one",
     )
     add("--limit", type=int, default=80, help="GiB")
     add("--probe", type=float, default=10.0, help="seconds that a step may take")

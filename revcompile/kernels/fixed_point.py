@@ -75,9 +75,12 @@ def fixed(x: Tensor, unit: Tensor, formats: Mapping[torch.dtype, _Format] = _FOR
     return with_usual_strides((x.detach() / unit).round_().to(formats[x.dtype].integers))
 
 
-def value(stream: Tensor, unit: Tensor) -> Tensor:
-    """A stream of integers as floating-point numbers of the unit's type."""
-    return with_usual_strides(stream.to(unit.dtype).mul_(unit))
+def value(stream: Tensor, unit: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A stream of integers as floating-point numbers of the unit's type, then of another one."""
+    dtype = dtype or unit.dtype
+    if kernels := kernels_for(unit.reshape(1), stream):
+        return with_usual_strides(kernels.value(stream, unit, dtype))
+    return with_usual_strides(stream.to(unit.dtype).mul_(unit).to(dtype))
 
 
 @functools.lru_cache(maxsize=256)
@@ -163,12 +166,19 @@ def average_and_value(
 
 
 def undo_average_and_value(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int
+    y: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    sign: Tensor,
+    unit: Tensor,
+    lost: Tensor,
+    bits: int,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`a` in units, and its value if that comes with it."""
+    """`a` in units, and its value in this dtype if one is given and that comes with it."""
     if kernels := kernels_for(sign, y, b, addend):
-        found: tuple[Tensor, Tensor]
-        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost, bits)
+        found: tuple[Tensor, Tensor | None]
+        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost, bits, dtype)
         return found
     return undo_average(y, b, addend, sign, unit, lost, bits), None
 

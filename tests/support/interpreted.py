@@ -116,6 +116,11 @@ def check_average(shape: tuple[int, ...], samples: int, bits: int) -> None:
         assert all(torch.equal(have, want) for have, want in zip(found, wanted, strict=True))
         rebuilt, value = average_kernels.undo_average(y, b, addend, sign, unit, lost, bits)
         assert torch.equal(rebuilt, a) and torch.equal(value, fixed_point.value(a, unit))
+        given = y, b, addend, sign, unit, lost, bits
+        rebuilt, value = average_kernels.undo_average(*given, dtype)
+        assert torch.equal(rebuilt, a) and torch.equal(value, fixed_point.value(a, unit, dtype))
+        assert torch.equal(average_kernels.undo_average(*given, None)[0], a)
+        assert torch.equal(average_kernels.value(a, unit, dtype), value)
         values = [fixed_point.value(stream, unit) for stream in (a, b, y)]  # as in stages
         found = average_kernels.average(*values[:2], addend, sign, unit, limit, bits)
         assert found[0] is found[1] and torch.equal(found[0], values[2])

@@ -195,7 +195,7 @@ class Chain:
         signs = random_signs((len(self.blocks), samples), b.device, b.dtype, self.kept_bits)
         if not exact:
             return Averaged(signs, dims)
-        return FixedAverage(signs, dims, self.stream_bits, self.kept_bits)
+        return FixedAverage(signs, dims, self.stream_bits, self.kept_bits, cast or b.dtype)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -436,7 +436,7 @@ def _rebuild(
     with restored, block.weights.replaced_by(copies), node.replay.replay():
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
-        value = call.sums.value(b)
+        value = call.sums.value(b, call.cast)
         strides = call.strides[node.index]
         if call.chain.kept_bits and value.stride() != strides:
             value = value.new_empty_strided(value.shape, strides).copy_(value)

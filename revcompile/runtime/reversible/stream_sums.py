@@ -70,8 +70,8 @@ class Added:
     def restore(self, index: int, released: Sequence[Tensor]) -> None:
         """What `release` has returned, for the next `undo`."""
 
-    def value(self, stream: Tensor) -> Tensor:
-        """What F reads, from what `kept` or `undo` returned."""
+    def value(self, stream: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A stream from what `kept` or `undo` returned, perhaps in this dtype already."""
         return stream
 
     def gradients(
@@ -133,7 +133,8 @@ class Averaged(Added):
 class FixedAverage(Averaged):
     """The same, exact. Holds the integers of both streams, of so many bits, beside their values.
 
-    Of each element and block `kept_bits` are kept: k for gamma = ±2**-k.
+    Of each element and block `kept_bits` are kept: k for gamma = ±2**-k. Branches read streams in
+    `read_dtype`.
     """
 
     def __init__(
@@ -142,9 +143,11 @@ class FixedAverage(Averaged):
         batch_dims: tuple[int | None, ...],
         stream_bits: int,
         kept_bits: int,
+        read_dtype: torch.dtype,
     ) -> None:
         super().__init__(signs, batch_dims)
         self._formats, self._kept_bits = FORMATS[stream_bits], kept_bits
+        self._read_dtype = read_dtype
         self._streams: _Pair | None = None
         self._lost: list[Tensor | None] = []
         self._dtypes: list[torch.dtype] = []
@@ -182,10 +185,10 @@ class FixedAverage(Averaged):
         sign, lost = self.sign(index, b), self._lost[index]
         assert lost is not None
         self._lost[index] = None
-        given = y, b, addend, sign, self._unit, lost
-        a, values = undo_average_and_value(*given, self._kept_bits)
-        is_held = values is not None and values.numel() <= _HELD
-        self._known = (a, values) if values is not None and is_held else None
+        dtype = self._read_dtype if y.numel() <= _HELD else None
+        given = y, b, addend, sign, self._unit, lost, self._kept_bits, dtype
+        a, values = undo_average_and_value(*given)
+        self._known = None if values is None else (a, values)
         return a, None
 
     def release(self, index: int) -> tuple[Tensor, ...]:
@@ -200,10 +203,12 @@ class FixedAverage(Averaged):
         assert streams is not None
         return *streams, y
 
-    def value(self, stream: Tensor) -> Tensor:
-        if self._known is not None and self._known[0] is stream:
-            return self._known[1]
-        return value(stream, self._unit)
+    def value(self, stream: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self._unit.dtype
+        known = self._known
+        if known is not None and known[0] is stream and known[1].dtype == dtype:
+            return known[1]
+        return value(stream, self._unit, dtype)
 
     def gradients(
         self, index: int, of_b: Tensor, of_y: Tensor, may_overwrite: bool = False
