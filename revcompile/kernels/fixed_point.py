@@ -154,15 +154,19 @@ def average_and_value(
     unit: Tensor,
     bits: int,
     formats: Mapping[torch.dtype, _Format] = _FORMATS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`y` in units and its value; the lost bits, and the unit, NaN after an overflow."""
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """`y` in units and its value; the lost bits, and the unit, NaN after an overflow.
+
+    Also the value in this dtype, if one is given and that comes with it.
+    """
     if kernels := kernels_for(sign, a, b, addend):
         limit = _FORMATS[torch.float32].limit
-        found: tuple[Tensor, Tensor, Tensor, Tensor]
-        found = kernels.average(a, b, addend.detach(), sign, unit, limit, bits)
+        found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+        found = kernels.average(a, b, addend.detach(), sign, unit, limit, bits, dtype)
         return found
     y, lost, unit = average(a, b, addend, sign, unit, bits, formats)
-    return y, value(y, unit), lost, unit
+    return y, value(y, unit), lost, unit, None
 
 
 def undo_average_and_value(
@@ -346,7 +350,7 @@ def couple_average(
     if kernels := kernels_for(sign, a, b, addend):
         limit = _IN_FLOATS[torch.float32].limit
         given = *(t.detach() for t in (a, b, addend)), sign, unit, limit, bits
-        _, total, lost, _ = kernels.average(*given)
+        total, lost = kernels.average(*given)[1:3]
     else:
         streams = fixed(a, unit), fixed(b, unit)
         y, lost, overflown = average(*streams, addend, sign, unit, bits, _IN_FLOATS)

@@ -55,8 +55,8 @@ def _read(  # type: ignore[no-untyped-def]
 
 # fmt: off
 def _average(  # type: ignore[no-untyped-def]
-    a, b, addend, signs, units, y, values, lost, next_unit, count, sample, limit,
-    floats: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
+    a, b, addend, signs, units, y, values, copy, lost, next_unit, count, sample, limit,
+    has_copy: tl.constexpr, floats: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
     byte, shift, at, inside, unit, scaled, direction, second = _read_function(
@@ -77,6 +77,8 @@ def _average(  # type: ignore[no-untyped-def]
         tl.store(y + at, total, mask=inside)
     value = tl.where(is_small, total.to(tl.float32) * unit, float("nan"))
     tl.store(values + at, value, mask=inside)
+    if has_copy:
+        tl.store(copy + at, value, mask=inside)
     overflown = tl.sum(tl.sum(tl.where(inside & (is_small == 0), 1, 0), 1), 0)
     tl.store(next_unit, float("nan"), mask=overflown > 0)
 
@@ -158,7 +160,7 @@ def works_on(device: torch.device) -> bool:
         one = torch.ones(1, device=device)
         addend = torch.zeros(8, device=device)
         for bits in (1, 4):
-            y, _, lost, unit = average(a, a, addend, one, one, 1.0, bits)
+            y, _, lost, unit, _ = average(a, a, addend, one, one, 1.0, bits, torch.bfloat16)
             undo_average(y, a, addend, one, unit, lost, bits)
         value(a, one, torch.bfloat16)
         average_gradients(addend, addend, one, torch.bfloat16)
@@ -168,18 +170,27 @@ def works_on(device: torch.device) -> bool:
 
 
 def average(
-    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, limit: float, bits: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`y` in units and as float32, the lost bits, and the unit, NaN after an overflow.
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    sign: Tensor,
+    unit: Tensor,
+    limit: float,
+    bits: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """`y` in units and as float32, the lost bits, the unit, NaN after an overflow, and a copy.
 
-    Of float32 streams, which are multiples of the unit, the first two are the same tensor.
+    Of float32 streams, which are multiples of the unit, the first two are the same tensor. The copy
+    is `y` in this dtype, if one is given.
     """
     y, values = _empty(b)
     lost = torch.empty(-(-b.numel() * bits // 8), dtype=torch.uint8, device=b.device)
     next_unit = unit.clone()
-    tensors = a, b, addend, sign, unit, y, values, lost, next_unit
-    _launch(_average_kernel, b, sign, tensors, limit, y is values, bits)
-    return y, values, lost, next_unit
+    copy = None if dtype is None else torch.empty_like(b, dtype=dtype)
+    tensors = a, b, addend, sign, unit, y, values, values if copy is None else copy, lost, next_unit
+    _launch(_average_kernel, b, sign, tensors, limit, copy is not None, y is values, bits)
+    return y, values, lost, next_unit, copy
 
 
 def undo_average(

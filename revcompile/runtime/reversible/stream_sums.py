@@ -27,8 +27,8 @@ from revcompile.kernels.fixed_point import (
 )
 
 _Pair = tuple[Tensor, Tensor]
-_HELD: Final = 2**24
-"""Values of a rebuilt stream of more elements are not held until they are read, but made again."""
+_HELD: Final = 2**26
+"""Values of a rebuilt stream of more bytes are not held until they are read, but made again."""
 
 
 class Added:
@@ -36,6 +36,8 @@ class Added:
 
     casts = True
     """May a kernel write `y` in the dtype of autocast, too?"""
+    casts_to_read = False
+    """May it in the model's own dtype, where that has fewer bits than streams?"""
 
     def __init__(self, grid: Tensor | None) -> None:
         self.grid = grid
@@ -137,6 +139,8 @@ class FixedAverage(Averaged):
     `read_dtype`.
     """
 
+    casts_to_read = True
+
     def __init__(
         self,
         signs: Tensor,
@@ -172,12 +176,13 @@ class FixedAverage(Averaged):
     ) -> tuple[Tensor, Tensor | None]:
         assert self._streams is not None
         sign = self.sign(index, b)
-        given = *self._streams, addend, sign, self._unit
-        y, total, lost, self._unit = average_and_value(*given, self._kept_bits, self._formats)
+        dtype = self._read_dtype if with_cast else None
+        given = *self._streams, addend, sign, self._unit, self._kept_bits, self._formats, dtype
+        y, total, lost, self._unit, copy = average_and_value(*given)
         self._streams = self._streams[1], y
         self._lost.append(lost)
         self._dtypes.append(addend.dtype)
-        return average_value(a, b, addend, sign, total), None
+        return average_value(a, b, addend, sign, total), copy
 
     def undo(
         self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
@@ -185,7 +190,8 @@ class FixedAverage(Averaged):
         sign, lost = self.sign(index, b), self._lost[index]
         assert lost is not None
         self._lost[index] = None
-        dtype = self._read_dtype if y.numel() <= _HELD else None
+        is_held = y.numel() * self._read_dtype.itemsize <= _HELD
+        dtype = self._read_dtype if is_held else None
         given = y, b, addend, sign, self._unit, lost, self._kept_bits, dtype
         a, values = undo_average_and_value(*given)
         self._known = None if values is None else (a, values)
