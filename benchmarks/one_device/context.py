@@ -9,8 +9,8 @@ activations. `longest` is the length at which a straight line through the two lo
 ran reaches `--limit` GiB; where a step of that length takes less than `--probe` seconds, one of
 0.95 times that length is run within the limit, which is then `held` or not.
 
-Each method has a process of its own; they are prepared side by side, and measured one after the
-other.
+Each method has a process of its own. Some are prepared side by side, and then measured one after
+the other, while nothing else runs on the device (what is prepared and waits does take memory).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import queue
 import time
 import traceback
 import warnings
@@ -211,41 +210,27 @@ def longest(rows: list[dict[str, Any]], limit: int) -> int | None:
     return int(ran[1]["length"] + (limit - ran[1]["bytes"]) / slope)
 
 
-def run(name: str, method: str, options: argparse.Namespace, lock: Any) -> list[dict[str, Any]]:
-    """All lengths of one method."""
-    warnings.simplefilter("ignore")
-    row: dict[str, Any] = {"model": name, "variant": method}
-    training = Training(name, method, torch.device(options.device))
-    found = []
-    with lock:
-        for length in options.lengths:
-            # Pinning the host's memory, which happens once, takes seconds.
-            few = 1 if "offload" in method or options.device == "cpu" else 0
-            rounds = few if length >= 1 << 16 else options.rounds
-            found.append(row | training.measure(length, rounds))
-        limit = options.limit * GIB
-        length = longest(found, limit)
-        if length is None:
-            return found
-        ran = [r for r in found if "seconds" in r][-1]
-        found.append(row | {"longest": length})
-        # Attention grows with the square of the length.
-        if min(ran["seconds"]) * (length / ran["length"]) ** 2 < options.probe:
-            found[-1]["held"] = training.holds(int(0.95 * length), limit)
-    return found
+def run(training: Training, row: Row, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All lengths of one method, which `row` names."""
+    found: list[dict[str, Any]] = []
+    for length in options.lengths:
+        most = 1 if length <= 1 << 16 or options.device == "cpu" else 0
+        rounds = options.rounds if length < 1 << 16 else min(most, options.rounds)
+        found.append(row | training.measure(length, rounds))
+        yield found[-1]
+    limit = options.limit * GIB
+    length = longest(found, limit)
+    if length is None:
+        return
+    last = row | {"longest": length}
+    ran = [r for r in found if "seconds" in r][-1]
+    # Attention grows with the square of the length.
+    if min(ran["seconds"]) * (length / ran["length"]) ** 2 < options.probe:
+        last["held"] = training.holds(int(0.95 * length), limit)
+    yield last
 
 
 # -- all of them -----------------------------------------------------------------------------------
-
-
-def work(todo: Any, done: Any, options: argparse.Namespace, lock: Any) -> None:
-    """A process takes one method after the other."""
-    name, method = todo
-    try:
-        done.put(run(name, method, options, lock))
-    except Exception:
-        why = traceback.format_exc().strip().splitlines()[-1]
-        done.put([{"model": name, "variant": method, "skipped": why}])
 
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
@@ -255,8 +240,10 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     wanted = [(name, method) for name in options.models for method in options.methods]
     found: list[dict[str, Any]] = []
     if options.jobs == 0:
+        warnings.simplefilter("ignore")
         for name, method in wanted:
-            found += run(name, method, options, contextlib.nullcontext())
+            training = Training(name, method, torch.device(options.device))
+            found += run(training, {"model": name, "variant": method}, options)
     else:
         found = in_processes(wanted, options)
     for name in options.models:
@@ -268,26 +255,64 @@ def in_processes(
     wanted: list[tuple[str, str]], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A process for each method, some at a time, until the time is over."""
-    context: Any = multiprocessing.get_context("spawn")
-    done, lock = context.Queue(), context.Lock()
     deadline = time.monotonic() + options.seconds
-    waiting, running, found = list(wanted), list[Any](), list[dict[str, Any]]()
-    while (waiting or running) and time.monotonic() < deadline:
-        while waiting and len(running) < options.jobs:
-            running.append(context.Process(target=work, args=(waiting.pop(0), done, options, lock)))
-            running[-1].start()
-        with contextlib.suppress(queue.Empty):
-            rows = done.get(timeout=1.0)
-            found += rows
-            for row in rows:
+    found: list[dict[str, Any]] = []
+    for start in range(0, len(wanted), options.jobs):
+        workers = [Worker(todo, options) for todo in wanted[start : start + options.jobs]]
+        for worker in workers:
+            worker.wait(deadline)
+        for worker in workers:
+            for row in worker.rows(deadline):
                 print(row, flush=True)
-        running = [process for process in running if process.is_alive()]
-    with contextlib.suppress(queue.Empty):
-        while True:
-            found += done.get(timeout=0.5)
-    for process in running:
-        process.kill()
+                found.append(row)
     return found
+
+
+class Worker:
+    """The process of one method."""
+
+    def __init__(self, todo: tuple[str, str], options: argparse.Namespace) -> None:
+        context: Any = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(todo, options, theirs))
+        self._process.start()
+        theirs.close()
+
+    def wait(self, deadline: float) -> Any:
+        """What it has to say: a row; None when it is prepared, and at its end."""
+        if self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            with contextlib.suppress(EOFError):
+                return self._pipe.recv()
+        return None
+
+    def rows(self, deadline: float) -> Iterator[dict[str, Any]]:
+        """Let it measure."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send(None)
+            while (row := self.wait(deadline)) is not None:
+                yield row
+        self._process.kill()
+        self._process.join()  # its memory is free then
+
+
+def _work(todo: tuple[str, str], options: argparse.Namespace, pipe: Any) -> None:
+    warnings.simplefilter("ignore")
+    row, failed = {"model": todo[0], "variant": todo[1]}, None
+    try:
+        training = Training(*todo, torch.device(options.device))
+    except Exception:
+        failed = traceback.format_exc().strip().splitlines()[-1]
+    pipe.send(None)
+    pipe.recv()
+    try:
+        if failed is None:
+            for found in run(training, row, options):
+                pipe.send(found)
+    except Exception:
+        failed = traceback.format_exc().strip().splitlines()[-1]
+    if failed is not None:
+        pipe.send(row | {"skipped": failed})
+    pipe.send(None)
 
 
 def report(name: str, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -321,10 +346,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
     add("--lengths", nargs="+", type=int, default=[4096, 16384, 32768, 65536], help="tokens")
     add("--device", default="cpu")
-    add("--rounds", type=int, default=3, help="timed steps; of 65,536 tokens and more one")
+    add(
+        "--rounds",
+        type=int,
+        default=3,
+        help="timed steps; of 65,536 tokens one",
+    )
     add("--limit", type=int, default=80, help="GiB")
     add("--probe", type=float, default=10.0, help="seconds that a step may take")
-    add("--jobs", type=int, default=4, help="processes being prepared; 0: all in this one")
+    add("--jobs", type=int, default=4, help="processes prepared at a time; 0: all in this one")
     add("--seconds", type=float, default=600.0, help="stop after this time")
 
 

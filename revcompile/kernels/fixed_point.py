@@ -75,9 +75,12 @@ def fixed(x: Tensor, unit: Tensor, formats: Mapping[torch.dtype, _Format] = _FOR
     return with_usual_strides((x.detach() / unit).round_().to(formats[x.dtype].integers))
 
 
-def value(stream: Tensor, unit: Tensor) -> Tensor:
-    """A stream of integers as floating-point numbers of the unit's type."""
-    return with_usual_strides(stream.to(unit.dtype).mul_(unit))
+def value(stream: Tensor, unit: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A stream of integers as floating-point numbers of the unit's type, then of another one."""
+    dtype = dtype or unit.dtype
+    if kernels := kernels_for(unit.reshape(1), stream):
+        return with_usual_strides(kernels.value(stream, unit, dtype))
+    return with_usual_strides(stream.to(unit.dtype).mul_(unit).to(dtype))
 
 
 @functools.lru_cache(maxsize=256)
@@ -151,24 +154,35 @@ def average_and_value(
     unit: Tensor,
     bits: int,
     formats: Mapping[torch.dtype, _Format] = _FORMATS,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`y` in units and its value; the lost bits, and the unit, NaN after an overflow."""
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """`y` in units and its value; the lost bits, and the unit, NaN after an overflow.
+
+    Also the value in this dtype, if one is given and that comes with it.
+    """
     if kernels := kernels_for(sign, a, b, addend):
         limit = _FORMATS[torch.float32].limit
-        found: tuple[Tensor, Tensor, Tensor, Tensor]
-        found = kernels.average(a, b, addend.detach(), sign, unit, limit, bits)
+        found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+        found = kernels.average(a, b, addend.detach(), sign, unit, limit, bits, dtype)
         return found
     y, lost, unit = average(a, b, addend, sign, unit, bits, formats)
-    return y, value(y, unit), lost, unit
+    return y, value(y, unit), lost, unit, None
 
 
 def undo_average_and_value(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int
+    y: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    sign: Tensor,
+    unit: Tensor,
+    lost: Tensor,
+    bits: int,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`a` in units, and its value if that comes with it."""
+    """`a` in units, and its value in this dtype if one is given and that comes with it."""
     if kernels := kernels_for(sign, y, b, addend):
-        found: tuple[Tensor, Tensor]
-        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost, bits)
+        found: tuple[Tensor, Tensor | None]
+        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost, bits, dtype)
         return found
     return undo_average(y, b, addend, sign, unit, lost, bits), None
 
@@ -336,7 +350,7 @@ def couple_average(
     if kernels := kernels_for(sign, a, b, addend):
         limit = _IN_FLOATS[torch.float32].limit
         given = *(t.detach() for t in (a, b, addend)), sign, unit, limit, bits
-        _, total, lost, _ = kernels.average(*given)
+        total, lost = kernels.average(*given)[1:3]
     else:
         streams = fixed(a, unit), fixed(b, unit)
         y, lost, overflown = average(*streams, addend, sign, unit, bits, _IN_FLOATS)

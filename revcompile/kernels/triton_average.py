@@ -55,8 +55,8 @@ def _read(  # type: ignore[no-untyped-def]
 
 # fmt: off
 def _average(  # type: ignore[no-untyped-def]
-    a, b, addend, signs, units, y, values, lost, next_unit, count, sample, limit,
-    floats: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
+    a, b, addend, signs, units, y, values, copy, lost, next_unit, count, sample, limit,
+    has_copy: tl.constexpr, floats: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
     byte, shift, at, inside, unit, scaled, direction, second = _read_function(
@@ -77,13 +77,15 @@ def _average(  # type: ignore[no-untyped-def]
         tl.store(y + at, total, mask=inside)
     value = tl.where(is_small, total.to(tl.float32) * unit, float("nan"))
     tl.store(values + at, value, mask=inside)
+    if has_copy:
+        tl.store(copy + at, value, mask=inside)
     overflown = tl.sum(tl.sum(tl.where(inside & (is_small == 0), 1, 0), 1), 0)
     tl.store(next_unit, float("nan"), mask=overflown > 0)
 
 
 # fmt: off
 def _undo(  # type: ignore[no-untyped-def]
-    y, b, addend, signs, units, lost, a, values, count, sample,
+    y, b, addend, signs, units, lost, a, values, count, sample, has_values: tl.constexpr,
     floats: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
@@ -99,7 +101,15 @@ def _undo(  # type: ignore[no-untyped-def]
     total = second + (part << bits) + kept
     if not floats:
         tl.store(a + at, total, mask=inside)
-    tl.store(values + at, total.to(tl.float32) * unit, mask=inside)
+    if has_values:
+        tl.store(values + at, total.to(tl.float32) * unit, mask=inside)
+
+
+def _value(stream, units, values, count, sample, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    inside = at < count
+    whole = tl.load(stream + at, mask=inside, other=0)
+    tl.store(values + at, whole.to(tl.float32) * tl.load(units), mask=inside)
 
 
 # fmt: off
@@ -120,7 +130,7 @@ def _gradients(  # type: ignore[no-untyped-def]
 if triton is not None:
     _read_function = triton.jit(_read)
     _average_kernel, _undo_kernel = triton.jit(_average), triton.jit(_undo)
-    _gradients_kernel = triton.jit(_gradients)
+    _gradients_kernel, _value_kernel = triton.jit(_gradients), triton.jit(_value)
 
 
 def supports(sign: Tensor, *tensors: Tensor) -> bool:
@@ -150,8 +160,9 @@ def works_on(device: torch.device) -> bool:
         one = torch.ones(1, device=device)
         addend = torch.zeros(8, device=device)
         for bits in (1, 4):
-            y, _, lost, unit = average(a, a, addend, one, one, 1.0, bits)
+            y, _, lost, unit, _ = average(a, a, addend, one, one, 1.0, bits, torch.bfloat16)
             undo_average(y, a, addend, one, unit, lost, bits)
+        value(a, one, torch.bfloat16)
         average_gradients(addend, addend, one, torch.bfloat16)
     except Exception:  # of the compiler: there is another way to the same numbers
         return False
@@ -159,28 +170,54 @@ def works_on(device: torch.device) -> bool:
 
 
 def average(
-    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, limit: float, bits: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`y` in units and as float32, the lost bits, and the unit, NaN after an overflow.
+    a: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    sign: Tensor,
+    unit: Tensor,
+    limit: float,
+    bits: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """`y` in units and as float32, the lost bits, the unit, NaN after an overflow, and a copy.
 
-    Of float32 streams, which are multiples of the unit, the first two are the same tensor.
+    Of float32 streams, which are multiples of the unit, the first two are the same tensor. The copy
+    is `y` in this dtype, if one is given.
     """
     y, values = _empty(b)
     lost = torch.empty(-(-b.numel() * bits // 8), dtype=torch.uint8, device=b.device)
     next_unit = unit.clone()
-    tensors = a, b, addend, sign, unit, y, values, lost, next_unit
-    _launch(_average_kernel, b, sign, tensors, limit, y is values, bits)
-    return y, values, lost, next_unit
+    copy = None if dtype is None else torch.empty_like(b, dtype=dtype)
+    tensors = a, b, addend, sign, unit, y, values, values if copy is None else copy, lost, next_unit
+    _launch(_average_kernel, b, sign, tensors, limit, copy is not None, y is values, bits)
+    return y, values, lost, next_unit, copy
 
 
 def undo_average(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int
-) -> tuple[Tensor, Tensor]:
-    """`a` in units and as float32; of float32 streams the same tensor."""
-    a, values = _empty(b)
+    y: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    sign: Tensor,
+    unit: Tensor,
+    lost: Tensor,
+    bits: int,
+    dtype: torch.dtype | None = torch.float32,
+) -> tuple[Tensor, Tensor | None]:
+    """`a` in units, and its value in this dtype, if one is given; of float32 streams the same."""
+    a = torch.empty_like(b)
+    floats = b.is_floating_point()
+    values = a if floats or dtype is None else torch.empty_like(b, dtype=dtype)
+    has_values = floats or dtype is not None
     tensors = y, b, addend, sign, unit, lost, a, values
-    _launch(_undo_kernel, b, sign, tensors, a is values, bits)
-    return a, values
+    _launch(_undo_kernel, b, sign, tensors, has_values, floats, bits)
+    return a, values if has_values else None
+
+
+def value(stream: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """A stream of integers as numbers of this dtype."""
+    values = torch.empty_like(stream, dtype=dtype)
+    _launch(_value_kernel, stream, unit, (stream, unit, values))
+    return values
 
 
 def _empty(stream: Tensor) -> tuple[Tensor, Tensor]:

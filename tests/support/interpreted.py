@@ -111,11 +111,16 @@ def check_average(shape: tuple[int, ...], samples: int, bits: int) -> None:
     for dtype in (torch.float32, torch.float16):
         addend = torch.randn(shape).to(dtype)
         y, lost, after = fixed_point.average(a, b, addend, sign, unit, bits)
-        found = average_kernels.average(a, b, addend, sign, unit, limit, bits)
-        wanted = y, fixed_point.value(y, unit), lost, after
+        found = average_kernels.average(a, b, addend, sign, unit, limit, bits, dtype)
+        wanted = y, fixed_point.value(y, unit), lost, after, fixed_point.value(y, unit, dtype)
         assert all(torch.equal(have, want) for have, want in zip(found, wanted, strict=True))
         rebuilt, value = average_kernels.undo_average(y, b, addend, sign, unit, lost, bits)
         assert torch.equal(rebuilt, a) and torch.equal(value, fixed_point.value(a, unit))
+        given = y, b, addend, sign, unit, lost, bits
+        rebuilt, value = average_kernels.undo_average(*given, dtype)
+        assert torch.equal(rebuilt, a) and torch.equal(value, fixed_point.value(a, unit, dtype))
+        assert torch.equal(average_kernels.undo_average(*given, None)[0], a)
+        assert torch.equal(average_kernels.value(a, unit, dtype), value)
         values = [fixed_point.value(stream, unit) for stream in (a, b, y)]  # as in stages
         found = average_kernels.average(*values[:2], addend, sign, unit, limit, bits)
         assert found[0] is found[1] and torch.equal(found[0], values[2])
@@ -135,7 +140,7 @@ def check_average(shape: tuple[int, ...], samples: int, bits: int) -> None:
         assert overwritten[0] is copies[1] and overwritten[1] is copies[0]
     assert all(map(torch.equal, gradients, wanted_gradients))
     addend.view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
-    _, values, _, after = average_kernels.average(a, b, addend, sign, unit, limit, bits)
+    _, values, _, after, _ = average_kernels.average(a, b, addend, sign, unit, limit, bits)
     assert after.isnan() and values.isnan().sum() == 2
 
 

@@ -201,7 +201,7 @@ class Chain:
         signs = random_signs((len(self.blocks), samples), b.device, b.dtype, self.kept_bits)
         if not exact:
             return Averaged(signs, dims)
-        return FixedAverage(signs, dims, self.stream_bits, self.kept_bits)
+        return FixedAverage(signs, dims, self.stream_bits, self.kept_bits, cast or b.dtype)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -247,7 +247,7 @@ class _Call:
     strides: list[tuple[int, ...]] = field(default_factory=list)
     """Of each block's `b`. Averaged couplings give F the same again: kernels are chosen by them."""
     cast_copy: Tensor | None = None
-    """In forward: the latest sum in the dtype of autocast, if a kernel wrote that too."""
+    """In forward: the latest sum in the dtype that is read, if a kernel wrote that too."""
     output: _Output | None = None
     """In backward: a block's output, which the next block has just rebuilt as its input."""
     rebuilt: _Rebuilt | None = None
@@ -258,11 +258,13 @@ class _Call:
     """In backward: a gradient, and the same in the dtype of the branch that it enters next."""
 
     def wants_cast(self, index: int, step: int) -> bool:
-        """Does autocast cast a block's sum for its reader, the branch of block `index + step`?"""
+        """Is a block's sum cast for its reader, the branch of block `index + step`?"""
         blocks, reader = self.chain.blocks, index + step
-        if not self.sums.casts or self.cast is not None or not 0 <= reader < len(blocks):
+        if not 0 <= reader < len(blocks) or blocks[max(index, reader)].rearrange is not None:
             return False
-        return blocks[reader].has_autocast_consumer and blocks[max(index, reader)].rearrange is None
+        if self.cast is not None:
+            return self.sums.casts_to_read
+        return self.sums.casts and blocks[reader].has_autocast_consumer
 
 
 _Output = tuple[Tensor, Tensor, Tensor | None]
@@ -442,7 +444,7 @@ def _rebuild(
     with restored, block.weights.replaced_by(copies), node.replay:
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
-        value = call.sums.value(b)
+        value = call.sums.value(b, call.cast)
         strides = call.strides[node.index]
         if call.chain.kept_bits and value.stride() != strides:
             value = value.new_empty_strided(value.shape, strides).copy_(value)

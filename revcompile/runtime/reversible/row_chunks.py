@@ -29,10 +29,10 @@ from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting, wide_dtyp
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.slots import Slot, filled
 
-LARGE = 2**26
-"""Elements of a stream: to compute parts of a smaller one again is not worth the time."""
-CHUNK = 2**23
-"""Elements of a chunk."""
+LARGE = 2**27
+"""Elements of a stream: to compute parts of one that is no larger again is not worth the time."""
+CHUNK = 2**25
+"""Elements of a chunk. Gradients of the weights are added up for each chunk, which takes time."""
 _OF_ELEMENTS: Final[frozenset[Any]] = frozenset(
     (
         *("add", "div", "float", "mul", "pow", "rsqrt", "sqrt", "square", "sub", "to"),
@@ -50,7 +50,7 @@ _LEADING: Final = slice(None, -1)
 def is_large(stream: Tensor) -> bool:
     """Are the branches that read this stream to run in chunks?"""
     is_low = stream.dtype in LOW_PRECISION or is_autocasting(stream.device)
-    return is_low and stream.ndim > 1 and bool(stream.numel() >= LARGE)
+    return is_low and stream.ndim > 1 and bool(stream.numel() > LARGE)
 
 
 class ChunkedBranch:

@@ -27,8 +27,8 @@ from revcompile.kernels.fixed_point import (
 )
 
 _Pair = tuple[Tensor, Tensor]
-_HELD: Final = 2**24
-"""Values of a rebuilt stream of more elements are not held until they are read, but made again."""
+_HELD: Final = 2**26
+"""Values of a rebuilt stream of more bytes are not held until they are read, but made again."""
 
 
 class Added:
@@ -36,6 +36,8 @@ class Added:
 
     casts = True
     """May a kernel write `y` in the dtype of autocast, too?"""
+    casts_to_read = False
+    """May it in the model's own dtype, where that has fewer bits than streams?"""
 
     def __init__(self, grid: Tensor | None) -> None:
         self.grid = grid
@@ -70,8 +72,8 @@ class Added:
     def restore(self, index: int, released: Sequence[Tensor]) -> None:
         """What `release` has returned, for the next `undo`."""
 
-    def value(self, stream: Tensor) -> Tensor:
-        """What F reads, from what `kept` or `undo` returned."""
+    def value(self, stream: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A stream from what `kept` or `undo` returned, perhaps in this dtype already."""
         return stream
 
     def gradients(
@@ -133,8 +135,11 @@ class Averaged(Added):
 class FixedAverage(Averaged):
     """The same, exact. Holds the integers of both streams, of so many bits, beside their values.
 
-    Of each element and block `kept_bits` are kept: k for gamma = ±2**-k.
+    Of each element and block `kept_bits` are kept: k for gamma = ±2**-k. Branches read streams in
+    `read_dtype`.
     """
+
+    casts_to_read = True
 
     def __init__(
         self,
@@ -142,9 +147,11 @@ class FixedAverage(Averaged):
         batch_dims: tuple[int | None, ...],
         stream_bits: int,
         kept_bits: int,
+        read_dtype: torch.dtype,
     ) -> None:
         super().__init__(signs, batch_dims)
         self._formats, self._kept_bits = FORMATS[stream_bits], kept_bits
+        self._read_dtype = read_dtype
         self._streams: _Pair | None = None
         self._lost: list[Tensor | None] = []
         self._dtypes: list[torch.dtype] = []
@@ -169,12 +176,13 @@ class FixedAverage(Averaged):
     ) -> tuple[Tensor, Tensor | None]:
         assert self._streams is not None
         sign = self.sign(index, b)
-        given = *self._streams, addend, sign, self._unit
-        y, total, lost, self._unit = average_and_value(*given, self._kept_bits, self._formats)
+        dtype = self._read_dtype if with_cast else None
+        given = *self._streams, addend, sign, self._unit, self._kept_bits, self._formats, dtype
+        y, total, lost, self._unit, copy = average_and_value(*given)
         self._streams = self._streams[1], y
         self._lost.append(lost)
         self._dtypes.append(addend.dtype)
-        return average_value(a, b, addend, sign, total), None
+        return average_value(a, b, addend, sign, total), copy
 
     def undo(
         self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
@@ -182,10 +190,11 @@ class FixedAverage(Averaged):
         sign, lost = self.sign(index, b), self._lost[index]
         assert lost is not None
         self._lost[index] = None
-        given = y, b, addend, sign, self._unit, lost
-        a, values = undo_average_and_value(*given, self._kept_bits)
-        is_held = values is not None and values.numel() <= _HELD
-        self._known = (a, values) if values is not None and is_held else None
+        is_held = y.numel() * self._read_dtype.itemsize <= _HELD
+        dtype = self._read_dtype if is_held else None
+        given = y, b, addend, sign, self._unit, lost, self._kept_bits, dtype
+        a, values = undo_average_and_value(*given)
+        self._known = None if values is None else (a, values)
         return a, None
 
     def release(self, index: int) -> tuple[Tensor, ...]:
@@ -200,10 +209,12 @@ class FixedAverage(Averaged):
         assert streams is not None
         return *streams, y
 
-    def value(self, stream: Tensor) -> Tensor:
-        if self._known is not None and self._known[0] is stream:
-            return self._known[1]
-        return value(stream, self._unit)
+    def value(self, stream: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self._unit.dtype
+        known = self._known
+        if known is not None and known[0] is stream and known[1].dtype == dtype:
+            return known[1]
+        return value(stream, self._unit, dtype)
 
     def gradients(
         self, index: int, of_b: Tensor, of_y: Tensor, may_overwrite: bool = False
