@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from revcompile.errors import NonFiniteError, VerificationError
 from revcompile.runtime.executor.stage_executor import StageExecutor, restore
+from revcompile.runtime.executor.transport import MessageKind
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.schedule import Action, Op, Order, Schedule
 
@@ -34,6 +35,12 @@ class Transaction:
             for e in executors
         ]
         self._buffers: list[BufferSnapshot] = [s for e in executors for s in e.stage.snapshot()]
+        # Tied weights that arrive with this step arrive once more with the next, if it is undone.
+        self._undo_tied = [
+            e.stage.weights.snapshot(message.values)
+            for e in executors
+            for message in self._transport.queued(e.index, MessageKind.TIED_WEIGHT)
+        ]
 
     def backward(self, rest: Sequence[deque[Action]]) -> None:
         """The backward passes that can still be rolled back.
@@ -61,6 +68,7 @@ class Transaction:
         self._queues.clear()
         self._accumulated.clear()
         self._buffers.clear()
+        self._undo_tied.clear()
 
     def rollback(self) -> Schedule:
         """Undo the step; returns the schedule to go on with."""
@@ -76,7 +84,8 @@ class Transaction:
             executor.stage.gradients, executor.contributed = gradients, contributed
             executor.failures = []
         restore(self._buffers)
-        # Tied weights that have arrived with this step arrive once more with the next.
+        for undo in self._undo_tied:
+            undo()
         self._transport.queues = self._queues
         assert loss_head is not None
         for by_microbatch in (loss_head.targets, loss_head.losses, loss_head.outputs):
