@@ -118,6 +118,15 @@ def compiled(device: str = "cpu") -> StagedModel:
     return revcompile.petrafy(net, STAGES, example, check="off")
 
 
+def optimizer_of(run: Run) -> Callable[[Any], torch.optim.Optimizer]:
+    """One whose captured steps compute as its others do: when they begin depends on restarts.
+
+    On a GPU the fused ones have learning rates in single precision while they are captured.
+    """
+    kind = torch.optim.NAdam if run.device == "cuda" else torch.optim.AdamW
+    return lambda parameters: kind(parameters, lr=0.01)
+
+
 def train(run: Run, folder: Path, note: Note) -> None:
     """Go on from the last checkpoint, if there is one, to the last step.
 
@@ -125,7 +134,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
     """
     torch.backends.cudnn.deterministic = True
     trainer = compiled(run.device).trainer(
-        lambda p: torch.optim.AdamW(p, lr=0.01),
+        optimizer_of(run),
         nn.functional.cross_entropy,
         method=run.method,
         accumulate=run.accumulate,

@@ -407,10 +407,9 @@ class StageExecutor:
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Everything of this stage but its parameters and optimizer, which are saved by name."""
+        # As they are: updates of theirs that wait are saved as messages, and what predicted and
+        # stashed weights make of an update depends on the values before it.
         replicas: dict[str, Any] = {name: self.stage.parameters[name] for name in self.replicas}
-        # Updates that wait will be received before the replicas are read again.
-        for message in self.transport.queued(self.index, MessageKind.TIED_WEIGHT):
-            replicas |= message.values
         state = {
             **self.stage.state_dict(copy),
             "contributed": self.contributed,

@@ -9,7 +9,7 @@ predicted    forward with the parameters as they will be when its gradient arriv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -106,6 +106,32 @@ class PassWeights:
             yield
         self._updates += 1 if self.stash is None else self.stash.added
         self._copies = None
+
+    def snapshot(self, names: Iterable[str]) -> Callable[[], None]:
+        """Of these parameters, and of what an update of them changes; returns how to go back."""
+        predicted = None if self.predicted is None else self.predicted.current
+        tensors = [
+            values[name].detach()
+            for values in (self._parameters, predicted)
+            if values is not None
+            for name in names
+        ]
+        saved, copies, updates = [tensor.clone() for tensor in tensors], self._copies, self._updates
+        past = [] if self.stash is None else self.stash.copies
+
+        def go_back() -> None:
+            for tensor, copy in zip(tensors, saved, strict=True):
+                tensor.copy_(copy)
+            self._copies = copies
+            if self.predicted is not None:
+                self.predicted.current = predicted
+            if self.stash is not None and self.stash.count is not None:
+                return  # in static buffers: no version is added when the same update comes again
+            self._updates = updates
+            if self.stash is not None:
+                self.stash.load(past)
+
+        return go_back
 
     def stashed(self, in_flight: Sequence[Used]) -> list[Mapping[str, Tensor]]:
         """The copies there are for backward passes, one for each version of the weights."""

@@ -13,7 +13,7 @@ from revcompile.runtime.checkpoint.codec import located, well_formed
 from revcompile.runtime.checkpoint.training import load_training, save_training, set_generators
 from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.stage_executor import StageExecutor, restore
-from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.executor.transport import MessageKind, Transport
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
@@ -213,6 +213,12 @@ class Transaction:
             for e in executors
         ]
         self._buffers: list[BufferSnapshot] = [s for e in executors for s in e.stage.snapshot()]
+        # Tied weights that arrive with this step arrive once more with the next, if it is undone.
+        self._undo_tied = [
+            e.stage.weights.snapshot(message.values)
+            for e in executors
+            for message in self._transport.queued(e.index, MessageKind.TIED_WEIGHT)
+        ]
 
     def backward(self, rest: Sequence[deque[Action]]) -> None:
         """The backward passes that can still be rolled back.
@@ -240,6 +246,7 @@ class Transaction:
         self._queues.clear()
         self._accumulated.clear()
         self._buffers.clear()
+        self._undo_tied.clear()
 
     def rollback(self) -> Schedule:
         """Undo the step; returns the schedule to go on with."""
@@ -255,7 +262,8 @@ class Transaction:
             executor.stage.gradients, executor.contributed = gradients, contributed
             executor.failures = []
         restore(self._buffers)
-        # Tied weights that have arrived with this step arrive once more with the next.
+        for undo in self._undo_tied:
+            undo()
         self._transport.queues = self._queues
         assert loss_head is not None
         for by_microbatch in (loss_head.targets, loss_head.losses, loss_head.outputs):

@@ -89,6 +89,35 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert same(again.state_dict(), trainer.state_dict())
 
 
+class SharedByAll(Plain):
+    """A layer of every stage, also of those in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.layers[0]] * 4)
+
+
+@pytest.mark.parametrize("choice", ["latest", "stashed", "predicted"])
+def test_a_shared_weight_on_its_way_is_not_applied_twice(choice: str) -> None:
+    """What a stage makes of a new value depends on the value before it, which is saved too."""
+    data = batches(7)
+    whole, resumed = fresh(SharedByAll), fresh(SharedByAll)
+    trainer, again = (trainer_of(n, weights=choice, accumulate=2) for n in (whole, resumed))
+    for batch in data:
+        trainer.step(*batch)
+        again.step(*batch)
+        state = again.state_dict()
+        with pytest.raises(NonFiniteError):  # it has arrived then, and arrives again
+            again.step(torch.full_like(batch[0], float("nan")), batch[1])
+        assert same(again.state_dict(), state)
+        again = trainer_of(resumed, weights=choice, accumulate=2)
+        again.load_state_dict(state)
+    assert same(again.state_dict(), trainer.state_dict())
+    trainer.flush()
+    again.flush()
+    assert same(weights(resumed), weights(whole))
+
+
 @pytest.mark.parametrize("method", ["ddg", "gpipe", "1f1b"])
 def test_methods_that_keep_graphs_are_saved_after_a_flush(method: str) -> None:
     whole, resumed = fresh(), fresh()
