@@ -220,6 +220,17 @@ def _transformer_muon(seeds: int, epochs: int) -> Iterator[Experiment]:
             )
 
 
+def _weights(seeds: int, epochs: int) -> Iterator[Experiment]:
+    """RevNet-18 at k = 1 by the weights that backward uses, and by Muon."""
+    same = Experiment("petra", epochs=epochs, schedule="cosine", optimizer="delay-aware-sgd")
+    muon = replace(same, optimizer=MUON, rate=0.01, weight_decay=0.05)
+    for seed in range(seeds):
+        for weights in ("stashed", "rewound"):
+            yield replace(same, weights=weights, seed=seed)
+        for method, kept in (("backprop", None), ("petra", "latest"), ("petra", "stashed")):
+            yield replace(muon, method=method, weights=kept, seed=seed)
+
+
 def _resnet50(seeds: int, epochs: int) -> Iterator[Experiment]:
     """The paper's hardest row: RevNet-50 in 18 stages."""
     same = Experiment("petra", model="resnet50", stages=18, epochs=epochs, schedule="cosine")
@@ -238,5 +249,6 @@ TABLES: dict[str, Callable[[int, int], Iterator[Experiment]]] = {
     "watched": _watched,
     "transformer": _transformer,
     "muon": _transformer_muon,
+    "weights": _weights,
     "resnet50": _resnet50,
 }

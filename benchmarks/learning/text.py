@@ -322,7 +322,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float, bool], torch.optim.Optimizer]] = {
 # -- tables ----------------------------------------------------------------------------------------
 
 _RATES = {"adamw": (1e-3, 3e-4), "delay-aware-adamw": (3e-4,)}
-_MUON_RATES = (0.02, 0.01, 0.007, 0.005)
+_MUON_RATES = (0.02, 0.015, 0.012, 0.01, 0.007, 0.005)
 
 
 def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]:

@@ -11,7 +11,7 @@ prints the results and draws the curves.
 Tables: orders (two orders of PETRA, and delay-aware momentum, against backprop, by accumulation),
 cosine (the same with another schedule), momentum (with a shorter one), ablation (PETRA's Table 4),
 helps (what else to do about delay), watched (its Figures 5 and 6), transformer, muon (the same with
-matrices by Muon), resnet50 (18 stages).
+matrices by Muon), weights (RevNet-18 at k = 1 by the weights of backward), resnet50 (18 stages).
 """
 
 from __future__ import annotations
