@@ -18,6 +18,7 @@ from typing import Any, Literal, SupportsIndex, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from revcompile.errors import InputError
@@ -229,8 +230,9 @@ def check_cost(cost: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value for a message; of tensors and modules the type alone, they would fill pages."""
-    return type(value).__name__ if isinstance(value, Tensor | nn.Module) else repr(value)
+    """The value for a message; of what holds tensors the type alone, they would fill pages."""
+    fills_pages = any(isinstance(leaf, Tensor | nn.Module) for leaf in pytree.tree_leaves(value))
+    return type(value).__name__ if fills_pages else repr(value)
 
 
 def _nearest(value: Any, words: Iterable[str]) -> str:

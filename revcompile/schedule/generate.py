@@ -97,8 +97,8 @@ class Schedule:
         self.synchronous = synchronous
         if synchronous and self.method.order is not Order.CONTINUOUS:
             raise InputError(
-                f"synchronous={synchronous}: method {self.method.name!r} never applies late "
-                "gradients; leave it out"
+                f"synchronous=: method {self.method.name!r} never applies late gradients; leave "
+                "it out"
             )
         self.stages = stages
         self.accumulate = accumulate

@@ -89,6 +89,7 @@ def test_what_is_no_model(model: Any, said: str) -> None:
     [
         ({"num_stages": 0}, "petrafy: num_stages=0; expected a whole number, at least 1"),
         ({"num_stages": X}, r"num_stages=Tensor; .*: petrafy\(model, num_stages, example_inputs\)"),
+        ({"num_stages": (X,)}, "num_stages=tuple; expected a whole number"),
         ({"num_stages": 2.0}, "num_stages=2.0; expected a whole number"),
         ({"num_stages": True}, "num_stages=True; expected a whole number"),
         ({"num_stages": 40}, r"num_stages=40, but Block has \d+ pieces .* use num_stages <= \d+"),

@@ -133,7 +133,7 @@ class Buffers:
     def __post_init__(self) -> None:
         if self.dtype not in (None, *BUFFER_DTYPES):
             raise InputError(
-                f"buffers={self.dtype}; use torch.bfloat16, torch.float16, torch.float8_e4m3fn, "
+                f"buffers={self.dtype!r}; use torch.bfloat16, torch.float16, torch.float8_e4m3fn, "
                 '"offload" or None (as they are)'
             )
 

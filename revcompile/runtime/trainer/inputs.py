@@ -83,8 +83,9 @@ class InputBinder:
         rewired = self._partition.rewired
         problem = self._guards.failing(rewired.root, values)
         if problem is not None:
+            got = ", ".join(f"{name}: {described(value)}" for name, value in values.items())
             raise problem.error(
-                f"{where}: {rewired.name}",
+                f"{where}: {rewired.name}({got})",
                 "Stages are compiled for one case: feed inputs of the captured form (pad them to "
                 "the sizes of the example), undo the change, or call petrafy with an example of "
                 "this case.",

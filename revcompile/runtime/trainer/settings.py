@@ -62,7 +62,7 @@ class Settings:
                 )
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise InputError(
-                f"autocast={self.autocast}; use torch.bfloat16, torch.float16 (with a scaled "
+                f"autocast={self.autocast!r}; use torch.bfloat16, torch.float16 (with a scaled "
                 "loss) or None"
             )
         if self.messages not in (None, torch.bfloat16):

@@ -349,7 +349,7 @@ def test_captured_steps_keep_everything_in_place() -> None:
 
 @pytest.mark.parametrize("given", [torch.float32, torch.float8_e5m2, torch.int8, "disk"])
 def test_other_buffers_do_not_exist(given: Any) -> None:
-    with pytest.raises(InputError, match=f"buffers={given}; use torch.bfloat16"):
+    with pytest.raises(InputError, match=f"buffers={given!r}; use torch.bfloat16"):
         made("eager", buffers=given)
 
 

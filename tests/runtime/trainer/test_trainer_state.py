@@ -97,12 +97,16 @@ class SharedByAll(Plain):
         self.layers = nn.ModuleList([self.layers[0]] * 4)
 
 
-@pytest.mark.parametrize("choice", ["latest", "stashed", "predicted"])
-def test_a_shared_weight_on_its_way_is_not_applied_twice(choice: str) -> None:
+@pytest.mark.parametrize(
+    ("choice", "synchronous"),
+    [("latest", 0), ("stashed", 0), ("predicted", 0), ("predicted", 2)],
+)
+def test_a_shared_weight_on_its_way_is_not_applied_twice(choice: str, synchronous: int) -> None:
     """What a stage makes of a new value depends on the value before it, which is saved too."""
     data = batches(7)
     whole, resumed = fresh(SharedByAll), fresh(SharedByAll)
-    trainer, again = (trainer_of(n, weights=choice, accumulate=2) for n in (whole, resumed))
+    settings = {"weights": choice, "accumulate": 2, "synchronous": synchronous}
+    trainer, again = (trainer_of(net, **settings) for net in (whole, resumed))
     for batch in data:
         trainer.step(*batch)
         again.step(*batch)
@@ -110,7 +114,7 @@ def test_a_shared_weight_on_its_way_is_not_applied_twice(choice: str) -> None:
         with pytest.raises(NonFiniteError):  # it has arrived then, and arrives again
             again.step(torch.full_like(batch[0], float("nan")), batch[1])
         assert same(again.state_dict(), state)
-        again = trainer_of(resumed, weights=choice, accumulate=2)
+        again = trainer_of(resumed, **settings)
         again.load_state_dict(state)
     assert same(again.state_dict(), trainer.state_dict())
     trainer.flush()
