@@ -119,12 +119,14 @@ def compiled(device: str = "cpu") -> StagedModel:
 
 
 def optimizer_of(run: Run) -> Callable[[Any], torch.optim.Optimizer]:
-    """One whose captured steps compute as its others do: when they begin depends on restarts.
+    """On a GPU one that hardly amplifies rounding.
 
-    On a GPU the fused ones have learning rates in single precision while they are captured.
+    Captured updates count and scale in other precisions than those of the first steps after a
+    restart, which are not captured: AdamW and NAdam were 2e-5 off after 20 updates.
     """
-    kind = torch.optim.NAdam if run.device == "cuda" else torch.optim.AdamW
-    return lambda parameters: kind(parameters, lr=0.01)
+    if run.device == "cuda":
+        return lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+    return lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
 
 
 def train(run: Run, folder: Path, note: Note) -> None:
