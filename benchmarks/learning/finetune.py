@@ -46,7 +46,8 @@ VISION: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "convnext": (
         "convnext_atto",
-        {"patch_size": 2, "depths": (2, 2, 2, 2), "dims": (32, 64, 128, 256)},
+        # By default branches are scaled by 1e-6 at first: too little to be seen in short training.
+        {"patch_size": 2, "depths": (2, 2, 2, 2), "dims": (32, 64, 128, 256), "ls_init_value": 0.1},
     ),
     "swin": (
         "swin_tiny_patch4_window7_224",
