@@ -173,9 +173,11 @@ def join(model: nn.Module, device: torch.device | str | None, timeout: timedelta
         # which rank is gone.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         # Nor must its monitor delay the end of the process: after a failure it writes a dump and
-        # sleeps for a minute, and the process waits for it. The trainer finds ranks that hang.
+        # sleeps for a minute (four times what is set here), before it stops waiting for the peer.
+        # The trainer finds ranks that hang.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
         # As many hardware queues as a GPU has, so that no communicator waits behind another.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         everyone = range(world_size())
