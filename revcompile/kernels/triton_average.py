@@ -7,6 +7,7 @@ to the bit, so that one block may be computed by either.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any, Final
 
 import torch
@@ -164,7 +165,12 @@ def works_on(device: torch.device) -> bool:
             undo_average(y, a, addend, one, unit, lost, bits)
         value(a, one, torch.bfloat16)
         average_gradients(addend, addend, one, torch.bfloat16)
-    except Exception:  # of the compiler: there is another way to the same numbers
+    except Exception as error:  # of the compiler: there is another way to the same numbers
+        warnings.warn(
+            f"averaged couplings on {device}: torch's operations compute the same, but slower, as "
+            f"the Triton kernels cannot be compiled ({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
         return False
     return True
 
