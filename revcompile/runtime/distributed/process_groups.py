@@ -172,9 +172,9 @@ def join(model: nn.Module, device: torch.device | str | None, timeout: timedelta
         # When a peer is gone NCCL must stop waiting, but not kill this process: the trainer reports
         # which rank is gone.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        # Nor must its monitor delay the end of the process: after a failure it writes a dump and
-        # sleeps for a minute (four times what is set here), before it stops waiting for the peer.
-        # The trainer finds ranks that hang.
+        # Nor must its watchdog delay the end of the process: after a failure it writes a dump and
+        # sleeps, four times the wait for dumps (a minute by default), before it stops waiting for
+        # the peer. The trainer finds ranks that hang.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
