@@ -47,6 +47,8 @@ class Experiment:
     """Which weights backward uses; None: as the method has it."""
     policy: str = "paper"
     """How the compiler makes two streams of one."""
+    synchronous: float = 0
+    """Epochs without delay at the start."""
 
     @property
     def setting(self) -> str:
@@ -62,7 +64,9 @@ class Experiment:
         how = f"{optimizer}{rate}{schedule}{helps}"
         weights = f"-{self.weights}" if self.weights else ""
         policy = f"-{self.policy}" if self.policy != "paper" else ""
-        return f"{self.model}{policy}-{self.method}{weights}{order}-k{self.accumulate}{cut}{how}"
+        start = f"-sync{self.synchronous:g}" if self.synchronous else ""
+        method = f"{self.method}{weights}{order}{start}"
+        return f"{self.model}{policy}-{method}-k{self.accumulate}{cut}{how}"
 
     @property
     def name(self) -> str:

@@ -110,6 +110,7 @@ class Staged:
             autocast=torch.bfloat16 if device.type == "cuda" else None,
             backend=experiment.backend,
             seed=experiment.seed,
+            synchronous=round(experiment.synchronous * recipe.updates / experiment.epochs),
         )
         if experiment.method == PARAMETERS_BUFFERED:
             for executor in self.trainer.executors[:-1]:  # the last stage has no delay

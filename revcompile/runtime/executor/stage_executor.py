@@ -311,7 +311,7 @@ class StageExecutor:
                     return False
                 squared = total
             scale = (self.clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
-        self._set_delay(action.index)
+        self.set_delay(action.index)
         with self.stage.updating(self.updater.parameters):
             self.updater.apply(gradients, scale)
         if self.scaling is not None and self.loss_head is not None:
@@ -319,8 +319,8 @@ class StageExecutor:
         self.gradients, self.contributed = None, 0
         return True
 
-    def _set_delay(self, update: int) -> None:
-        """Tell the optimizer, or the prediction, by how many updates this one is late."""
+    def set_delay(self, update: int) -> None:
+        """Tell the optimizer, or the prediction, by how many updates the given one is late."""
         if self.synchronous:
             delay = 0.0 if update < self.synchronous else self.delay
             if self.stage.weights.predicted is not None:
@@ -388,7 +388,7 @@ class StageExecutor:
         message = self._receive(action.peer, MessageKind.TIED_WEIGHT, action)
         if message is None:
             return False
-        self._set_delay(action.index)
+        self.set_delay(action.index)
         with torch.no_grad(), self.stage.updating(message.values):
             for name, value in message.values.items():
                 self.stage.parameters[name].copy_(value)

@@ -119,6 +119,8 @@ class TrainerState:
         weights = dict(self.model.named_parameters())
         for executor in self.executors:
             executor.reset(self.stage_seed, weights)
+            # As the last update has left it: captured steps hold it fixed.
+            executor.set_delay(self.schedule.updates[executor.index] - 1)
             if same:
                 executor.load_state_dict(state["stages"][executor.index])
         if not same:

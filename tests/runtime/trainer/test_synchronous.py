@@ -73,6 +73,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(at: int, backend: str) -> None:
             fresh(Plain).trainer(ahead, F.cross_entropy, **options).load_state_dict(state)
 
 
+def test_a_resumed_run_is_captured_once() -> None:
+    """Every stage's delay is known before its first update, so that none of them changes a step."""
+    nets = [fresh(Plain, 4) for _ in range(2)]
+    options: Any = {"synchronous": 1, "accumulate": 2, "backend": "static"}
+    saved, resumed = (net.trainer(ahead, F.cross_entropy, **options) for net in nets)
+    feed(saved, DATA[:12])
+    saved.flush()
+    resumed.load_state_dict(through_a_file(saved.state_dict()))
+    entered = 0
+    for batch in DATA:
+        was_active = resumed.runner.is_active
+        resumed.step(*batch)
+        entered += resumed.runner.is_active and not was_active
+        if was_active:
+            assert resumed.runner.is_active
+    assert entered == 1 and resumed.runner._changes == 0
+
+
 def test_static_steps_begin_after_it() -> None:
     ends = []
     for backend in ("eager", "static"):
