@@ -33,7 +33,6 @@ from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import parameters_to_watch
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
 from revcompile.runtime.stage.program_facts import (
-    outlives_updates,
     repeated_in,
     stateful_candidates,
     statistics_move_early,
@@ -130,7 +129,9 @@ class Stage:
         if autocast is not None:
             graphs = [cast_streams(graph, root, autocast) for graph in graphs]
             graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]
-            if not outlives_updates(program):  # the kernel makes the ReLU's mask again in backward
+            if (
+                not program.graphs_outlive_updates
+            ):  # the kernel makes the ReLU's mask again in backward
                 graphs = [fuse_bn_relu(graph, root) for graph in graphs]
         self._repeated = repeated_in(program, root)
         self._samples = StreamSamples(program, tolerance, waits=check_finite)
@@ -401,7 +402,7 @@ class Stage:
         Backward uses their latest values (PETRA, Eq. 5): activations are the forward pass's,
         parameters are not. What the forward pass computed from parameters is an activation.
         """
-        if not outlives_updates(self.program):
+        if not self.program.graphs_outlive_updates:
             return ()
         return tuple(
             (self.cast_weights.current() or self.replica_weights or self.parameters).values()
