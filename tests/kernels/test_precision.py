@@ -17,12 +17,12 @@ import revcompile
 from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import has_autocast_consumer
 from revcompile.ir.ops import as_read
+from revcompile.ir.precision_rewrites import cast_down
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.runtime.reversible import coupling, stream_sums
 from revcompile.runtime.reversible import module as reversible
-from revcompile.runtime.reversible.precision_rewrites import cast_down
 from revcompile.runtime.stage import stage as stages
 
 BF16 = torch.bfloat16

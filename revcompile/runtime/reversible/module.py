@@ -23,6 +23,7 @@ from revcompile.ir.module_tree import (
     repeated_layers,
 )
 from revcompile.ir.ops import attribute
+from revcompile.ir.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.ir.python_code import compile_graph, compile_with_modules
 from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorType
@@ -47,7 +48,6 @@ from revcompile.runtime.reversible.original import (
     in_method_of_original,
 )
 from revcompile.runtime.reversible.overlap import Overlap
-from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
 from revcompile.runtime.reversible.row_chunks import ChunkedBranch

@@ -15,16 +15,16 @@ from revcompile.errors import InputError
 from revcompile.ir import ops
 from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix, recording
 from revcompile.ir.module_tree import TreeReads, device_of_model
-from revcompile.ir.program import StageProgram
-from revcompile.ir.python_code import compile_graph
-from revcompile.kernels.repeatable import Repeatable
-from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
-from revcompile.runtime.reversible.precision_rewrites import (
+from revcompile.ir.precision_rewrites import (
     cast_down,
     cast_streams,
     fuse_bn_relu,
     match_dtypes,
 )
+from revcompile.ir.program import StageProgram
+from revcompile.ir.python_code import compile_graph
+from revcompile.kernels.repeatable import Repeatable
+from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.reversible.slots import filled
