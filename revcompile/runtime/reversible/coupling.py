@@ -42,11 +42,7 @@ from revcompile.runtime.reversible.block import (
     run_branch,
     to_dtypes_of,
 )
-from revcompile.runtime.reversible.hooks import (
-    gradient_hooks_silenced,
-    reshard,
-    unshard,
-)
+from revcompile.runtime.reversible.hooks import gradient_hooks_silenced, reshard, unshard
 from revcompile.runtime.reversible.overlap import Overlap, TwoStreams
 from revcompile.runtime.reversible.reconstruction import (
     ReconstructionCheck,
@@ -61,16 +57,8 @@ from revcompile.runtime.reversible.replay import (
     is_capturing,
     without_autocast_cache,
 )
-from revcompile.runtime.reversible.stream_sums import (
-    Added,
-    Averaged,
-    FixedAverage,
-    Sums,
-)
-from revcompile.runtime.reversible.transforms import (
-    differentiable_once,
-    is_transformed,
-)
+from revcompile.runtime.reversible.stream_sums import Added, Averaged, FixedAverage, Sums
+from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
 
 
 @dataclass

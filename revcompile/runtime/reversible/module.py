@@ -23,7 +23,7 @@ from revcompile.ir.module_tree import (
     repeated_layers,
 )
 from revcompile.ir.ops import attribute
-from revcompile.ir.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
+from revcompile.ir.precision_rewrites import for_chains, fuse_bn_relu, match_dtypes
 from revcompile.ir.python_code import compile_graph, compile_with_modules
 from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorType
@@ -391,8 +391,7 @@ def _sharded(bindings: Bindings) -> tuple[ShardedModule, ...]:
 
 def _compiled(branch: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
     """A branch as it runs, with the rewrites for mixed precision."""
-    prepared = fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
-    return compile_with_modules(prepared, root, name)
+    return compile_with_modules(for_chains(branch, root), root, name)
 
 
 def _replay_context(
