@@ -301,7 +301,7 @@ class _Reversible(torch.autograd.Function):
         block = call.chain.blocks[index]
         if index == 0:
             a, b = call.sums.enter(a, b)
-        replay = Replay(block.replay_context, call.around, bool(block.bindings.hooked))
+        replay = Replay(block.replay_context, call.around, block.bindings.hooked)
         cast_b, call.cast_copy = call.cast_copy, None
         copies = block.weights.converted(bound.parameters, call.autocast)
         with replay.record(), bound.recording_hooks(), block.weights.replaced_by(copies):
