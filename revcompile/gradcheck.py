@@ -29,8 +29,8 @@ from revcompile.errors import InversionError, RevcompileError, VerificationError
 from revcompile.ir.module_tree import copy_module
 from revcompile.ir.ops import op_name
 from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.signature import bind
 from revcompile.ir.types import Rewired
-from revcompile.runtime.reversible.cases import bind
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.runtime.stage.loss_head import LossHead

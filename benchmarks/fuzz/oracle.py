@@ -41,7 +41,7 @@ from revcompile.compiler.capture.random_draws import draws_left_out
 from revcompile.errors import InputError, RevcompileError, RevcompileWarning, VerificationError
 from revcompile.ir.coupling_ops import seed_torch
 from revcompile.ir.module_tree import copy_module
-from revcompile.runtime.reversible.cases import bind
+from revcompile.ir.signature import bind
 from revcompile.runtime.reversible.guards import GuardChecker
 
 __all__ = ["METHODS", "PHASES", "Finding", "Refusal", "Report", "examine", "programs"]

@@ -19,7 +19,7 @@ from torch import fx
 from revcompile.ir.stage_code import StageCode
 from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
 from revcompile.kernels.autocast import LOW_PRECISION
-from revcompile.schedule import Keep, Method, Tie
+from revcompile.schedule import Keep, Method, Order, Tie, Weights
 
 
 def legal(name: str) -> str:
@@ -195,9 +195,37 @@ class StageProgram:
         return tuple(port.name for port in self.inputs if port.requires_grad)
 
     @property
+    def needed_in_flight(self) -> list[str]:
+        """The values of a micro-batch in flight that the backward pass needs.
+
+        They depend on the memory budget: a state in flight fits only stages that need the same.
+        """
+        return [*self.kept, *self.needs_back]
+
+    @property
     def reversible(self) -> bool:
         """Does the stage keep nothing between forward and backward?"""
         return all(unit.reversible and unit.keep is Keep.NOTHING for unit in self.units)
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Does a forward pass keep a graph for its backward pass?"""
+        return any(unit.keep is Keep.GRAPH for unit in self.units)
+
+    @property
+    def keeps_graphs_in_flight(self) -> bool:
+        """Are there updates between a forward pass that keeps a graph and its backward pass?"""
+        is_late = self.method.order is Order.CONTINUOUS and not self.is_last
+        return is_late and self.keeps_graphs
+
+    @property
+    def graphs_outlive_updates(self) -> bool:
+        """Do updates change parameters to which graphs in flight refer?"""
+        return self.keeps_graphs_in_flight and self.method.weights is Weights.LATEST
 
 
 @dataclass(frozen=True)

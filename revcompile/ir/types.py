@@ -8,18 +8,16 @@ Graphs are `torch.fx.Graph`s. Facts about a node are in its `meta`, under the ke
 from __future__ import annotations
 
 import enum
-import functools
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from revcompile.ir.guards import NO_GUARDS, Guards
 from revcompile.ir.policy import Policy
+from revcompile.ir.signature import Signature
 from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.schedule import Keep
 
@@ -94,38 +92,6 @@ class Frontend(enum.Enum):
 
     FX = "torch.fx"
     EXPORT = "torch.export"
-
-
-@dataclass(frozen=True)
-class Signature:
-    """How a call of the model maps to the graph's placeholders and back.
-
-    Arguments are flattened as a pytree: tensors become placeholders in order; other values are
-    constants of the graph, and must be the same in every call.
-    """
-
-    forward: inspect.Signature
-    given: tuple[str, ...]
-    """Names of the arguments that the example has."""
-    in_spec: pytree.TreeSpec
-    fixed: tuple[tuple[int, Any], ...]
-    """Position and value of each flat argument that is no tensor."""
-    placeholders: tuple[str, ...]
-    labels: tuple[str, ...]
-    """For each placeholder, the argument as a user writes it: `batch['mask']`."""
-    out_spec: pytree.TreeSpec
-    eval_out_spec: pytree.TreeSpec | None = None
-    """If the model returns another structure in eval mode, that one."""
-
-    @functools.cached_property
-    def is_positional(self) -> bool:
-        """Does a call consist of tensors as positional arguments, and nothing else?"""
-        call: tuple[Any, Any] = (0,) * len(self.placeholders), {}
-        return bool(self.in_spec == pytree.tree_structure(call))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
-        """Immutable; and torch 2.11 warns when a `TreeSpec` is copied."""
-        return self
 
 
 @dataclass(frozen=True)

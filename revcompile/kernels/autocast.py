@@ -1,4 +1,4 @@
-"""Mixed precision: the low-precision dtypes, whether autocast is on, conversion of many tensors."""
+"""Precisions: dtypes that are low and wide, whether autocast is on, conversion of many tensors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Float32 in place of a dtype of low precision: for streams and sums."""
     return torch.float32 if dtype in LOW_PRECISION else dtype
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Of floating-point numbers on a device: float64, where it has that.
+
+    >>> widest_dtype(torch.device("cpu")), widest_dtype(torch.device("mps"))
+    (torch.float64, torch.float32)
+    """
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def is_autocasting(device: torch.device) -> bool:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
+from revcompile.ir.precision_rewrites import fuse_bn_relu
 from revcompile.kernels import batch_norm as batchnorms
 from revcompile.kernels.batch_norm import Statistics, bn_relu
-from revcompile.runtime.reversible.precision_rewrites import fuse_bn_relu
 
 LAST = torch.channels_last
 

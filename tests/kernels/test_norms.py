@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
+from revcompile.ir.precision_rewrites import cast_down
 from revcompile.kernels import layer_norm as norms
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.gradient_sum import GradientSum
 from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
-from revcompile.runtime.reversible.precision_rewrites import cast_down
 
 
 def test_the_kernels_equal_torch() -> None:

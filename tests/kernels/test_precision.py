@@ -14,16 +14,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revcompile
-from revcompile.ir import coupling_ops
+from revcompile.ir import coupling_ops, precision_rewrites
 from revcompile.ir.module_tree import has_autocast_consumer
 from revcompile.ir.ops import as_read
+from revcompile.ir.precision_rewrites import cast_down
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.runtime.reversible import coupling, stream_sums
 from revcompile.runtime.reversible import module as reversible
-from revcompile.runtime.reversible.precision_rewrites import cast_down
-from revcompile.runtime.stage import stage as stages
 
 BF16 = torch.bfloat16
 
@@ -239,7 +238,7 @@ def test_windows_are_made_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     twin = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(net, x)
-        monkeypatch.setattr(reversible, "cast_down", lambda graph, root: graph)
+        monkeypatch.setattr(precision_rewrites, "cast_down", lambda graph, root: graph)
         expected = gradients(twin, x)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -315,10 +314,10 @@ def test_stages_read_sums_as_they_were_copied(
     trained, casts, widened = [], [], []
     for kind in ("plain", "rewritten", "copied"):
         if kind == "plain":
-            rewrite = stages.cast_streams
-            monkeypatch.setattr(stages, "cast_streams", lambda graph, root, dtype: graph)
+            rewrite = precision_rewrites.cast_streams
+            monkeypatch.setattr(precision_rewrites, "cast_streams", lambda graph, *_: graph)
         elif kind == "rewritten":
-            monkeypatch.setattr(stages, "cast_streams", rewrite)
+            monkeypatch.setattr(precision_rewrites, "cast_streams", rewrite)
         else:
             monkeypatch.setattr(coupling_ops, "add_or_subtract", _copied)
             monkeypatch.setattr(sums, "add_gradients", _copied_gradient)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from revcompile.arguments import check_examples
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import InputError
-from revcompile.ir.types import Signature
+from revcompile.ir.signature import Signature
 
 
 @dataclass(frozen=True)

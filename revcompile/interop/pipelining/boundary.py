@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
-from revcompile.ir.types import VALUE, Coupling, Live, Opaque, Segment, Signature, TensorType
+from revcompile.ir.signature import Signature
+from revcompile.ir.types import VALUE, Coupling, Live, Opaque, Segment, TensorType
 
 
 @dataclass(frozen=True)

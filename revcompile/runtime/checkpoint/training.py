@@ -12,8 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -208,18 +207,16 @@ T = TypeVar("T")
 def until_signal(
     loader: Iterable[T],
     save: Callable[[], Any],
-    signals: Sequence[int] = (signal.SIGTERM,),
     agree: Callable[[bool], bool] = lambda received: received,
     agree_at_end: Callable[[], bool] = lambda: False,
 ) -> Iterator[T]:
-    """The loader's batches; after a signal, at the end of the step, save and exit.
+    """The loader's batches; after a SIGTERM, at the end of the step, save and exit.
 
-    The exit status is a shell's for the signal: 143 for SIGTERM.
+    The exit status is a shell's for the signal: 143.
 
     Args:
         loader: the batches.
         save: writes a checkpoint.
-        signals: numbers of the signals to wait for.
         agree: called after every step with "has this rank received a signal?"; on several ranks
             it returns whether any rank had, then or some steps earlier.
         agree_at_end: returns at the end of the loader whether any rank had, where `agree` has not
@@ -231,22 +228,16 @@ def until_signal(
             f"{threading.current_thread().name}; train there"
         )
     received: list[int] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    def save_and_exit() -> NoReturn:
-        save()
-        raise SystemExit(128 + (received[0] if received else signal.SIGTERM))
-
-    before = {number: signal.signal(number, receive) for number in signals}
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         for batch in loader:
             yield batch
             if agree(bool(received)):
-                save_and_exit()
-        if agree_at_end():
-            save_and_exit()
+                break
+        else:
+            if not agree_at_end():
+                return
+        save()
+        raise SystemExit(128 + signal.SIGTERM)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)

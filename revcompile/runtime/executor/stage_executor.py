@@ -37,7 +37,6 @@ from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import Scaling
-from revcompile.runtime.stage.program_facts import needed_in_flight
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, not_finite
 from revcompile.runtime.stage.update import Updater
@@ -418,7 +417,7 @@ class StageExecutor:
         state = {
             **self.stage.state_dict(copy),
             "contributed": self.contributed,
-            "needs": needed_in_flight(self.program),
+            "needs": self.program.needed_in_flight,
             "replicas": copy(replicas),
             "incoming": [message.state_dict(copy) for message in self.incoming.values()],
             "outputs": [

@@ -6,12 +6,13 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
+from revcompile.kernels.autocast import widest_dtype
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.stage.loss_scale import OVERFLOW
 from revcompile.runtime.stage.static_buffers import Flat
@@ -124,9 +125,24 @@ Route = tuple[int, int, MessageKind]
 """Sender, receiver, kind of message."""
 
 
-Sending = Any
-"""A message on its way to another rank: `wait()` has what comes next, here or on the device, wait
-until its tensors may be changed."""
+class Sending(Protocol):
+    """A message on its way to another rank."""
+
+    def wait(self) -> None:
+        """Have what comes next, here or on the device, wait until its tensors may be changed."""
+
+
+class Average(Protocol):
+    """The mean of a stage's gradients over its replicas, in captured steps."""
+
+    def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
+        """Take over sums over `count` micro-batches here."""
+
+    def reduce(self) -> None:
+        """Add up what all replicas have; not captured."""
+
+    def read(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Write the means to `gradients`; how many micro-batches all replicas have had."""
 
 
 class Transport:
@@ -139,8 +155,8 @@ class Transport:
         self.stages = stages
         self.queues: dict[Route, deque[Any]] = {}
         """Messages that wait for their receivers: what has `Message.ready`."""
-        self.averages: Mapping[int, Any] = {}
-        """By stage, if there are replicas of it: a `ReplicaAverage` of its gradients."""
+        self.averages: Mapping[int, Average] = {}
+        """By stage, if there are replicas of it."""
         self._norms: dict[int, dict[int, Tensor]] = {}
         self._totals: dict[int, Tensor] = {}
         """By update: the squared norms of stages here, and of all stages once those are known."""
@@ -218,7 +234,8 @@ class Transport:
         if len(norms) < sum(map(self.is_here, range(self.stages))):
             return None
         if update not in self._totals:
-            of_stages = torch.zeros(self.stages, dtype=torch.float64, device=squared.device)
+            dtype = widest_dtype(squared.device)
+            of_stages = torch.zeros(self.stages, dtype=dtype, device=squared.device)
             for index, norm in norms.items():
                 of_stages[index] = norm
             self._totals = {update: self._sum(of_stages)}

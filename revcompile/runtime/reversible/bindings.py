@@ -21,12 +21,7 @@ from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.module_tree import child_path
-from revcompile.runtime.reversible.hooks import (
-    FORWARD_HOOKS,
-    HookRecord,
-    record_hooks,
-    replay_hooks,
-)
+from revcompile.runtime.reversible.hooks import FORWARD_HOOKS, HookRecord, LayerHooks
 from revcompile.runtime.reversible.slots import Column, Slot, filled
 
 _OWN: Final = frozenset(nn.Module().__dict__) - {"training"}
@@ -66,14 +61,14 @@ class Bindings:
         if graph is None and root is not None:
             self._add_children(root, "")
         self.enclosing = {m: path for m, path in self.enclosing.items() if m not in self.modules}
-        self.hooked = tuple(m for m in self.modules if has_forward_hooks(m))
         self.slots = tuple(self._slots.values())
         """Where the parameters are, in the order of `labels`."""
         buffers, settings = self._buffers.values(), self._settings.values()
         self.entries = Column((*self.slots, *buffers, *settings))
         """Parameters, then buffers and settings."""
-        hooks = ((vars(module), name) for module in self.modules for name in FORWARD_HOOKS)
-        self.hooks = Column(hooks)
+        self.hooks = LayerHooks(list(self.modules))
+        self.hooked = self.hooks.run_in_forward
+        """Had one of the modules forward hooks? `Watch` tells if that changes."""
 
     # -- what the names mean now --------------------------------------------------------------
 
@@ -143,11 +138,6 @@ class Bindings:
     def parameters(self) -> list[Any]:
         """The present parameters, in the order of `labels`."""
         return self.entries.read()[: len(self.labels)]
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    own = vars(module)
-    return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
 
 
 class Watch:
@@ -254,12 +244,12 @@ class Bound:
 
     def recording_hooks(self) -> AbstractContextManager[None]:
         """Around the first run."""
-        hooked = self._bindings.hooked
-        return record_hooks(hooked, self._hooks) if hooked else _NOTHING
+        bindings = self._bindings
+        return bindings.hooks.recorded(self._hooks) if bindings.hooked else _NOTHING
 
     def has_hooks(self) -> bool:
         """Has one of the modules forward hooks, now or in the first run?"""
-        return bool(self._hooks) or any(self._bindings.hooks.read())
+        return bool(self._hooks) or self._bindings.hooks.run_in_forward
 
     def check(self, block: str) -> None:
         """Raise if the run cannot be repeated: a parameter was written to since."""
@@ -296,10 +286,9 @@ class Bound:
         replaced = bindings.entries.different(entries)
         if not replaced and not has_hooks:
             return _NOTHING
-        hooked = [m for m in bindings.modules if m in self._hooks or has_forward_hooks(m)]
         stack = ExitStack()
         stack.enter_context(filled(replaced))
-        stack.enter_context(replay_hooks(hooked, self._hooks))
+        stack.enter_context(bindings.hooks.replayed(self._hooks))
         return stack
 
 

@@ -44,7 +44,6 @@ _WARM_UP: Final = 2
 _MOST_KINDS: Final = 8
 """Each takes memory for the gradients of all parameters."""
 _MOST_SEEN: Final = 64
-_BACKWARD_HOOKS: Final = ("_backward_hooks", "_backward_pre_hooks")
 _GRADIENT_TYPES: Final = (Tensor, nn.Parameter)
 
 Run = Callable[[dict[str, Any]], dict[str, Any]]
@@ -158,11 +157,7 @@ class CapturedCalls:
         )
         if is_watched or not tensors or not self._graphs.can_capture(tensors):
             return False
-        return not any(
-            any(each.hooks.read())
-            or any(vars(module)[name] for module in each.modules for name in _BACKWARD_HOOKS)
-            for each in bindings
-        )
+        return not any(each.hooks for each in bindings)
 
     def _warmed_up(
         self,

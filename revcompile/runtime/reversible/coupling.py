@@ -42,11 +42,7 @@ from revcompile.runtime.reversible.block import (
     run_branch,
     to_dtypes_of,
 )
-from revcompile.runtime.reversible.hooks import (
-    gradient_hooks_silenced,
-    reshard,
-    unshard,
-)
+from revcompile.runtime.reversible.hooks import gradient_hooks_silenced, reshard, unshard
 from revcompile.runtime.reversible.overlap import Overlap, TwoStreams
 from revcompile.runtime.reversible.reconstruction import (
     ReconstructionCheck,
@@ -61,16 +57,8 @@ from revcompile.runtime.reversible.replay import (
     is_capturing,
     without_autocast_cache,
 )
-from revcompile.runtime.reversible.stream_sums import (
-    Added,
-    Averaged,
-    FixedAverage,
-    Sums,
-)
-from revcompile.runtime.reversible.transforms import (
-    differentiable_once,
-    is_transformed,
-)
+from revcompile.runtime.reversible.stream_sums import Added, Averaged, FixedAverage, Sums
+from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
 
 
 @dataclass
@@ -313,7 +301,7 @@ class _Reversible(torch.autograd.Function):
         block = call.chain.blocks[index]
         if index == 0:
             a, b = call.sums.enter(a, b)
-        replay = Replay(block.replay_context, call.around, bool(block.bindings.hooked))
+        replay = Replay(block.replay_context, call.around, block.bindings.hooked)
         cast_b, call.cast_copy = call.cast_copy, None
         copies = block.weights.converted(bound.parameters, call.autocast)
         with replay.record(), bound.recording_hooks(), block.weights.replaced_by(copies):

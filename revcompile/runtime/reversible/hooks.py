@@ -100,7 +100,7 @@ HookRecord = dict[nn.Module, dict[str, "OrderedDict[int, Hook]"]]
 """For each module with hooks: which to run in a rebuild, by kind and handle."""
 
 
-def record_hooks(modules: Sequence[nn.Module], record: HookRecord) -> AbstractContextManager[None]:
+def _recorded(modules: Sequence[nn.Module], record: HookRecord) -> AbstractContextManager[None]:
     """Note in `record`, while a branch runs, which of the modules' hooks are to run again."""
     marking: list[tuple[Slot, Any]] = []
     for module in modules:
@@ -193,14 +193,6 @@ def _same(before: list[Any], after: list[Any]) -> bool:
     )
 
 
-def replay_hooks(modules: Iterable[nn.Module], record: HookRecord) -> AbstractContextManager[None]:
-    """Run the recorded hooks instead of those that the modules have now."""
-    kinds = [(module, kind) for module in modules for kind in FORWARD_HOOKS]
-    return filled(
-        [((vars(m), kind), record.get(m, {}).get(kind, OrderedDict())) for m, kind in kinds]
-    )
-
-
 class NoHooks:
     """Whether dicts of hooks are empty: looked at again only after somebody registers a hook."""
 
@@ -227,15 +219,23 @@ class LayerHooks:
         """Does any layer have hooks now?"""
         return not self._none
 
+    @property
+    def run_in_forward(self) -> bool:
+        """Does any layer have forward hooks now?"""
+        return any(self._forward)
+
     def recorded(self, record: HookRecord) -> AbstractContextManager[None]:
         """Around forward; notes in `record` what is to run again."""
-        return record_hooks(self.layers, record) if any(self._forward) else nullcontext()
+        return _recorded(self.layers, record) if self.run_in_forward else nullcontext()
 
     def replayed(self, record: HookRecord | None) -> AbstractContextManager[None]:
         """Around backward, in which the recorded hooks run, or, if None, the present ones."""
-        if record is None or not (record or any(self._forward)):
+        if record is None or not (record or self.run_in_forward):
             return nullcontext()
-        return replay_hooks(self.layers, record)
+        kinds = [(layer, kind) for layer in self.layers for kind in FORWARD_HOOKS]
+        return filled(
+            [((vars(m), kind), record.get(m, {}).get(kind, OrderedDict())) for m, kind in kinds]
+        )
 
 
 def gradient_hooks_silenced(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -16,13 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
-from revcompile.ir.module_tree import (
-    TreeReads,
-    convolves,
-    has_autocast_consumer,
-    repeated_layers,
-)
+from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer, repeated_layers
 from revcompile.ir.ops import attribute
+from revcompile.ir.precision_rewrites import for_chains, fuse_bn_relu, match_dtypes
 from revcompile.ir.python_code import compile_graph, compile_with_modules
 from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorType
@@ -34,20 +30,10 @@ from revcompile.runtime.reversible.block import Block, BlockWeights
 from revcompile.runtime.reversible.captured_calls import CapturedCalls
 from revcompile.runtime.reversible.cases import Cases, Recapture
 from revcompile.runtime.reversible.coupling import Chain
-from revcompile.runtime.reversible.hooks import (
-    ShardedModule,
-    reshard,
-    sharded_modules,
-    unshard,
-)
+from revcompile.runtime.reversible.hooks import ShardedModule, reshard, sharded_modules, unshard
 from revcompile.runtime.reversible.inlined_modules import Inlined
-from revcompile.runtime.reversible.original import (
-    Original,
-    OriginalSurface,
-    in_method_of_original,
-)
+from revcompile.runtime.reversible.original import Original, OriginalSurface, in_method_of_original
 from revcompile.runtime.reversible.overlap import Overlap
-from revcompile.runtime.reversible.precision_rewrites import cast_down, fuse_bn_relu, match_dtypes
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
 from revcompile.runtime.reversible.row_chunks import ChunkedBranch
@@ -279,7 +265,44 @@ class Reversible(OriginalSurface):
         return plan.steps
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:
-        return _steps(body, self)
+        """Group couplings into chains, compile everything, and find each value's last reader."""
+        runs = _chains(body)
+        reads = ((n, index) for index, run in enumerate(runs) for s in run for n in s.inputs)
+        last_use = dict(reads)
+        returned = {leaf.name for leaf in body.result if isinstance(leaf, Live)}
+        steps: list[_Step] = []
+        for index, run in enumerate(runs):
+            first = run[0]
+            if isinstance(first, Opaque):
+                inputs, outputs = first.inputs, first.outputs
+                bindings: tuple[Bindings, ...] = (Bindings(first.graph, self),)
+                graph = fuse_bn_relu(match_dtypes(first.graph), self)
+                code: Callable[..., Any] | Chain = compile_with_modules(graph, self, first.name)
+                sharded = _sharded(bindings[0])
+            else:
+                couplings = [s for s in run if isinstance(s, Coupling)]
+                sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
+                inputs, sharded = (*first.streams_in, *sides), ()
+                outputs = couplings[-1].outputs
+                position = {name: i for i, name in enumerate(sides)}
+                types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
+                blocks = tuple(map(_block, couplings, repeat(self), repeat(position), types))
+                bindings = tuple(block.bindings for block in blocks)
+                has_convolutions = any(convolves(c.branch, self) for c in couplings)
+                code = Chain(
+                    blocks,
+                    self.tolerance,
+                    self.check_every,
+                    has_convolutions,
+                    self.overlap,
+                    kept_bits=couplings[0].kept_bits,
+                    stream_bits=self.rewired.policy.stream_bits,
+                )
+            drop = tuple(
+                n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in returned
+            )
+            steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))
+        return tuple(steps)
 
 
 def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype | None]:
@@ -292,45 +315,6 @@ def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype 
         return a, b, None
     wide = b.float()
     return wide if a is b else a.float(), wide, None if is_autocasting(a.device) else a.dtype
-
-
-def _steps(body: Body, root: Reversible) -> tuple[_Step, ...]:
-    """Group couplings into chains, compile everything, and find each value's last reader."""
-    runs = _chains(body)
-    reads = ((n, index) for index, run in enumerate(runs) for s in run for n in s.inputs)
-    last_use = dict(reads)
-    returned = {leaf.name for leaf in body.result if isinstance(leaf, Live)}
-    steps: list[_Step] = []
-    for index, run in enumerate(runs):
-        first = run[0]
-        if isinstance(first, Opaque):
-            inputs, outputs = first.inputs, first.outputs
-            bindings: tuple[Bindings, ...] = (Bindings(first.graph, root),)
-            graph = fuse_bn_relu(match_dtypes(first.graph), root)
-            code: Callable[..., Any] | Chain = compile_with_modules(graph, root, first.name)
-            sharded = _sharded(bindings[0])
-        else:
-            couplings = [s for s in run if isinstance(s, Coupling)]
-            sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
-            inputs, sharded = (*first.streams_in, *sides), ()
-            outputs = couplings[-1].outputs
-            position = {name: i for i, name in enumerate(sides)}
-            types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
-            blocks = tuple(map(_block, couplings, repeat(root), repeat(position), types))
-            bindings = tuple(block.bindings for block in blocks)
-            has_convolutions = any(convolves(c.branch, root) for c in couplings)
-            code = Chain(
-                blocks,
-                root.tolerance,
-                root.check_every,
-                has_convolutions,
-                root.overlap,
-                kept_bits=couplings[0].kept_bits,
-                stream_bits=root.rewired.policy.stream_bits,
-            )
-        drop = tuple(n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in returned)
-        steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))
-    return tuple(steps)
 
 
 def _side_names(coupling: Coupling) -> tuple[str, ...]:
@@ -391,8 +375,7 @@ def _sharded(bindings: Bindings) -> tuple[ShardedModule, ...]:
 
 def _compiled(branch: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
     """A branch as it runs, with the rewrites for mixed precision."""
-    prepared = fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
-    return compile_with_modules(prepared, root, name)
+    return compile_with_modules(for_chains(branch, root), root, name)
 
 
 def _replay_context(

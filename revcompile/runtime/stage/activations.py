@@ -337,7 +337,7 @@ def _declared_wide(program: StageProgram) -> frozenset[str]:
 
 def _inputs_kept(program: StageProgram) -> frozenset[str]:
     """Inputs that backward computes with again, and that are in flight for a while."""
-    if program.index == program.stages - 1 or program.method.order is Order.LOCKED:
+    if program.is_last or program.method.order is Order.LOCKED:
         return frozenset()
     read = (name for unit in program.units if unit.keep is Keep.INPUT for name in unit.inputs)
     return frozenset(read) & frozenset(program.kept)

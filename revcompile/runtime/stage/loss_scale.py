@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
+from revcompile.kernels.autocast import widest_dtype
 from revcompile.schedule import Method, Order
 
 LOWEST: Final = 2.0**-16
@@ -34,6 +35,7 @@ LOWEST: Final = 2.0**-16
 _HIGHEST: Final = torch.finfo(torch.float32).max
 OVERFLOW: Final = 2.0
 """The flag of a micro-batch whose gradient overflowed because of its loss scale."""
+_CPU: Final = torch.device("cpu")
 _NUMBERS: Final = ("scale", "good", "overflow", "skipped")
 
 
@@ -105,9 +107,9 @@ class Scaling:
     8.0
     """
 
-    def __init__(self, settings: LossScale, device: torch.device | None = None) -> None:
+    def __init__(self, settings: LossScale, device: torch.device = _CPU) -> None:
         self.settings = settings
-        self.values = torch.zeros(len(_NUMBERS), dtype=torch.float64, device=device)
+        self.values = torch.zeros(len(_NUMBERS), dtype=widest_dtype(device), device=device)
         self.scale, self._good, self._overflow, self.skipped = self.values.unbind()
         """Factor of the next loss; updates since it last changed; the least scale that has
         overflowed and was not reported yet; micro-batches whose gradient overflowed here."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.stage.program_facts import keeps_graphs_in_flight
 from revcompile.runtime.stage.rewound_weights import RewoundWeights
 from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.weights import PredictedWeights, StashedWeights, detached_copies
@@ -41,7 +40,7 @@ class PassWeights:
         self._parameters = parameters
         weights = program.method.weights
         stashes, is_late = weights is Weights.STASHED, delay > 0
-        self._has_copies = stashes and keeps_graphs_in_flight(program)
+        self._has_copies = stashes and program.keeps_graphs_in_flight
         self._copies: Mapping[str, Tensor] | None = None
         """Of the latest weights."""
         self.stash = StashedWeights(parameters) if stashes and not self._has_copies else None

@@ -1,4 +1,4 @@
-"""What a stage's program says about its state: graphs that outlive updates, statistics, buffers."""
+"""What a stage's program reads of the module tree that it may change: statistics, buffers."""
 
 from __future__ import annotations
 
@@ -9,26 +9,12 @@ from revcompile.ir.module_tree import TreeReads, repeated_layers
 from revcompile.ir.program import StageProgram
 from revcompile.ir.types import Coupling
 from revcompile.kernels.repeatable import Repeated
-from revcompile.schedule import Keep, Order, Weights
-
-
-def keeps_graphs_in_flight(program: StageProgram) -> bool:
-    """Are there updates between a forward pass that keeps a graph and its backward pass?"""
-    is_last = program.index == program.stages - 1
-    keeps = any(unit.keep is Keep.GRAPH for unit in program.units)
-    return keeps and program.method.order is Order.CONTINUOUS and not is_last
-
-
-def outlives_updates(program: StageProgram) -> bool:
-    """Do updates change parameters to which graphs in flight refer?"""
-    return keeps_graphs_in_flight(program) and program.method.weights is Weights.LATEST
+from revcompile.schedule import Order
 
 
 def statistics_move_early(program: StageProgram) -> bool:
     """Do running statistics move in forward, or in a backward pass that may be rolled back?"""
-    is_last = program.index == program.stages - 1
-    records = any(unit.keep is Keep.GRAPH for unit in program.units)
-    return is_last or records or program.method.order is Order.LOCKED
+    return program.is_last or program.keeps_graphs or program.method.order is Order.LOCKED
 
 
 def statistics_of(program: StageProgram, root: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -50,11 +36,3 @@ def repeated_in(program: StageProgram, root: nn.Module) -> Repeated:
     averaged = [p for p in pieces if isinstance(p, Coupling) and p.kept_bits > 0]
     found = [repeated_layers(coupling.branch, root) for coupling in averaged]
     return Repeated(*map(any, zip(*found, strict=True)))
-
-
-def needed_in_flight(program: StageProgram) -> list[str]:
-    """The values of a micro-batch in flight that a stage's backward pass needs.
-
-    They depend on the memory budget: a state in flight fits only stages that need the same.
-    """
-    return [*program.kept, *program.needs_back]

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,11 @@ from revcompile.errors import InputError
 from revcompile.ir import ops
 from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix, recording
 from revcompile.ir.module_tree import TreeReads, device_of_model
+from revcompile.ir.precision_rewrites import for_stages
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.kernels.repeatable import Repeatable
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
-from revcompile.runtime.reversible.precision_rewrites import (
-    cast_down,
-    cast_streams,
-    fuse_bn_relu,
-    match_dtypes,
-)
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.reversible.slots import filled
@@ -33,7 +28,6 @@ from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import parameters_to_watch
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
 from revcompile.runtime.stage.program_facts import (
-    outlives_updates,
     repeated_in,
     stateful_candidates,
     statistics_move_early,
@@ -41,7 +35,12 @@ from revcompile.runtime.stage.program_facts import (
 )
 from revcompile.runtime.stage.static_buffers import RingBuffer
 from revcompile.runtime.stage.stream_samples import StartedCheck, StreamSamples
-from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, overlaps, refuse_non_finite
+from revcompile.runtime.stage.tensors import (
+    TreeCopy,
+    add_gradients,
+    clone_tree,
+    refuse_non_finite,
+)
 from revcompile.runtime.stage.weights import (
     CastWeights,
     at_versions,
@@ -75,6 +74,18 @@ class InFlight:
 
 Programs = tuple[Callable[..., Any], Callable[..., Any]]
 """A stage's forward and backward programs."""
+
+
+class Observer(Protocol):
+    """Is told of each pass, and changes nothing."""
+
+    def forwarded(self, stage: Stage, microbatch: int) -> None:
+        """A stage has run a micro-batch."""
+
+    def differentiated(
+        self, stage: Stage, microbatch: int, gradients: Mapping[str, Tensor | None]
+    ) -> None:
+        """A stage has a micro-batch's gradient, and has not been updated with it."""
 
 
 class Stage:
@@ -128,10 +139,8 @@ class Stage:
         )
         graphs = [program.forward, taking_stored(program, self.activations.sent)]
         if autocast is not None:
-            graphs = [cast_streams(graph, root, autocast) for graph in graphs]
-            graphs = [cast_down(match_dtypes(graph), root) for graph in graphs]
-            if not outlives_updates(program):  # the kernel makes the ReLU's mask again in backward
-                graphs = [fuse_bn_relu(graph, root) for graph in graphs]
+            outlive = program.graphs_outlive_updates
+            graphs = [for_stages(graph, root, autocast, outlive) for graph in graphs]
         self._repeated = repeated_in(program, root)
         self._samples = StreamSamples(program, tolerance, waits=check_finite)
         graphs = [self._samples.watched(graph) for graph in graphs]
@@ -142,8 +151,7 @@ class Stage:
         self._forward, self._backward = self._generated
         self.device: torch.device | None = None
         """Where it computes; None: where its parameters are."""
-        self.observers: Sequence[Any] = ()
-        """Probes, which are called after each pass and change nothing."""
+        self.observers: Sequence[Observer] = ()
         self.in_flight: dict[int, InFlight] = {}
         self.slots = 0
         """For how many micro-batches it stores activations in static buffers; 0: anywhere."""
@@ -351,35 +359,15 @@ class Stage:
     ) -> None:
         """Add gradients to the accumulated ones; out of place where a rollback may follow.
 
-        Each is freed as soon as it is added: `gradients` is empty afterwards. Autograd may return
-        one tensor twice (`p + q`), also as the gradient of an input, or one whose elements share
-        memory; what is accumulated is the stage's own.
+        Each is freed as soon as it is added: `gradients` is empty afterwards.
         """
-        used = {g.untyped_storage()._cdata for g in input_grads.values() if g is not None}
-        if self.accumulates_in_place:
-            given = {n: g for n, g in gradients.items() if g is not None and n in self.gradients}
-            if given:
-                torch._foreach_add_([self.gradients[name] for name in given], list(given.values()))
-            for name in given:
-                del gradients[name]
-        for name in tuple(gradients):
-            gradient = gradients.pop(name)
-            if gradient is None:
-                continue
-            if name in self.gradients:
-                gradient = self.gradients[name] + gradient
-            elif gradient.untyped_storage()._cdata in used or overlaps(gradient):
-                gradient = gradient.clone(memory_format=torch.contiguous_format)
-            used.add(gradient.untyped_storage()._cdata)
-            self.gradients[name] = gradient
+        others = [gradient for gradient in input_grads.values() if gradient is not None]
+        add_gradients(self.gradients, gradients, others, self.accumulates_in_place)
 
     def _check_unwritten(self, microbatch: int, held: InFlight) -> None:
         for name, value, version in zip(self.program.kept, held.kept, held.versions, strict=True):
             if isinstance(value, Tensor) and value._version != version:
-                raise InputError(
-                    f"stage {self.program.index}: {name} of micro-batch {microbatch} was written "
-                    "to while it was in flight; hand the trainer a fresh tensor for each step"
-                )
+                raise self._written(f"{name} of micro-batch {microbatch}")
 
     @contextmanager
     def _naming_microbatch(self, microbatch: int) -> Iterator[None]:
@@ -389,11 +377,14 @@ class Stage:
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise InputError(
-                f"stage {self.program.index}: what its graph of micro-batch {microbatch} has saved "
-                "was written to while it was in flight; hand the trainer a fresh tensor for each "
-                "step"
-            ) from error
+            what = f"what its graph of micro-batch {microbatch} has saved"
+            raise self._written(what) from error
+
+    def _written(self, what: str) -> InputError:
+        return InputError(
+            f"stage {self.program.index}: {what} was written to while it was in flight; hand the "
+            "trainer a fresh tensor for each step"
+        )
 
     def _saved_by_reference(self) -> tuple[Tensor, ...]:
         """Parameters that graphs in flight have saved by reference, and that updates change.
@@ -401,7 +392,7 @@ class Stage:
         Backward uses their latest values (PETRA, Eq. 5): activations are the forward pass's,
         parameters are not. What the forward pass computed from parameters is an activation.
         """
-        if not outlives_updates(self.program):
+        if not self.program.graphs_outlive_updates:
             return ()
         return tuple(
             (self.cast_weights.current() or self.replica_weights or self.parameters).values()
@@ -425,26 +416,14 @@ class Stage:
         """Gathered gradients, and the micro-batches in flight with the weights they stashed."""
         weights, of_flights = self.weights.state(self._used(), copy)
         names = {id(module): name for name, module in self.root.named_modules()}
-        return {
-            **weights,
-            "gradients": copy(self.gradients),
-            "in_flight": [
-                [
-                    microbatch,
-                    {
-                        "kept": copy(self.activations.state(flight.kept)),
-                        **saved_weights,
-                        "buffers": [
-                            [f"{names[id(saved.module)]}:{saved.name}", copy(saved.copy)]
-                            for saved in flight.buffers
-                        ],
-                    },
-                ]
-                for (microbatch, flight), saved_weights in zip(
-                    self.in_flight.items(), of_flights, strict=True
-                )
-            ],
-        }
+        for state, held in zip(of_flights, self.in_flight.values(), strict=True):
+            state["kept"] = copy(self.activations.state(held.kept))
+            state["buffers"] = [
+                [f"{names[id(saved.module)]}:{saved.name}", copy(saved.copy)]
+                for saved in held.buffers
+            ]
+        in_flight = [list(each) for each in zip(self.in_flight, of_flights, strict=True)]
+        return {**weights, "gradients": copy(self.gradients), "in_flight": in_flight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.gradients = clone_tree(dict(state["gradients"]))

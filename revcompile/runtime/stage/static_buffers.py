@@ -192,12 +192,6 @@ def _is_alike(buffer: Any, leaf: Any) -> bool:
     return type(buffer) is type(leaf) and bool(buffer == leaf)
 
 
-def storage(tensor: Tensor) -> int:
-    """Identifies the memory that a tensor lies in."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
-
-
 def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy small tensors of one type together; a large one takes a kernel of its own anyway."""
     if len(pairs) == 1:

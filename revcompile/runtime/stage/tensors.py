@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import NonFiniteError
+from revcompile.kernels.autocast import widest_dtype
 
 TreeCopy = Callable[[Any], Any]
 """How a `state_dict` copies nested values: `clone_tree`, or `detach_tree` to share memory."""
@@ -43,7 +44,8 @@ def all_finite(tensors: list[Tensor]) -> list[bool]:
     if tensors[0].is_cuda:
         largest = torch._foreach_norm(tensors, float("inf"))
         return torch.isfinite(torch.stack([norm.double() for norm in largest])).tolist()
-    sums = torch.isfinite(torch.stack([tensor.sum().double() for tensor in tensors])).tolist()
+    wide = widest_dtype(tensors[0].device)
+    sums = torch.isfinite(torch.stack([tensor.sum().to(wide) for tensor in tensors])).tolist()
     return [
         fine or bool(torch.isfinite(tensor).all())
         for fine, tensor in zip(sums, tensors, strict=True)
@@ -94,6 +96,42 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """How many elements of memory a tensor reaches over."""
     reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return 0 if 0 in shape else 1 + reach
+
+
+def add_gradients(
+    sums: dict[str, Tensor],
+    gradients: dict[str, Tensor | None],
+    others: Iterable[Tensor],
+    in_place: bool,
+) -> None:
+    """Add gradients to sums of them. Each is freed as soon as it is added: none are left.
+
+    Autograd may return one tensor twice (`p + q`), also among `others`, or one whose elements share
+    memory; the sums have memory of their own.
+    """
+    used = {storage(gradient) for gradient in others}
+    if in_place:
+        given = {n: g for n, g in gradients.items() if g is not None and n in sums}
+        if given:
+            torch._foreach_add_([sums[name] for name in given], list(given.values()))
+        for name in given:
+            del gradients[name]
+    for name in tuple(gradients):
+        gradient = gradients.pop(name)
+        if gradient is None:
+            continue
+        if name in sums:
+            gradient = sums[name] + gradient
+        elif storage(gradient) in used or overlaps(gradient):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        used.add(storage(gradient))
+        sums[name] = gradient
+
+
+def storage(tensor: Tensor) -> int:
+    """Identifies the memory that a tensor lies in."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def clone_tree(tree: Any) -> Any:

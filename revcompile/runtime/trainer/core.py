@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError, TrainerStoppedError
+from revcompile.kernels.autocast import widest_dtype
 from revcompile.runtime.checkpoint.training import until_signal
 from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
@@ -315,7 +316,8 @@ class Trainer(TrainerState, ABC):
         if loss is not None:
             # In place: steady steps allocate nothing, keep no loss alive and do not wait for one.
             if self._loss_sum is None:
-                self._loss_sum = torch.zeros((), dtype=torch.double, device=loss.device)
+                dtype = widest_dtype(loss.device)
+                self._loss_sum = torch.zeros((), dtype=dtype, device=loss.device)
             self._loss_sum.add_(loss.detach())
             self._losses += 1
         scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]

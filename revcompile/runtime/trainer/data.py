@@ -64,11 +64,6 @@ class SeededSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, selection: BatchSelection, draw: Draw | None = None) -> None:
-        if not 0 <= selection.replica < selection.replicas:
-            raise InputError(
-                f"trainer.loader: replica={selection.replica} of {selection.replicas}; "
-                "replicas are counted from 0"
-            )
         self._selection, size = selection, len(dataset)
         self._draw: Draw = draw or (lambda g: torch.randperm(size, generator=g).tolist())
         drawn = size if draw is None else len(self._draw(selection.generator()))

@@ -176,14 +176,12 @@ class Probe:
             self._begin()
 
     def forwarded(self, stage: Stage, microbatch: int) -> None:
-        """A stage has run a micro-batch."""
         if microbatch == self.microbatch:
             index = stage.program.index
             self._forwarded[index] = detached_copies(stage.weights.forward() or stage.parameters)
             self._buffers[index] = stage.in_flight[microbatch].buffers
 
     def differentiated(self, stage: Stage, microbatch: int, gradients: Gradients) -> None:
-        """A stage has a micro-batch's gradient, and has not been updated with it."""
         index = stage.program.index
         if index not in self._buffers:
             return

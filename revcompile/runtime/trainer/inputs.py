@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
+from revcompile.ir.signature import bind
 from revcompile.ir.types import TensorType
-from revcompile.runtime.reversible.cases import bind
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.stage.loss_head import described
 

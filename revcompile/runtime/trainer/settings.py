@@ -107,7 +107,6 @@ def build_executor(
     program, stages, ties = task.programs[index], len(task.programs), task.partition.ties
     model, optimizer, settings = task.model, task.optimizer, task.settings
     delay = mean_delay(program.method, stages, index, settings.accumulate)
-    is_last = index == stages - 1
     owners = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
     holders = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
     replicas = [name for names in owners.values() for name in names]
@@ -137,13 +136,13 @@ def build_executor(
         delay=0.0 if settings.synchronous or stage.weights.predicted is not None else delay,
     )
     gradient_predictor = None
-    if program.method.order is Order.SYNTHETIC and not is_last:
+    if program.method.order is Order.SYNTHETIC and not program.is_last:
         gradient_predictor = GradientPredictor(index, program.outputs, optimizer, stage._device())
     return StageExecutor(
         stage,
         updater,
         transport,
-        loss_head=loss_head if is_last else None,
+        loss_head=loss_head if program.is_last else None,
         gradient_predictor=gradient_predictor,
         clip_grad_norm=settings.clip_grad_norm,
         tied_owners=owners,

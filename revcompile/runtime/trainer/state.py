@@ -17,11 +17,10 @@ from revcompile.runtime.checkpoint.weights import first_few, model_mismatches
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.program_facts import needed_in_flight
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.runtime.trainer.settings import Settings
-from revcompile.schedule import Keep, Schedule
+from revcompile.schedule import Schedule
 
 _FORMAT: Final = 1
 _ENTRIES: Final = (
@@ -42,8 +41,7 @@ def stages_with_graphs(programs: Iterable[StageProgram], schedule: Schedule) -> 
     return [
         program.index
         for program in programs
-        if schedule.outstanding[program.index]
-        and any(unit.keep is Keep.GRAPH for unit in program.units)
+        if schedule.outstanding[program.index] and program.keeps_graphs
     ]
 
 
@@ -159,8 +157,9 @@ def _is_same_pipeline(
     starts = here["synchronous"], saved.get("synchronous", 0)
     if starts[0] != starts[1] and updates < max(starts):
         return False
-    pairs = zip(map(needed_in_flight, programs), state["stages"], strict=True)
-    return all(needed == list(stage.get("needs", needed)) for needed, stage in pairs)
+    needed = [program.needed_in_flight for program in programs]
+    pairs = zip(needed, state["stages"], strict=True)
+    return all(names == list(stage.get("needs", names)) for names, stage in pairs)
 
 
 def _check_in_flight(state: State, same: bool, schedule: Schedule, replicas: int) -> None:

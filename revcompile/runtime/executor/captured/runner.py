@@ -85,7 +85,7 @@ def why_not_capturable(
         return "buffers='offload' moves inputs to the host, and captured steps need static buffers"
     for executor in executors:
         count = window(method, schedule.stages, executor.index, schedule.accumulate)
-        if count > 1 and any(unit.keep is Keep.GRAPH for unit in executor.program.units):
+        if count > 1 and executor.program.keeps_graphs:
             is_method = method.keep is Keep.GRAPH
             cause = f"as {method.name!r} does" if is_method else "which its memory budget allows"
             advice = (

@@ -22,7 +22,7 @@ from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Message
+from revcompile.runtime.executor.transport import Average, Message
 from revcompile.runtime.stage.activations import taking_stored, widened
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
@@ -56,7 +56,7 @@ class CapturedStageExecutor(StageExecutor):
         has_flags: bool,
         fused: FusedOps | None = None,
         streams: StepStreams | None = None,
-        average: Any = None,
+        average: Average | None = None,
     ) -> None:
         stage, device = executor.stage, executor.stage._device()
         super().__init__(

@@ -30,9 +30,8 @@ from revcompile.runtime.stage.static_buffers import (
     copy_tensors,
     empty_on,
     free_cached,
-    storage,
 )
-from revcompile.runtime.stage.tensors import clone_tree
+from revcompile.runtime.stage.tensors import clone_tree, storage
 
 
 @dataclass

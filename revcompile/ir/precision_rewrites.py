@@ -25,6 +25,21 @@ from revcompile.ir.python_code import copied
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
 
+
+def for_chains(branch: fx.Graph, root: nn.Module) -> fx.Graph:
+    """A branch as chains run it, under autocast or not."""
+    return fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
+
+
+def for_stages(
+    graph: fx.Graph, root: nn.Module, autocast: torch.dtype, graphs_outlive_updates: bool
+) -> fx.Graph:
+    """A stage's program as it runs under autocast to this dtype."""
+    graph = cast_down(match_dtypes(cast_streams(graph, root, autocast)), root)
+    # The kernel makes the ReLU's mask again in backward, with the batch norm's weights.
+    return graph if graphs_outlive_updates else fuse_bn_relu(graph, root)
+
+
 # -- cast_down ------------------------------------------------------------------------------------
 
 _MOVING_METHODS: Final = frozenset(
