@@ -1,4 +1,4 @@
-"""Precisions: dtypes that are low and wide, whether autocast is on, conversion of many tensors."""
+"""Mixed precision: dtypes that are low and wide, whether autocast is on, conversions of tensors."""
 
 from __future__ import annotations
 
@@ -46,6 +46,31 @@ def converted(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
         torch._foreach_copy_(copies, list(tensors))
     return copies
 
+
+def with_copy(value: Tensor, copy: Tensor) -> Tensor:
+    """The value itself, which `in_dtype` then has in the copy's dtype as well.
+
+    The copy lives as long as the value does, and counts until that is written to.
+    """
+    setattr(value, _COPY, (copy, value._version))
+    return value
+
+
+def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value in another dtype: a copy that it was given, or a new one.
+
+    >>> x = with_copy(torch.ones(2), torch.ones(2, dtype=torch.half))
+    >>> in_dtype(x, torch.half) is in_dtype(x, torch.half)
+    True
+    >>> in_dtype(x.zero_(), torch.half)
+    tensor([0., 0.], dtype=torch.float16)
+    """
+    copy, version = getattr(value, _COPY, (value, 0))
+    is_valid = copy.dtype == dtype and version == value._version and not value.requires_grad
+    return copy if is_valid else value.to(dtype)
+
+
+_COPY: Final = "_revcompile_copy"
 
 # Asked once: torch.compile before 2.15 cannot trace the question.
 _WITH_AUTOCAST: Final = frozenset(

@@ -20,6 +20,7 @@ from revcompile.errors import InputError
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import copied
 from revcompile.ir.types import TYPE, TensorType
+from revcompile.kernels.autocast import in_dtype
 from revcompile.runtime.stage.static_buffers import BufferPool
 from revcompile.schedule import Keep, Order
 
@@ -182,7 +183,7 @@ def compress(value: Tensor, dtype: torch.dtype) -> Tensor | Scaled:
     tensor([448., -32.])
     """
     if dtype is not torch.float8_e4m3fn:
-        return value.to(dtype)
+        return in_dtype(value, dtype)
     limits = torch.finfo(torch.float32)
     scale = (value.abs().amax() / torch.finfo(dtype).max).clamp(min=limits.tiny)
     return Scaled((value / scale).to(dtype), scale)

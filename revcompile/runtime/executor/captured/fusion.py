@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile.ir import coupling_ops
-from revcompile.ir.ops import as_read, attribute
+from revcompile.ir.ops import attribute
 from revcompile.ir.python_code import copied
+from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, with_copy
 from revcompile.kernels.exact_sum import is_imprecise, make_grid
 from revcompile.runtime.executor.captured.fusion_regions import (
     FusedAdd,
@@ -24,6 +25,7 @@ from revcompile.runtime.executor.captured.fusion_regions import (
     find_regions,
     fuse_residual_adds,
 )
+from revcompile.runtime.stage.activations import widened
 
 
 class FusedOps:
@@ -72,7 +74,11 @@ class FusedOps:
         if not is_imprecise(coupling_ops.wide(a.new_empty(0)), cast, convolves):
             return coupling_ops.wide(a), coupling_ops.wide(b), None
         grid = make_grid(coupling_ops.largest(a).float(), coupling_ops.largest(b).float())
-        return self._round_to_grid(a, grid), self._round_to_grid(b, grid), grid
+        dtype = torch.get_autocast_dtype(b.device.type) if is_autocasting(b.device) else None
+        rounded, copy = self._round_to_grid(b, grid, dtype)
+        if copy is not None:
+            with_copy(rounded, copy)
+        return self._round_to_grid(a, grid, None)[0], rounded, grid
 
     def _on_grid(self, compiled: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
         def on_grid(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
@@ -92,8 +98,12 @@ def _minus(stream: Tensor, addend: Tensor, grid: Tensor) -> Tensor:
     return stream - ((addend.float() + grid) - grid)
 
 
-def _round_to_grid(x: Tensor, grid: Tensor) -> Tensor:
-    return (x.float() + grid) - grid
+def _round_to_grid(
+    x: Tensor, grid: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """On the grid, and the same in the dtype in which a branch reads it."""
+    rounded = (x.float() + grid) - grid
+    return rounded, None if dtype is None else rounded.to(dtype)
 
 
 def _torch_compile(function: Any) -> Callable[..., Any]:
@@ -110,15 +120,27 @@ _COMPILED_OPS: Final[dict[Any, str]] = {
 
 
 def fuse(
-    forward: fx.Graph, backward: fx.Graph, root: nn.Module, fused: FusedOps
+    forward: fx.Graph,
+    backward: fx.Graph,
+    root: nn.Module,
+    fused: FusedOps,
+    is_stored_as_read: bool = False,
 ) -> tuple[fx.Graph, fx.Graph]:
-    """Copies of a stage's two programs with their fusion regions compiled."""
+    """Copies of a stage's two programs with their fusion regions compiled.
+
+    Args:
+        is_stored_as_read: Values are stored and sent in the dtype in which autocast has layers
+            read them: there they need not be widened, and rounded again.
+    """
     programs = [copied(forward), copied(backward)]
     regions = [find_regions(graph, root) for graph in programs]
     for region in regions[1]:
         for node in region.inputs:
             if node.target in (coupling_ops.leaf, coupling_ops.stream_leaf):
-                node.target = cast_leaf if _is_cast(region, node) else coupling_ops.leaf
+                is_cast = _is_cast(region, node)
+                node.target = cast_leaf if is_cast else coupling_ops.leaf
+                if is_cast and is_stored_as_read:
+                    node.args = tuple(map(_as_stored, node.args))
     fuse_residual_adds(*regions)
     # Forward treats its inputs as backward does, or the recomputed branch might differ.
     leaf_ops = {tuple(region.reads): _leaf_ops(region) for region in regions[1]}
@@ -130,7 +152,7 @@ def fuse(
         for node in graph.nodes:
             if node.target in _COMPILED_OPS:
                 node.target = getattr(fused, _COMPILED_OPS[node.target])
-        graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+        graph.eliminate_dead_code(lambda node: node.op != "get_attr" and node.target is not widened)
         graph.lint()
     return programs[0], programs[1]
 
@@ -144,6 +166,10 @@ def _leaf_ops(region: FusionRegion) -> tuple[LeafOp, ...]:
     ops: tuple[Any, ...] = (coupling_ops.leaf, cast_leaf)
     targets = [node.target for node in region.inputs]
     return tuple(t if t in ops else _identity for t in targets)  # type: ignore[misc]
+
+
+def _as_stored(node: Any) -> Any:
+    return node.args[0] if node.target is widened else node
 
 
 def _identity(x: Any) -> Any:
@@ -164,7 +190,9 @@ def cast_leaf(x: Any) -> Any:
 
     Its gradient then comes in low precision, and is cast up while it is added to others.
     """
-    return coupling_ops.leaf(as_read(x) if isinstance(x, Tensor) else x)
+    if isinstance(x, Tensor) and x.dtype == torch.float32 and is_autocasting(x.device):
+        x = in_dtype(x, torch.get_autocast_dtype(x.device.type))
+    return coupling_ops.leaf(x)
 
 
 def _replace(
@@ -179,7 +207,10 @@ def _replace(
         replaced: What stands for the outputs of earlier regions; those of this one are added.
     """
     add = region.fused_add
-    inputs = [*(replaced.get(x, x) for x in region.inputs), *(add.inputs if add else ())]
+    inputs = [
+        *(replaced.get(x, x) for x in region.inputs),
+        *(map(_as_stored, add.inputs) if add else ()),
+    ]
     outputs = [*region.outputs, *([add.node] if add else [])]
     with graph.inserting_after(region.nodes[-1]):
         call = graph.call_function(function, tuple(inputs))
@@ -234,10 +265,12 @@ def _caller(
             # Exact without a grid; or the graph that is kept goes on through the stream.
             results = call(*own)
             plain = coupling_ops.minus if add.is_minus else coupling_ops.plus
-            return *results, plain(stream, results[add.output], grid)
+            return *results, plain(coupling_ops.wide(stream), results[add.output], grid)
         sign = fused.sign(stream.device, add.is_minus)
-        results = call(*own, add=add, add_inputs=(stream.detach(), grid, sign))
-        return *results, coupling_ops.detached(results[add.output])
+        total = torch.empty_like(stream, dtype=wide_dtype(stream.dtype), requires_grad=False)
+        results = call(*own, add=add, add_inputs=(stream.detach(), grid, sign, total))
+        copy = results[add.output].detach()
+        return *results, copy if copy.dtype == total.dtype else with_copy(total, copy)
 
     if add is not None:
         call_with_add.__name__ = call_with_add.__qualname__ = f"compiled_{number}_and_sum"

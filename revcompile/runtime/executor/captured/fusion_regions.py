@@ -70,7 +70,8 @@ class FusedAdd:
     output: int
     """Which of the region's outputs is the branch's result."""
     graph: fx.Graph
-    """The region with the add; the stream, the grid and a sign come after its own inputs."""
+    """The region with the add. After its own inputs come the stream, the grid, a sign, and what the
+    sum is written to."""
 
     @property
     def inputs(self) -> tuple[fx.Node, fx.Node]:
@@ -329,16 +330,28 @@ def _graph_with_add(region: FusionRegion, output: int) -> fx.Graph:
     assert isinstance(outputs, tuple)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_after(placeholders[len(region.inputs) - 1]):  # in reverse
+        total = graph.placeholder("total")
         sign = graph.placeholder("sign")
         grid = graph.placeholder("grid")
         stream = graph.placeholder("stream")
     results = list(outputs)
-    results[output] = graph.call_function(_add_on_grid, (results[output], stream, grid, sign))
+    results[output] = graph.call_function(
+        _add_on_grid, (results[output], stream, grid, sign, total)
+    )
     graph.output(tuple(results))
     return graph
 
 
-def _add_on_grid(addend: Tensor, stream: Tensor, grid: Tensor, sign: Tensor) -> Tensor:
-    """The stream plus or minus the addend; its gradient is the addend's own, with no sign."""
+def _add_on_grid(
+    addend: Tensor, stream: Tensor, grid: Tensor, sign: Tensor, total: Tensor
+) -> Tensor:
+    """The stream plus or minus the addend, in the addend's dtype.
+
+    Where that has fewer bits, the sum itself is written to `total`. The gradient of the result is
+    the addend's own, with no sign.
+    """
     value = addend.detach()
-    return (addend - value) + (stream + sign * ((value.float() + grid) - grid))
+    result = stream + sign * ((value.float() + grid) - grid)
+    if value.dtype != result.dtype:
+        total.copy_(result)
+    return (addend - value) + result.to(value.dtype)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from revcompile.ir.ops import as_read
-from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.executor.captured.found_inf import (
     found_inf,
     zero_if,
 )
-from revcompile.runtime.executor.captured.fusion import FusedOps, cast_leaf, fuse
+from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Average, Message
-from revcompile.runtime.stage.activations import taking_stored, widened
+from revcompile.runtime.stage.activations import taking_stored
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
 from revcompile.runtime.stage.stage import Programs, Stage
@@ -221,48 +218,9 @@ class CapturedStageExecutor(StageExecutor):
 
 
 def _fused_programs(stage: Stage, fused: FusedOps) -> Programs:
-    program = stage.program
-    backward = taking_stored(program, stage.activations.low)
-    forward, backward = fuse(program.forward, backward, stage.root, fused)
-    if stage.activations.are_read_in(stage.autocast):
-        is_read = [_is_read(node) for node in _kept(program, backward)]
-        _read_as_stored(backward)
-        _keep_as_read(forward, is_read)
+    program, stored = stage.program, stage.activations
+    backward = taking_stored(program, stored.low)
+    is_read_so = stored.are_read_in(stage.autocast)
+    forward, backward = fuse(program.forward, backward, stage.root, fused, is_read_so)
     name = f"stage {program.index}, compiled"
     return compile_graph(forward, f"{name}, forward"), compile_graph(backward, f"{name}, backward")
-
-
-def _kept(program: StageProgram, backward: fx.Graph) -> list[fx.Node]:
-    _, *given = backward.find_nodes(op="placeholder")
-    return given[: len(program.kept)]
-
-
-def _is_read(node: fx.Node) -> bool:
-    """Does backward take a stored value for nothing but layers that read it as it is stored?"""
-    computing = [user for user in node.users if user.op != "output"]
-    readers = [reader for user in computing for reader in user.users]
-    if any(user.target is not widened for user in computing):
-        return False
-    return bool(readers) and all(reader.target is cast_leaf for reader in readers)
-
-
-def _read_as_stored(backward: fx.Graph) -> None:
-    """Have layers read values as they are stored or were sent, not widened and rounded again."""
-    for value in backward.find_nodes(op="call_function", target=widened):
-        value.replace_all_uses_with(value.args[0], lambda user: user.target is cast_leaf)
-        if not value.users:
-            backward.erase_node(value)
-
-
-def _keep_as_read(forward: fx.Graph, is_read: Sequence[bool]) -> None:
-    """Have forward keep what its layers read, instead of rounding the same values twice."""
-    (output,) = forward.find_nodes(op="output")
-    outputs, kept = output.args[0]
-    kept = list(kept)
-    for place in itertools.compress(range(len(kept)), is_read):
-        with forward.inserting_after(kept[place]):
-            low = forward.call_function(as_read, (kept[place],))
-        kept[place].replace_all_uses_with(low, lambda user: user.name.startswith("compiled"))
-        kept[place] = low
-    output.args = ((outputs, tuple(kept)),)
-    forward.lint()
