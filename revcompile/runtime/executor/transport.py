@@ -27,6 +27,9 @@ class MessageKind(enum.Enum):
     TIED_WEIGHT = "tied weight"
     EVALUATE = "evaluate"
 
+    # As part of a route it is looked up for every message; `Enum` has a hash in Python.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class Packet:
@@ -38,6 +41,8 @@ class Packet:
     """Packets with the same object here have equal names and layouts: its `layout`."""
     unpack: Callable[[], Message]
     """The whole message, with views of the buffer."""
+    release: Callable[[], None] | None = None
+    """Says that nothing that comes later, here or on the device, reads the buffer."""
 
 
 @dataclass(frozen=True)
