@@ -43,6 +43,8 @@ _NO_TIMEOUT: Final = timedelta(days=365)
 _HEADER_BYTES: Final = 8 * HEADER
 _MOST_PACKETS: Final = 64
 """How many packets of one size are remembered to be used again."""
+_MOST_RELEASED: Final = 4
+"""How much memory, in messages, a channel between GPUs has to be received into again."""
 _WITHOUT_TENSORS: Final = Flag.VOID | Flag.END | Flag.ABORT
 
 
@@ -117,10 +119,15 @@ class Arrival:
 
 
 def _arrival(
-    header: Header, description: Description, memory: Tensor, device: torch.device, work: Any = None
+    header: Header,
+    description: Description,
+    memory: Tensor,
+    device: torch.device,
+    work: Any = None,
+    release: Callable[[], None] | None = None,
 ) -> Arrival:
     unpack = partial(description.message, header, memory, device)
-    message = header.message(packet=Packet(memory, description, unpack))
+    message = header.message(packet=Packet(memory, description, unpack, release))
     return Arrival(header.kind, message, work, memory)
 
 
@@ -281,15 +288,22 @@ class DeviceSending:
     """A message that a thread sends over NCCL, after what the device was given to do before it.
 
     Args:
+        computed: An event that is free to be recorded here.
         wait: Waits until `notify` is called, or raises if a rank is gone.
     """
 
     def __init__(
-        self, channel: Channel, memory: Tensor, notify: Callable[[], None], wait: Wait
+        self,
+        channel: Channel,
+        memory: Tensor,
+        computed: torch.cuda.Event,
+        notify: Callable[[], None],
+        wait: Wait,
     ) -> None:
         self._channel, self._memory = channel, memory
         self._notify, self._wait = notify, wait
-        self._computed = current_stream(memory).record_event()
+        self._computed = computed
+        computed.record(current_stream(memory))
         self._work: Any = None
         self._is_awaited = False
 
@@ -324,6 +338,8 @@ class DeviceSender:
         self._channel, self._notify, self._wait = channel, notify, wait
         self._unfinished: deque[tuple[Any, Tensor]] = deque()
         """Sends with their memory, which must not be freed meanwhile."""
+        self._events: list[torch.cuda.Event] = []
+        """Those that nobody is going to wait for."""
 
     def packets(self, outbound: Outbound) -> tuple[Packets, DeviceSending | None]:
         """What to send over gloo, after the send of the tensors is enqueued."""
@@ -334,10 +350,12 @@ class DeviceSender:
             size = outbound.packing.size
             memory = torch.empty(size, dtype=torch.uint8, device=self._channel.device)
             outbound.write(memory)
-        sending = DeviceSending(self._channel, memory, self._notify, self._wait)
+        computed = self._events.pop() if self._events else torch.cuda.Event()
+        sending = DeviceSending(self._channel, memory, computed, self._notify, self._wait)
 
         def enqueue() -> list[Tensor]:
             self._unfinished.append((sending.enqueue(), memory))
+            self._events.append(computed)
             while self._unfinished and self._unfinished[0][0].is_completed():
                 self._unfinished.popleft()
             return outbound.described()
@@ -346,10 +364,16 @@ class DeviceSender:
 
 
 class DeviceReceiver:
-    """The receiving end of a channel between two GPUs."""
+    """The receiving end of a channel between two GPUs.
+
+    Memory that captured steps have copied to their static buffers is received into again. So it
+    does not matter how many steps the host is ahead of the device.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._released: deque[tuple[Tensor, torch.cuda.Event]] = deque(maxlen=_MOST_RELEASED)
+        """Memory, and when it may be written to."""
 
     def post(self) -> None:
         """Receives are posted when they are waited for."""
@@ -363,6 +387,21 @@ class DeviceReceiver:
     def arrival(self, header: Header, description: Description) -> Arrival:
         """The message of a header; its tensors are still being received."""
         device, size = self._channel.device, description.packing.size
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        memory, free = self._take(size)
         work = self._channel.exchange(memory, sends=False) if size else None
-        return _arrival(header, description, memory, device, work)
+        release = partial(self._release, memory, free) if size else None
+        return _arrival(header, description, memory, device, work, release)
+
+    def _take(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Memory of so many bytes, and the event that says when it is free."""
+        while self._released:
+            memory, free = self._released.popleft()
+            if len(memory) == size:
+                current_stream(memory).wait_event(free)
+                return memory, free
+        memory = torch.empty(size, dtype=torch.uint8, device=self._channel.device)
+        return memory, torch.cuda.Event()
+
+    def _release(self, memory: Tensor, free: torch.cuda.Event) -> None:
+        free.record(current_stream(memory))
+        self._released.append((memory, free))

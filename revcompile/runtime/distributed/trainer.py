@@ -151,6 +151,8 @@ class DistributedTrainer(Trainer):
         self.runner = GraphRunner(settings.backend, self.executors, self.loss_head, self.schedule)
         self._given: tuple[Any, Any] = None, None
         """What this rank's step was called with, while its forward passes run."""
+        self._captured_samples: int | None = None
+        """Samples of the last micro-batch, if its step was captured."""
         _open.append(self.transport)
 
     def everyone(self, value: Any) -> Sequence[Any]:
@@ -182,15 +184,16 @@ class DistributedTrainer(Trainer):
         if self.is_first and not self.is_last:
             fingerprint = Fingerprint.of(inputs, target, microbatch)
         with self._stop_on_error():
-            if not self._captured_step(values, fingerprint, problem is None):
+            is_captured = self._captured_step(values, fingerprint, problem is None)
+            if not is_captured:
                 self._eager_step(values, fingerprint)
         self._given = None, None
         self.loss_head.targets.pop(microbatch, None)
         self.transport.completed = microbatch
-        if values is not None:
-            samples = self.binder.count_samples(values)
-        else:
-            samples = self._count_output_samples(microbatch)
+        samples = self._captured_samples
+        if not is_captured or samples is None or self.runner.alike == 1:
+            samples = self._count_samples(values, microbatch)
+        self._captured_samples = samples if is_captured else None
         return self._report(self._with_reported_loss(self._metrics(microbatch, samples)))
 
     def _eager_step(self, values: dict[str, Any] | None, fingerprint: Fingerprint | None) -> None:
@@ -254,8 +257,10 @@ class DistributedTrainer(Trainer):
         first, last = map(self.ranks.named, (self.ranks.owner(0), self.ranks.rank))
         return mixed_up(where, what, first, last)
 
-    def _count_output_samples(self, microbatch: int) -> int:
-        """Samples of a micro-batch on the rank of the last stage; 0 on others."""
+    def _count_samples(self, values: dict[str, Any] | None, microbatch: int) -> int:
+        """Samples of a micro-batch on the ranks of the first and the last stage; 0 on others."""
+        if values is not None:
+            return self.binder.count_samples(values)
         if microbatch not in self.loss_head.outputs:
             return 0
         leaves = pytree.tree_leaves(self.loss_head.outputs[microbatch])

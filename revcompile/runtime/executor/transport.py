@@ -28,6 +28,9 @@ class MessageKind(enum.Enum):
     TIED_WEIGHT = "tied weight"
     EVALUATE = "evaluate"
 
+    # As part of a route it is looked up for every message; `Enum` has a hash in Python.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class Packet:
@@ -39,6 +42,8 @@ class Packet:
     """Packets with the same object here have equal names and layouts: its `layout`."""
     unpack: Callable[[], Message]
     """The whole message, with views of the buffer."""
+    release: Callable[[], None] | None = None
+    """Says that nothing that comes later, here or on the device, reads the buffer."""
 
 
 @dataclass(frozen=True)

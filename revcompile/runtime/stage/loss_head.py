@@ -56,6 +56,8 @@ class LossHead:
         self.targets: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
+        self.total: Tensor | None = None
+        """The sum of the losses that steps have reported, on the device."""
         self.check_finite = True
         self.scale: float | Tensor | None = None
         """Factor of the last loss."""
@@ -100,6 +102,15 @@ class LossHead:
         self.losses[microbatch] = loss.detach()
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
         return dict(zip(inputs, grads, strict=True))
+
+    def add(self, loss: Tensor) -> None:
+        """Add the loss of a step to the sum.
+
+        In place: steady steps allocate nothing, keep no loss alive and do not wait for one.
+        """
+        if self.total is None:
+            self.total = torch.zeros((), dtype=widest_dtype(loss.device), device=loss.device)
+        self.total.add_(loss.detach())
 
     def assembled(self, outputs: Mapping[str, Any]) -> Any:
         """The model's return value from the last stage's outputs."""

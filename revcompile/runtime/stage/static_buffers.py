@@ -10,7 +10,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.runtime.stage.tensors import aligned
 
+Item = TypeVar("Item")
 Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
 """For each tensor of a buffer: offset in bytes, dtype, shape and strides.
 
@@ -141,21 +142,6 @@ def move(tensors: Iterable[Tensor]) -> None:
             tensor.data = tensor.data.clone()
 
 
-def pooled_copy(pool: BufferPool, tree: Any) -> Any:
-    """A copy of nested values in buffers of a pool: no memory is allocated in the long run."""
-
-    def buffer(leaf: Tensor) -> Tensor:
-        kind = leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-        return pool.take(kind, lambda: _empty_like(leaf))
-
-    flat = Flat.of(tree)
-    copies = [buffer(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
-    copy_tensors(
-        [(a, b) for a, b in zip(copies, flat.leaves, strict=True) if isinstance(a, Tensor)]
-    )
-    return flat.with_leaves(copies).value
-
-
 # -- tensors ---------------------------------------------------------------------------------------
 
 
@@ -258,11 +244,8 @@ class BufferPool:
     def take(self, kind: Hashable, allocate: Callable[[], Tensor]) -> Tensor:
         """A view of a free buffer of this kind; without one, of what `allocate` returns."""
         buffers = self._buffers.setdefault(kind, deque(maxlen=self._limit))
-        for _ in range(min(len(buffers), _MOST_LOOKED_AT)):
-            buffers.rotate(-1)
-            if _references(buffer := buffers[-1]) <= _references_of_unshared():
-                break
-        else:
+        buffer = _first_free(buffers, lambda each: _references(each) <= _references_of_unshared())
+        if buffer is None:
             buffer = allocate()
             self.allocations += 1
             buffers.append(buffer)
@@ -271,6 +254,44 @@ class BufferPool:
     def clear(self) -> None:
         """Forget all buffers; those in use live on with their users."""
         self._buffers.clear()
+
+
+class CopyPool:
+    """Copies of static buffers to give away, whose memory is used again as a `BufferPool`'s is.
+
+    All tensors of a copy are copied at once, and only views of them are made anew.
+
+    >>> pool, buffers = CopyPool(), StaticBuffers([torch.ones(2), torch.zeros(3)])
+    >>> (first, _), (second, _) = pool.copy(buffers), pool.copy(buffers)
+    >>> address = first.data_ptr()
+    >>> address == second.data_ptr()
+    False
+    >>> del first
+    >>> pool.copy(buffers)[0].data_ptr() == address
+    True
+    """
+
+    def __init__(self) -> None:
+        self._copies: deque[tuple[StaticBuffers, int]] = deque()
+        """With the number of references to the memory of each while nobody else has any."""
+
+    def copy(self, buffers: StaticBuffers) -> list[Any]:
+        """The leaves of a copy; all buffers that are given have the same form."""
+        free = _first_free(self._copies, lambda each: _references(each[0].memory) <= each[1])
+        copy = StaticBuffers(buffers) if free is None else free[0]
+        if free is None and copy.layout:  # else the tensors are on several devices
+            self._copies.append((copy, _references(copy.memory)))
+        copy.copy_(buffers)
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in copy.leaves]
+
+
+def _first_free(pool: deque[Item], is_free: Callable[[Item], bool]) -> Item | None:
+    """One that is free, of those that were given out or looked at longest ago; it comes last."""
+    for _ in range(min(len(pool), _MOST_LOOKED_AT)):
+        pool.rotate(-1)
+        if is_free(pool[-1]):
+            return pool[-1]
+    return None
 
 
 def _references(tensor: Tensor) -> int:

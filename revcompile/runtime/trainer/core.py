@@ -15,10 +15,9 @@ from typing import Any, ClassVar, Final, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from revcompile.errors import InputError, TrainerStoppedError
-from revcompile.kernels.autocast import widest_dtype
 from revcompile.runtime.checkpoint.training import until_signal
 from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
@@ -113,9 +112,8 @@ class Trainer(TrainerState, ABC):
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
-        self._loss_sum: Tensor | None = None
         self._losses = 0
-        """How many losses of steps are in the sum, since `mean_loss` was called last."""
+        """How many losses of steps are in `loss_head.total`, since `mean_loss` was called last."""
         self.memory_plan: Any = None
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
@@ -289,9 +287,11 @@ class Trainer(TrainerState, ABC):
 
         It is not part of a checkpoint: after `load` the mean begins anew.
         """
-        own = 0.0 if self._loss_sum is None else float(self._loss_sum)
-        sums = self.everyone([own, self._losses])
-        self._loss_sum, self._losses = None, 0
+        total = self.loss_head.total
+        sums = self.everyone([0.0 if total is None else float(total), self._losses])
+        self._losses = 0
+        if total is not None:
+            total.zero_()
         count = sum(steps for _, steps in sums)
         return float(sum(total for total, _ in sums) / count) if count else float("nan")
 
@@ -314,11 +314,8 @@ class Trainer(TrainerState, ABC):
         elapsed = max(time.perf_counter() - self._started, 1e-9)
         loss = self.loss_head.losses.pop(microbatch, None)
         if loss is not None:
-            # In place: steady steps allocate nothing, keep no loss alive and do not wait for one.
-            if self._loss_sum is None:
-                dtype = widest_dtype(loss.device)
-                self._loss_sum = torch.zeros((), dtype=dtype, device=loss.device)
-            self._loss_sum.add_(loss.detach())
+            if not self.runner.is_active:  # captured steps add theirs themselves
+                self.loss_head.add(loss)
             self._losses += 1
         scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]
         return Metrics(

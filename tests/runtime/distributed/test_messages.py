@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
+from revcompile.runtime.distributed import p2p
 from revcompile.runtime.distributed.message_format import (
     Describer,
     Description,
@@ -22,13 +23,15 @@ from revcompile.runtime.distributed.message_format import (
 )
 from revcompile.runtime.distributed.p2p import (
     Arrival,
+    DeviceReceiver,
     DeviceSending,
     Outbound,
     PacketReceiver,
     PacketSender,
 )
 from revcompile.runtime.distributed.rank_weights import _as_bytes, _with_values
-from revcompile.runtime.executor.transport import Message, MessageKind
+from revcompile.runtime.executor.captured.boundary import StaticMessage
+from revcompile.runtime.executor.transport import Message, MessageKind, Packet
 
 CPU: Final = torch.device("cpu")
 
@@ -197,12 +200,9 @@ def test_whoever_reads_a_message_waits_for_it_once(monkeypatch: pytest.MonkeyPat
         def record_stream(self, stream: Stream) -> None:
             calls.append(f"used by {stream.stream_id}")
 
-        def get_device(self) -> int:
-            return 0
-
     arrival = Arrival(MessageKind.X, Message(0), Stub(), cast(Any, Stub()))
     for number in (0, 0, 7):
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, n=number: Stream(n))
+        monkeypatch.setattr(p2p, "current_stream", lambda _, n=number: Stream(n))
         arrival.ready()
     assert calls == ["wait", "used by 0", "wait", "used by 7"]
 
@@ -214,12 +214,11 @@ def test_a_message_is_sent_after_what_computes_it(monkeypatch: pytest.MonkeyPatc
     class Stub:
         device, target = CPU, 1
 
-        def record_event(self) -> str:
+        def record(self, stream: Stub) -> None:
             calls.append("computed")
-            return "event"
 
-        def wait_event(self, event: str) -> None:
-            calls.append(f"after {event}")
+        def wait_event(self, event: Stub) -> None:
+            calls.append("after that")
 
         def exchange(self, memory: torch.Tensor, sends: bool) -> Stub:
             calls.append("send")
@@ -232,12 +231,54 @@ def test_a_message_is_sent_after_what_computes_it(monkeypatch: pytest.MonkeyPatc
         assert "to stage 1" in what
         sending.enqueue()
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stub())
-    memory = torch.zeros(2)
-    sending = DeviceSending(cast(Any, Stub()), memory, lambda: calls.append("notify"), thread)
+    monkeypatch.setattr(p2p, "current_stream", lambda *_: Stub())
+    stub, memory = cast(Any, Stub()), torch.zeros(2)
+    sending = DeviceSending(stub, memory, stub, lambda: calls.append("notify"), thread)
     sending.wait()
     sending.wait()
-    assert calls == ["computed", "after event", "send", "notify", "wait", "wait"]
+    assert calls == ["computed", "after that", "send", "notify", "wait", "wait"]
+
+
+def test_memory_that_was_copied_from_is_received_into_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the device after the copy; memory of another size is not."""
+    calls: list[str] = []
+
+    class Stub:
+        device = CPU
+
+        def record(self, stream: Stub) -> None:
+            calls.append("copied")
+
+        def wait_event(self, event: Stub) -> None:
+            calls.append("after that")
+
+        def exchange(self, memory: torch.Tensor, sends: bool) -> None:
+            calls.append("receive")
+
+    monkeypatch.setattr(p2p, "current_stream", lambda *_: Stub())
+    monkeypatch.setattr(torch.cuda, "Event", Stub)
+    receiver = DeviceReceiver(cast(Any, Stub()))
+
+    def arrived(size: int) -> Packet:
+        description = Description(describe(Message(0, {"x": torch.zeros(size)}), CPU)[0])
+        packet = receiver.arrival(Header(MessageKind.X, 0), description).message.packet
+        assert packet is not None and packet.release is not None
+        return packet
+
+    first, second = arrived(3), arrived(3)
+    assert first.memory.data_ptr() != second.memory.data_ptr()
+    StaticMessage(Message(0, {"x": torch.zeros(3)})).copy_if_alike(Message(0, packet=first))
+    assert arrived(3).memory is first.memory
+    assert second.release is not None
+    second.release()
+    assert arrived(500).memory is not second.memory
+    assert arrived(3).memory is not second.memory
+    assert calls == ["receive"] * 2 + ["copied", "after that"] + ["receive", "copied"] + [
+        "receive",
+        "receive",
+    ]
 
 
 def test_plain_values_arrive_as_they_were() -> None:

@@ -43,10 +43,7 @@ from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.loss_scale import LossScale
-from revcompile.runtime.stage.static_buffers import (
-    BufferPool,
-    pooled_copy,
-)
+from revcompile.runtime.stage.static_buffers import BufferPool, CopyPool, StaticBuffers
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 
@@ -323,6 +320,22 @@ def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
     trainer.flush()
     assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
     assert not same(before, weights(net))
+
+
+def test_bad_batches_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the host reads the flags of several steps at once."""
+    monkeypatch.setattr(static_state, "_steps_at_once", lambda _: 3)
+    net, trainer = made("static")
+    reported, bad = dict[int | None, int](), (FULL + 2, FULL + 3, FULL + 8)
+    for index, (x, y) in enumerate([*even(FULL + 11), odd()]):
+        try:
+            trainer.step(x * torch.inf if index in bad else x, y)
+        except NonFiniteError as error:
+            reported[error.microbatch] = index
+    assert tuple(reported) == bad
+    assert all(microbatch <= step < microbatch + 6 for microbatch, step in reported.items())
+    assert len(set(reported.values())) == 3
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
 
 
 def test_settings_that_change_are_noticed() -> None:
@@ -609,17 +622,22 @@ def test_every_captured_section_can_be_replayed_for_its_time() -> None:
     assert calls == ["a", "a", "b", "b"]
 
 
-def test_buffers_of_copies_are_used_again_only_when_nobody_refers_to_them() -> None:
-    pool = BufferPool()
-    first = pooled_copy(pool, torch.ones(3))
+def test_memory_of_copies_is_used_again_only_when_nobody_refers_to_it() -> None:
+    value = torch.ones(3), None, {"x": torch.ones(2, 2).T}
+    pool, buffers = CopyPool(), StaticBuffers(value)
+    buffers.copy_(value)
+    first, none, other = pool.copy(buffers)
+    assert none is None and first.tolist() == [1.0] * 3 and other.tolist() == [[1.0] * 2] * 2
     part = first[:1]
-    second = pooled_copy(pool, torch.zeros(3))
+    second = pool.copy(buffers)[0]
     assert first.data_ptr() != second.data_ptr()
     address = first.data_ptr()
     del first
-    assert pooled_copy(pool, torch.zeros(3)).data_ptr() != address
+    assert pool.copy(buffers)[0].data_ptr() != address
     del part
-    assert pooled_copy(pool, torch.zeros(3)).data_ptr() == address
+    assert pool.copy(buffers)[0].data_ptr() != address  # of `other`, too
+    del other
+    assert pool.copy(buffers)[0].data_ptr() == address
 
 
 def test_a_pool_with_a_limit_forgets_the_oldest_buffers() -> None:

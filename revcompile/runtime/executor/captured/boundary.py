@@ -64,6 +64,10 @@ def _unpacked(message: Message) -> Message:
     return message if message.packet is None else message.packet.unpack()
 
 
+def _awaited(route: Route) -> str:
+    return f"stage {route[1]} for {route[2].value} from stage {route[0]}"
+
+
 class StaticMessage:
     """Static buffers for a message from another rank."""
 
@@ -91,6 +95,8 @@ class StaticMessage:
             packet = message.packet
             if packet is not None and packet.form is self._form:
                 self.buffers.memory.copy_(packet.memory)
+                if packet.release is not None:
+                    packet.release()
             else:
                 self.buffers.copy_(self._payload(message))
         elif not any(_unpacked(message).parts):  # no gradients: all micro-batches were left out
@@ -131,7 +137,7 @@ class Boundary:
 
     @property
     def is_split(self) -> bool:
-        """Do messages come and go between the forward and the backward passes?"""
+        """Do messages come from other ranks, and go to them?"""
         return self.has_previous or self.has_next
 
     def clear(self) -> None:
@@ -220,12 +226,15 @@ class Boundary:
     def receive(self, transport: Transport, due: Mapping[Route, int]) -> None:
         """Copy messages to their static buffers, as soon as they have come."""
         for route, number in due.items():
-            where = f"stage {route[1]} for {route[2].value} from stage {route[0]}"
-            message = next_message(transport, route, where, packed=True)
+            message = transport.receive(route, packed=True)
+            if message is None:
+                message = next_message(transport, route, _awaited(route), packed=True)
             if message.index != number:
-                raise VerificationError(f"{where}: expected that of {number}, got {message.index}")
+                raise VerificationError(
+                    f"{_awaited(route)}: expected that of {number}, got {message.index}"
+                )
             if not self._incoming[route].copy_if_alike(message):
-                raise VerificationError(f"{where}: it has another form than those before")
+                raise VerificationError(f"{_awaited(route)}: it has another form than those before")
 
     def queues(self, due: Mapping[Route, int]) -> dict[Route, deque[Message]]:
         """The same messages, in their static buffers."""

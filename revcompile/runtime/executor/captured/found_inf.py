@@ -135,25 +135,40 @@ def _flat(buffers: Sequence[Tensor]) -> Tensor:
 class NonFiniteReports:
     """Flags on their way from the device to the host, and the errors they amount to.
 
+    Each step writes a row of flags on the device. Once all rows are written, one copy takes them to
+    the host, which looks at them when they have arrived. It waits for those of the time before: so
+    the device is never behind by more than the steps of two copies.
+
     Args:
         stages: Those in this process; others report their own.
-        most: How many steps may be unread before the host waits for the first of them.
         advice: To add to every error.
     """
 
-    def __init__(self, stages: Sequence[int], most: int = 8, advice: str = "") -> None:
-        self._stages, self._most, self._advice = stages, most, advice
-        self._pending: deque[tuple[Tensor, torch.cuda.Event | None, Mapping[int, int]]] = deque()
+    def __init__(self, stages: Sequence[int], advice: str = "") -> None:
+        self._stages, self._advice = stages, advice
+        self._steps: list[tuple[int, Mapping[int, int]]] = []
+        """Of steps whose flags are on the device: the row, and each stage's micro-batch."""
+        self._copied: deque[tuple[Tensor, torch.cuda.Event | None, list[Any]]] = deque()
+        self._arrived: deque[tuple[list[float], Mapping[int, int]]] = deque()
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._reported: set[int] = set()
 
-    def submit(self, flags: Tensor, microbatches: Mapping[int, int]) -> None:
-        """Copy the flags of a step to the host, without waiting.
+    def stepped(self, flags: Tensor, row: int, microbatches: Mapping[int, int]) -> None:
+        """After a step, which has written its flags to a row.
 
         Args:
-            flags: One for each stage, in the order of `microbatches`.
+            flags: In each row one for each stage, in the order of `microbatches`.
             microbatches: The micro-batch of each stage's backward pass.
         """
+        self._steps.append((row, microbatches))
+        if len(self._steps) == len(flags):
+            self._collect(wait=True)
+            self.submit(flags)
+
+    def submit(self, flags: Tensor) -> None:
+        """Copy the flags of the last steps to the host, without waiting."""
+        if not self._steps:
+            return
         if not self._free:
             host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
             # blocking: whoever waits for it leaves the processor to others
@@ -162,21 +177,32 @@ class NonFiniteReports:
         host.copy_(flags, non_blocking=True)
         if event is not None:
             event.record(current_stream(flags))
-        self._pending.append((host, event, microbatches))
+        self._copied.append((host, event, self._steps))
+        self._steps = []
 
     def collect(self, wait: bool = False) -> list[NonFiniteError]:
-        """An error for every bad micro-batch that has become known since the last call."""
-        errors = []
-        while self._pending:
-            host, event, microbatches = self._pending[0]
-            if event is not None and not event.query():
-                if not wait and len(self._pending) < self._most:
-                    break
-                event.synchronize()
-            self._pending.popleft()
-            self._free.append((host, event))
-            errors += self._errors(host.tolist(), microbatches)
+        """Errors of bad micro-batches that have become known: those of one step at a time.
+
+        Args:
+            wait: For all flags that were submitted; those of all steps then.
+        """
+        self._collect(wait)
+        errors: list[NonFiniteError] = []
+        while self._arrived and (wait or not errors):
+            errors += self._errors(*self._arrived.popleft())
         return errors
+
+    def _collect(self, wait: bool) -> None:
+        while self._copied:
+            host, event, steps = self._copied[0]
+            if event is not None and not event.query():
+                if not wait:
+                    return
+                event.synchronize()
+            self._copied.popleft()
+            self._free.append((host, event))
+            rows = host.tolist()
+            self._arrived += [(rows[row], microbatches) for row, microbatches in steps]
 
     def _errors(self, flags: list[float], microbatches: Mapping[int, int]) -> list[NonFiniteError]:
         """One for each micro-batch, from the last stage that has flagged it: there it began."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.utils import _pytree as pytree
 
 from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
@@ -32,7 +33,7 @@ from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_state import StaticState
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Route, Transport
-from revcompile.runtime.stage.static_buffers import StaticBuffers, pooled_copy
+from revcompile.runtime.stage.static_buffers import StaticBuffers
 from revcompile.runtime.stage.weights import version
 from revcompile.schedule import Action, Schedule
 
@@ -87,11 +88,11 @@ class StaticPipeline(StaticState):
         self._inputs.copy_(batch.local)
         self._boundary.receive(transport, before_forward)
         planned[0]()
-        if self._boundary.is_split:
+        if self._boundary.has_next:
             self._boundary.send_y(transport, entering, fingerprint)
             self._boundary.receive(transport, before_backward)
             planned[1]()
-            self._boundary.send_dx(transport, due[self._boundary.first])
+        self._boundary.send_dx(transport, due[self._boundary.first])
         if updating:
             for executor in updating:
                 assert executor.average is not None
@@ -109,11 +110,13 @@ class StaticPipeline(StaticState):
             if accumulated[stage] + 1 == self._accumulate:
                 executor.updater.advance()
         if self._has_flags:
-            after = {self._boundary.last + 1: due[self._boundary.last]}
-            self._reports.submit(self._flags, due | (after if self._boundary.has_next else {}))
-        if self._result is not None:
-            head, result = self._trainers_head, pooled_copy(self._results, self._result)
-            head.losses[entering], head.outputs[entering], head.scale = result
+            if self._boundary.has_next:
+                due[self._boundary.last + 1] = due[self._boundary.last]
+            self._reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
+        if self._result is not None and self._output_spec is not None:
+            head = self._trainers_head
+            head.losses[entering], head.scale, *output = self._results.copy(self._result)
+            head.outputs[entering] = self._output_spec.unflatten(output)
 
     def _follow_host(self) -> None:
         """Copy weights and learning rates again that were written to since the last step."""
@@ -156,7 +159,7 @@ class StaticPipeline(StaticState):
 
         def backward() -> None:
             with self._cudnn_benchmark():
-                if self._streams is not None and self._boundary.is_split:
+                if self._streams is not None and self._boundary.has_next:
                     self._streams.after_all_forward(self._stages)
                 self._load_executors(schedule, due)
                 self._transport.queues |= self._boundary.queues(before_backward)
@@ -180,7 +183,7 @@ class StaticPipeline(StaticState):
             self._scheduler.finish(rest)
             self._store_results(entering)
 
-        sections = [forward, backward] if self._boundary.is_split else [both]
+        sections = [forward, backward] if self._boundary.has_next else [both]
         return [*sections, update] if updating else sections
 
     def failures(self, wait: bool = False) -> list[NonFiniteError]:
@@ -233,17 +236,22 @@ class StaticPipeline(StaticState):
 
     def _store_results(self, entering: int) -> None:
         """Copy what outlives the step to static buffers, and clear the executors."""
+        if self._has_flags:
+            torch.cat(self._current_flags(), out=self._flags)
+            self._flag_rows.index_copy_(0, self._ends[0, -1:], self._flags.unsqueeze(0))
         torch.remainder(self._ends + 1, self._slot_counts, out=self._ends)
         for index, executor in self._by_stage.items():
             if gradients := executor.stage.gradients:
                 self._gradient_buffers(index, gradients).copy_(gradients)
         if self._is_last:
             head = self._loss_head
-            result = head.losses[entering], head.outputs[entering], head.scale
+            loss, output = head.losses[entering], head.outputs[entering]
+            result = loss, head.scale, output
             if self._result is None:
                 self._result = StaticBuffers(result)
+                self._output_spec = pytree.tree_structure(output)
             self._result.copy_(result)
-        self._flags.copy_(self._current_flags())
+            self._trainers_head.add(loss)
         self._counts.copy_(torch.stack([executor.count for executor in self.executors]))
         self._clear_executors()
 

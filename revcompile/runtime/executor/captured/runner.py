@@ -121,7 +121,9 @@ class GraphRunner:
         self._pipeline: StaticPipeline | None = None
         self._last_batch: Flat | None = None
         """Structure, shapes and types of the last micro-batch, on the meta device."""
-        self._alike = self._changes = self._failures = 0
+        self.alike = 0
+        """How many micro-batches of this form have entered, one after the other."""
+        self._changes = self._failures = 0
         self._has_warned_of_hooks = False
         self.is_on = self._backend is not Backend.EAGER
         """Will steps be captured once the pipeline is full?"""
@@ -211,7 +213,7 @@ class GraphRunner:
             if not pipeline.is_active:
                 last = self._last_batch
                 is_like_last = last is not None and last.is_alike(inputs.all)
-                alike = self._alike if is_like_last else 0
+                alike = self.alike if is_like_last else 0
                 is_same = False
                 if not allowed or not pipeline.enter(schedule, transport, inputs, alike):
                     return False
@@ -224,7 +226,7 @@ class GraphRunner:
                 self._give_up(str(error))
             return False
         if is_same:  # as the last one: `accepts`
-            self._alike += 1
+            self.alike += 1
         else:
             self.observe(batch)
         return True
@@ -249,8 +251,8 @@ class GraphRunner:
             values = StepInputs(*batch).all
             if self._last_batch is None or not self._last_batch.is_alike(values):
                 self._last_batch = Flat.of(empty_on(torch.device("meta"), values.value))
-                self._alike = 0
-            self._alike += 1
+                self.alike = 0
+            self.alike += 1
 
     def leave(self, schedule: Schedule, transport: Transport) -> None:
         """Hand what is in flight back to the executors."""
@@ -259,7 +261,7 @@ class GraphRunner:
 
     def clear(self) -> None:
         """Forget captured steps: parameters, optimizers or what is in flight have been replaced."""
-        self._last_batch, self._alike = None, 0
+        self._last_batch, self.alike = None, 0
         if self._pipeline is not None:
             self._pipeline.clear()
 

@@ -36,7 +36,7 @@ from revcompile.runtime.executor.transport import (
 from revcompile.runtime.reversible.overlap import SMALL
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.static_buffers import (
-    BufferPool,
+    CopyPool,
     RingBuffer,
     StaticBuffers,
     empty_on,
@@ -93,10 +93,12 @@ class StaticState:
         self._period = math.lcm(2 if is_even else 1, *counts)
         device = executors[0].stage._device()
         self._ring_stages = [executor.stage for executor in executors if executor.stage.slots]
-        counts = [stage.slots for stage in self._ring_stages]
+        self._row_count = _steps_at_once(device)
+        counts = [*(stage.slots for stage in self._ring_stages), self._row_count]
         self._slot_counts = torch.tensor(counts, dtype=torch.int64, device=device)
         self._ends = torch.zeros(2, len(counts), dtype=torch.int64, device=device)
-        """For each ring: the slots of the newest and of the oldest micro-batch of the next step."""
+        """For each ring: the slots of the newest and of the oldest micro-batch of the next step.
+        The last ring is that of flags that the host has not seen."""
         # Stages that share parameters exchange them in the order of one stream.
         uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
         self._streams = StepStreams(device, count - 1) if uses_streams else None
@@ -123,10 +125,7 @@ class StaticState:
         self._versions: list[int] | None = None
         """Of these, in the last step."""
         self._statistics = RunningStatistics([e.stage.statistics() for e in self.executors])
-        # Messages of steps that the device has not come to yet take memory: few on several ranks.
-        advice = loss_head.overflow_advice
-        self._reports = NonFiniteReports(self._stages, 8 if is_alone else 2, advice)
-        self._results = BufferPool()
+        self._reports = NonFiniteReports(self._stages, loss_head.overflow_advice)
         self.is_replaying = False
         self.is_active = False
         """Is what is in flight here, and not with the executors that perform single actions?"""
@@ -136,20 +135,25 @@ class StaticState:
         self._inputs: StaticBuffers | None = None
         self._gradients: dict[int, StaticBuffers] = {}
         self._result: StaticBuffers | None = None
+        """Loss, loss scale and output of the last step."""
+        self._output_spec: pytree.TreeSpec | None = None
+        self._results = CopyPool()
         self._boundary.clear()
-        self._flags = self._current_flags()
+        self._flags = torch.cat(self._current_flags())
+        self._flag_rows = self._flags.new_zeros(self._row_count, len(self._flags))
+        """Those of the last steps."""
         self._counts = torch.stack([executor.count for executor in self.executors])
         self._settings: FixedSettings | None = None
         self._transport.clear()
 
-    def _current_flags(self) -> Tensor:
+    def _current_flags(self) -> list[Tensor]:
         """Of each stage's last backward pass, and that of the message from the next rank."""
         flags = [executor.flag for executor in self.executors]
         if self._boundary.flag is not None:
             flags.append(self._boundary.flag)
         elif self._boundary.has_next:
             flags.append(torch.zeros_like(flags[0]))
-        return torch.cat(flags)
+        return flags
 
     # -- entering and leaving -----------------------------------------------------------------
 
@@ -368,6 +372,7 @@ class StaticState:
             indices = self._waiting_indices(schedule, route)
             for message in self._transport.waiting(route, indices):
                 transport.send(route, message.resolved())
+        self._reports.submit(self._flag_rows)
         self.is_active = False
 
     def _waiting_indices(self, schedule: Schedule, route: Route) -> Sequence[int]:
@@ -398,6 +403,14 @@ class StaticState:
     def is_outdated(self) -> bool:
         """Has something changed since `enter` that captured steps hold fixed?"""
         return self._settings is not None and self._settings.have_changed()
+
+
+def _steps_at_once(device: torch.device) -> int:
+    """Of how many steps the host reads the flags by one copy.
+
+    On a GPU to copy them, and to wait for the copy, takes it about as long as to launch a step.
+    """
+    return 4 if device.type == "cuda" else 1
 
 
 def missing_memory(messages: Messages, snapshots: int, device: torch.device) -> str | None:
