@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.types import Live, Rewired, TensorType
+from revcompile.kernels.autocast import widest_dtype
 from revcompile.kernels.fixed_point import STAGE_RANGE
 
 Loss = Callable[[Any, Any], Tensor]
