@@ -195,18 +195,17 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
 def _transformer_muon(seeds: int, epochs: int) -> Iterator[Experiment]:
     """The same with matrices by Muon: backprop, and the weights that backward may use."""
     for seed, rate in itertools.product(range(seeds), (0.01, 0.005)):
-        for method, weights, policy in (
-            ("backprop", None, "paper"),
-            ("petra", "latest", "paper"),
-            ("petra", "stashed", "paper"),
-            ("petra", "rewound", "paper"),
-            ("petra", "predicted", "paper"),
-            ("petra", "stashed", "pretrained"),
-            ("backprop", None, "pretrained"),
+        for method, weights, policy, start in (
+            ("backprop", None, "paper", 0),
+            ("petra", "latest", "paper", 0),
+            ("petra", "stashed", "paper", 0),
+            ("petra", "rewound", "paper", 0),
+            ("petra", "rewound", "paper", 1),
+            ("petra", "predicted", "paper", 0),
+            ("petra", "stashed", "pretrained", 0),
+            ("backprop", None, "pretrained", 0),
         ):
-            is_backprop = (
-                method == "backprop"
-            )  # there an update of four micro-batches is one of 256
+            is_backprop = method == "backprop"  # an update of four micro-batches is one of 256
             yield Experiment(
                 method,
                 accumulate=1 if is_backprop else 4,
@@ -221,6 +220,7 @@ def _transformer_muon(seeds: int, epochs: int) -> Iterator[Experiment]:
                 weight_decay=0.05,
                 weights=weights,
                 policy=policy,
+                synchronous=start,
             )
 
 
