@@ -170,7 +170,7 @@ class Schedule:
 
     def advance(self) -> None:
         """As `inject`, without the actions, for a full pipeline that never drains."""
-        for at in self._progress:
+        for at in self._progress if self.ties else ():
             at.arriving.clear()
         for stage, at in enumerate(self._progress):
             at.outstanding.append(self.injected)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,8 +131,7 @@ def _arrival(
     return Arrival(header.kind, message, work, memory)
 
 
-@dataclass(frozen=True)
-class Outbound:
+class Outbound(NamedTuple):
     """A message to send: its header, its description if that has changed, and its tensors."""
 
     header: Header

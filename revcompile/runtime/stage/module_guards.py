@@ -26,7 +26,7 @@ from revcompile.runtime.reversible.slots import Column, Slot
 
 _requires_grad: Final = attrgetter("requires_grad")
 _gradient_hooks: Final = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_PART: Final = 8
+_PART: Final = 16
 """How many modules or parameters are looked at before a replay, which reads none of them: each in
 its turn, so that a large model does not cost the host more."""
 Item = TypeVar("Item")

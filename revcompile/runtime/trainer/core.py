@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -53,6 +52,21 @@ def _tell_trainer(model: nn.Module, _: Any) -> None:
 
 
 Batch = TypeVar("Batch")
+
+
+class _StopOnError:
+    """Tells `stop` of an error, and lets it pass. Not a generator: every step enters one."""
+
+    __slots__ = ("_stop",)
+
+    def __init__(self, stop: Callable[[BaseException], None]) -> None:
+        self._stop = stop
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if error is not None:
+            self._stop(error)
 
 
 class Trainer(TrainerState, ABC):
@@ -177,14 +191,9 @@ class Trainer(TrainerState, ABC):
         with self._stop_on_error():
             self.scheduler.finish(actions)
 
-    @contextmanager
-    def _stop_on_error(self) -> Iterator[None]:
+    def _stop_on_error(self) -> _StopOnError:
         """Around what cannot be rolled back: after a failure there this trainer is unusable."""
-        try:
-            yield
-        except BaseException as error:
-            self._stop(error)
-            raise
+        return _StopOnError(self._stop)
 
     def _stop(self, error: BaseException) -> None:
         cause = f"{type(error).__name__}: {error}"
@@ -203,7 +212,8 @@ class Trainer(TrainerState, ABC):
 
     def _check_latest(self, *, to_read: bool = False) -> None:
         """Raise if another trainer has taken over; its state can be read until that one trains."""
-        latest = _latest[self.model]() if self.model in _latest else self  # else both are copies
+        found = _latest.get(self.model)
+        latest = self if found is None else found()  # None if both are copies
         if latest is not self and not (to_read and latest is not None and latest.is_unused):
             raise TrainerStoppedError(
                 "net.trainer(...) has been called again, and the new trainer trains the model "
@@ -227,13 +237,18 @@ class Trainer(TrainerState, ABC):
     def _changed_model(self) -> str | None:
         """What has changed of modules and parameters, which stages would not follow.
 
-        Before steps that are replayed some of them are looked at, in turns.
+        Before every other step that is replayed some of them are looked at, in turns.
         """
         if (step := self._replay) is None:
             return self.tree.problem() or self.parameter_guard.problem()
-        turn, is_for_parameters = divmod(step, 2)
+        turn, phase = divmod(step, 4)
         parts = self.parameter_guard.parts
-        return parts[turn % len(parts)].problem() if is_for_parameters else self.tree.problem(turn)
+        match phase:
+            case 0:
+                return self.tree.problem(turn)
+            case 2:
+                return parts[turn % len(parts)].problem()
+        return None
 
     @property
     def _replay(self) -> int | None:

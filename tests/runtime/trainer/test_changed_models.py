@@ -174,7 +174,7 @@ def test_while_steps_are_replayed_every_part_has_its_turn(
         head.weight = nn.Parameter(head.weight.detach().clone())
     else:
         net.model.get_submodule("blocks.1").forward = print
-    turns = 2 * max(len(trainer.tree._watches), len(trainer.parameter_guard.parts))
+    turns = 4 * max(len(trainer.tree._watches), len(trainer.parameter_guard.parts))
     with pytest.raises(InputError, match="was replaced"):
         feed(trainer, data[25 : 25 + turns])
 

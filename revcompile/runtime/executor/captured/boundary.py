@@ -223,11 +223,19 @@ class Boundary:
                 due[route] = schedule.updates[route[1]]
         return due
 
-    def receive(self, transport: Transport, due: Mapping[Route, int]) -> None:
-        """Copy messages to their static buffers, as soon as they have come."""
+    def receive(
+        self, transport: Transport, due: Mapping[Route, int], inputs: StepInputs | None = None
+    ) -> None:
+        """Copy messages to their static buffers, as soon as they have come.
+
+        Args:
+            inputs: Given if the one that brings them has come.
+        """
         for route, number in due.items():
-            message = transport.receive(route, packed=True)
-            if message is None:
+            if inputs is not None and route == self._x:
+                message = inputs.values
+                transport.queues[route].popleft()
+            else:
                 message = next_message(transport, route, _awaited(route), packed=True)
             if message.index != number:
                 raise VerificationError(

@@ -86,7 +86,7 @@ class StaticPipeline(StaticState):
             raise
         self._boundary.wait_sent()
         self._inputs.copy_(batch.local)
-        self._boundary.receive(transport, before_forward)
+        self._boundary.receive(transport, before_forward, batch)
         planned[0]()
         if self._boundary.has_next:
             self._boundary.send_y(transport, entering, fingerprint)
