@@ -190,7 +190,7 @@ class Stage:
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
         with (
-            self._program_context(weights, microbatch),
+            self._program_context(weights),
             self.hooks.recorded(hooks),
             self._samples.collecting() as sampled,
         ):
@@ -229,7 +229,7 @@ class Stage:
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run in the modules' present mode; nothing is stored or changed."""
         values = [inputs[port.name] for port in self.program.inputs]
-        with self._program_context(None, 0):
+        with self._program_context(None):
             outputs, _ = self._forward(self.root, self.seed, *values)
         return dict(zip((port.name for port in self.program.outputs), outputs, strict=True))
 
@@ -314,7 +314,7 @@ class Stage:
         for following in itertools.islice(self.in_flight.values(), 1):
             self.activations.prefetch(following.kept)
         with (
-            self._program_context(self.weights.backward(held.used), microbatch),
+            self._program_context(self.weights.backward(held.used)),
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
@@ -450,9 +450,7 @@ class Stage:
     # -- context ------------------------------------------------------------------------------
 
     @contextmanager
-    def _program_context(
-        self, weights: Mapping[str, Tensor] | None, microbatch: int
-    ) -> Iterator[None]:
+    def _program_context(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Around a program: weights, autocast and random state; global state is restored."""
         frozen = ops.statistics_frozen
         with ExitStack() as stack:
