@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, stream_leaf
@@ -448,7 +448,8 @@ def _gradients_given(
     # Gradients that the next block has returned are of no use to anybody else.
     is_own = returned is not None and returned[0] is grad_b and returned[1] is grad_y
     is_own = is_own and not call.overlaps
-    of_a, of_b, of_addend = call.sums.gradients(node.index, grad_b, grad_y, is_own)
+    dtype = call.addend_dtypes[node.index]
+    of_a, of_b, of_addend = call.sums.gradients(node.index, grad_b, grad_y, dtype, is_own)
     if of_addend is grad_y and known_cast is not None and known_cast[0] is grad_y:
         of_addend = known_cast[1]
     return of_a, of_b, (of_addend, *grad_extras)
