@@ -15,7 +15,7 @@ from revcompile.errors import InputError
 from revcompile.ir import ops
 from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix, recording
 from revcompile.ir.module_tree import TreeReads, device_of_model
-from revcompile.ir.precision_rewrites import for_stages
+from revcompile.ir.precision_rewrites import for_stages, taking_stored
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.kernels.repeatable import Repeatable
@@ -23,7 +23,7 @@ from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.reversible.slots import filled
-from revcompile.runtime.stage.activations import ActivationStore, Buffers, taking_stored
+from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import parameters_to_watch
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
@@ -35,12 +35,7 @@ from revcompile.runtime.stage.program_facts import (
 )
 from revcompile.runtime.stage.static_buffers import RingBuffer
 from revcompile.runtime.stage.stream_samples import StartedCheck, StreamSamples
-from revcompile.runtime.stage.tensors import (
-    TreeCopy,
-    add_gradients,
-    clone_tree,
-    refuse_non_finite,
-)
+from revcompile.runtime.stage.tensors import TreeCopy, add_gradients, clone_tree, refuse_non_finite
 from revcompile.runtime.stage.weights import (
     CastWeights,
     at_versions,
