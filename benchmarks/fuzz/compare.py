@@ -197,13 +197,13 @@ def rounded_outputs(module: nn.Module) -> Iterator[None]:
     couple = coupling.couple
 
     def couple_rounded(
-        root: nn.Module, block: Any, index: int, a: Tensor, b: Tensor, *given: Any, **how: Any
+        block: Any, index: int, a: Tensor, b: Tensor, *given: Any, **how: Any
     ) -> Any:
         sums = given[-1]
         if sums.grid is None and not isinstance(sums, Averaged) and b.numel():
             noise = torch.randn(b.shape, generator=generator, dtype=torch.float64).to(b.dtype)
             b = b + 4 * torch.finfo(b.dtype).eps * b.detach().abs().max() * noise
-        return couple(root, block, index, a, b, *given, **how)
+        return couple(block, index, a, b, *given, **how)
 
     layers = [inner for inner in module.modules() if not list(inner.children())]
     handles = [layer.register_forward_hook(change) for layer in layers]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from revcompile.errors import CaptureError
-from revcompile.kernels.autocast import is_autocasting
+from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 
 __all__ = [
     "as_read",
@@ -203,6 +203,12 @@ def as_read(x: Tensor) -> Tensor:
     if x.dtype != torch.float32 or not is_autocasting(x.device):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def widened(value: Any) -> Any:
+    """A value that is stored, or was sent, in low precision as a program computes with it."""
+    is_low = isinstance(value, Tensor) and value.dtype in LOW_PRECISION
+    return value.float() if is_low else value
 
 
 def matching(source: Any, like: Any) -> Any:

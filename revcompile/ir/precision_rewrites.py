@@ -4,6 +4,7 @@
     fuse_bn_relu    a batch norm and the ReLU that alone reads it become one call
     match_dtypes    operations that demand two tensors of one dtype get them
     cast_streams    of stage programs: sums are written in both dtypes they are read in
+    taking_stored   of stage programs: backward may be given inputs in low precision
 
 None of them changes a bit of the result.
 """
@@ -11,6 +12,7 @@ None of them changes a bit of the result.
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any, Final
 
 import torch
@@ -20,8 +22,10 @@ from torch.nn import functional as F
 from revcompile.ir import coupling_ops
 from revcompile.ir.coupling_ops import call_bn_relu, call_norm
 from revcompile.ir.module_tree import called_module, casts_input, is_cast
-from revcompile.ir.ops import as_read, matching
+from revcompile.ir.ops import as_read, matching, widened
+from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import copied
+from revcompile.ir.types import TYPE, TensorType
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
 
@@ -324,3 +328,34 @@ def _is_low(node: Any, root: nn.Module) -> bool:
         return True
     keeps = type(layer) in _KEEPS_DTYPE or node.target in _KEEPING_DTYPE
     return keeps and _is_low(node.args[0], root)
+
+
+# -- taking_stored --------------------------------------------------------------------------------
+
+
+def taking_stored(program: StageProgram, stored: Container[str]) -> fx.Graph:
+    """A copy of a stage's backward program that may be given some inputs as they are stored.
+
+    It sends them to the stage before as they are, whose program takes that.
+    """
+    graph = copied(program.backward)
+    names, wide = (*program.kept, *program.needs_back), declared_wide(program)
+    _, *given = graph.find_nodes(op="placeholder")
+    for name, node in zip(names, given, strict=False):
+        computing = [user for user in node.users if user.op != "output"]
+        if computing and name in wide and (name in program.needs_back or name in stored):
+            with graph.inserting_before(given[-1].next):
+                value = graph.call_function(widened, (node,))
+            for user in computing:
+                user.replace_input_with(node, value)
+    return graph
+
+
+def declared_wide(program: StageProgram) -> frozenset[str]:
+    """What is kept or sent back, and float32 to the program: a model may be in bfloat16 itself."""
+    _, *given = program.backward.find_nodes(op="placeholder")
+    names = zip((*program.kept, *program.needs_back), given, strict=False)
+    types = ((name, node.meta.get(TYPE)) for name, node in names)
+    return frozenset(
+        name for name, t in types if isinstance(t, TensorType) and t.dtype == torch.float32
+    )

@@ -92,7 +92,7 @@ def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
 
 
 def compile_with_modules(graph: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
-    """As `compile_graph`, but modules are looked up in `root` once, parameters at every call.
+    """A function of a graph's inputs: modules are looked up in `root` once, parameters every time.
 
     A module's members are found by a slow search (`nn.Module.__getattr__`), and a layer of a deep
     net has many modules around it. Whoever calls the function has to notice replaced modules.
@@ -109,7 +109,7 @@ def compile_with_modules(graph: fx.Graph, root: nn.Module, name: str) -> Callabl
             node.target = f"{_add(modules, root, owner)}.{member}"
     function = compile_graph(flat, name)
 
-    def run(_: nn.Module, *inputs: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         return function(modules, *inputs)
 
     return run

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from revcompile.errors import InputError
 from revcompile.ir.types import Body, Rewired
@@ -86,15 +86,10 @@ class _OnceChain(Chain):
     """
 
     def reversible(
-        self,
-        root: nn.Module,
-        a: Tensor,
-        b: Tensor,
-        sides: Sequence[Any],
-        cast: torch.dtype | None = None,
+        self, a: Tensor, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         """The chain keeping only its output for the one backward pass."""
-        outputs = super().reversible(root, a, b, sides, cast)
+        outputs = super().reversible(a, b, sides, cast)
         node = outputs[0].grad_fn
         for _ in self.blocks:
             if node is None:

@@ -95,7 +95,7 @@ class Block:
 
     name: str
     branch: Callable[..., Any]
-    """F, as `branch(root, b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
+    """F, as `branch(b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
     chunked: ChunkedBranch | None = None
     """F for large streams, if it may run in chunks."""
     sides: tuple[int, ...] = ()
@@ -103,9 +103,9 @@ class Block:
     has_extras: bool = False
     """Does F also return values that are read outside the block? Only a chain's last block may."""
     rearrange: Callable[..., tuple[Tensor, Any]] | None = None
-    """`rearrange(root, stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
+    """`rearrange(stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
     undo_rearrange: Callable[..., Tensor] | None = None
-    """`undo_rearrange(root, stream, shapes) -> stream`."""
+    """`undo_rearrange(stream, shapes) -> stream`."""
     rearrange_sides: tuple[int, ...] = ()
     """Positions of the sizes that `rearrange` takes."""
     bindings: Bindings = field(default_factory=Bindings)
@@ -135,7 +135,6 @@ class Coupled(NamedTuple):
 
 
 def couple(
-    root: nn.Module,
     block: Block,
     index: int,
     a: Tensor,
@@ -152,23 +151,18 @@ def couple(
     shapes: Any = ()
     if block.rearrange is not None:
         sizes = [sides[i] for i in block.rearrange_sides]
-        arrange = block.rearrange
-
-        def rearrange(stream: Tensor) -> tuple[Tensor, Any]:
-            return arrange(root, stream, *sizes)
-
-        a, shapes = rearrange(a)
-        b, _ = rearrange(b)
-        sums.rearrange(rearrange)
+        rearrange = block.rearrange
+        a, shapes = rearrange(a, *sizes)
+        b, _ = rearrange(b, *sizes)
+        sums.rearrange(lambda stream: rearrange(stream, *sizes))
     read = b if cast_b is None else cast_b
     used = [sides[i] for i in block.sides]
-    addend, extras = run_branch(root, block, read, used, cast, is_rebuilt)
+    addend, extras = run_branch(block, read, used, cast, is_rebuilt)
     y, cast_copy = sums.add(index, a, b, addend, with_cast)
     return Coupled(b, y, shapes, extras, addend.dtype, cast_copy)
 
 
 def run_branch(
-    root: nn.Module,
     block: Block,
     b: Tensor,
     sides: Sequence[Any],
@@ -179,7 +173,6 @@ def run_branch(
     """F(b) and the extras.
 
     Args:
-        root: The model.
         block: Whose F it is.
         b: What F reads.
         sides: What else it reads.
@@ -194,17 +187,15 @@ def run_branch(
     with Repeatable(block.repeated) if is_rebuilt and any(block.repeated) else _NOTHING:
         if code is not None:
             return code(read, sides, gradient), ()
-        result = block.branch(root, read, *sides)
+        result = block.branch(read, *sides)
     return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
 
 
-def before_rearrange(
-    root: nn.Module, block: Block, shapes: Any, *tensors: Tensor
-) -> tuple[Tensor, ...]:
+def before_rearrange(block: Block, shapes: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Values, or gradients of them, as they were before a block's rearrangement.
 
     It permutes elements, so a gradient goes back the way the values do.
     """
     if block.undo_rearrange is None:
         return tensors
-    return tuple(block.undo_rearrange(root, tensor, shapes) for tensor in tensors)
+    return tuple(block.undo_rearrange(tensor, shapes) for tensor in tensors)

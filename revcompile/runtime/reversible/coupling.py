@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, stream_leaf
@@ -88,31 +88,24 @@ class Chain:
 
     def plain(
         self,
-        root: nn.Module,
         a: Tensor,
         b: Tensor,
         sides: Sequence[Any],
         cast: torch.dtype | None = None,
+        training: bool = True,
     ) -> tuple[Tensor, ...]:
         """The chain as ordinary operations (eval mode, `no_grad`, and the reference in tests)."""
-        sums = self._sums(a, b, cast, root.training, not is_transformed())
+        sums = self._sums(a, b, cast, training, not is_transformed())
         a, b = sums.enter(a, b)
         extras: tuple[Tensor, ...] = ()
         for index, block in enumerate(self.blocks):
             (b,) = unshard(block.sharded, (b,))
-            a, b, _, extras, *_ = couple(
-                root, block, index, a, b, sides, cast, sums, is_rebuilt=False
-            )
+            a, b, _, extras, *_ = couple(block, index, a, b, sides, cast, sums, is_rebuilt=False)
             (b,) = reshard(block.sharded, (b,))
         return a, b, *extras
 
     def reversible(
-        self,
-        root: nn.Module,
-        a: Tensor,
-        b: Tensor,
-        sides: Sequence[Any],
-        cast: torch.dtype | None = None,
+        self, a: Tensor, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         """The chain keeping only its output for the backward pass.
 
@@ -120,24 +113,19 @@ class Chain:
         chain is plain.
         """
         if is_transformed():
-            return self.plain(root, a, b, sides, cast)
+            return self.plain(a, b, sides, cast)
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
         sums = self._sums(a, b, cast)
         # A hook may look at the weights of any layer.
         is_cast = cast is None and is_autocasting(a.device) and not _has_any_global_hook()
         dtype = torch.get_autocast_dtype(a.device.type) if is_cast else None
-        call = _Call(self, root, cast, dtype, sums, Surroundings(a.device), overlaps)
+        call = _Call(self, cast, dtype, sums, Surroundings(a.device), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
     def inspect(
-        self,
-        root: nn.Module,
-        a: Tensor,
-        b: Tensor,
-        sides: Sequence[Any],
-        cast: torch.dtype | None = None,
+        self, a: Tensor, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None = None
     ) -> tuple[tuple[Tensor, ...], list[tuple[str, float]]]:
         """Run forward and back; returns the outputs and each block's reconstruction error."""
         sums = self._sums(a, b, cast)
@@ -149,7 +137,7 @@ class Chain:
                 replay = Replay(block.replay_context, around)
                 inputs.append((a, b))
                 unshard(block.sharded, (b,))
-                outputs.append(couple(root, block, index, a, b, sides, cast, sums))
+                outputs.append(couple(block, index, a, b, sides, cast, sums))
                 a, b = outputs[-1][:2]
                 reshard(block.sharded, (b,))
                 replays.append(replay.finish())
@@ -161,9 +149,9 @@ class Chain:
                 unshard(block.sharded, (b,))
                 with replays[index]:
                     used = [sides[i] for i in block.sides]
-                    addend, _ = run_branch(root, block, sums.value(a), used, cast)
+                    addend, _ = run_branch(block, sums.value(a), used, cast)
                     rebuilt = sums.undo(index, b, a, addend, False)[0], a
-                a, b = before_rearrange(root, block, outputs[index].shapes, *rebuilt)
+                a, b = before_rearrange(block, outputs[index].shapes, *rebuilt)
                 reshard(block.sharded, (b,))
                 wrong = relative_error(a0, sums.value(a)), relative_error(b0, sums.value(b))
                 errors.append((block.name, max(wrong)))
@@ -219,7 +207,6 @@ class _Call:
     """What the blocks of one run of a chain share: no activations."""
 
     chain: Chain
-    root: nn.Module
     cast: torch.dtype | None
     autocast: torch.dtype | None
     sums: Sums
@@ -306,7 +293,7 @@ class _Reversible(torch.autograd.Function):
         copies = block.weights.converted(bound.parameters, call.autocast)
         with replay.record(), bound.recording_hooks(), block.weights.replaced_by(copies):
             b, y, ctx.shapes, extras, addend_dtype, call.cast_copy = couple(
-                *(call.root, block, index, a, b, sides, call.cast, call.sums),
+                *(block, index, a, b, sides, call.cast, call.sums),
                 cast_b=cast_b,
                 with_cast=call.wants_cast(index, 1),
             )
@@ -382,7 +369,7 @@ def _previous_dtype(node: Any) -> torch.dtype | None:
 
 def _before_rearrange(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     call: _Call = node.call
-    return before_rearrange(call.root, call.chain.blocks[node.index], node.shapes, *tensors)
+    return before_rearrange(call.chain.blocks[node.index], node.shapes, *tensors)
 
 
 def _previous_output(node: Any, rebuilt: _Rebuilt) -> _Output:
@@ -439,7 +426,7 @@ def _rebuild(
         x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
         torch._C._set_grad_enabled(True)
         try:
-            addend, extras = run_branch(call.root, block, x, used, call.cast, gradient=gradient)
+            addend, extras = run_branch(block, x, used, call.cast, gradient=gradient)
         finally:
             torch._C._set_grad_enabled(False)
         wants_cast = call.wants_cast(node.index, -1)
@@ -461,7 +448,8 @@ def _gradients_given(
     # Gradients that the next block has returned are of no use to anybody else.
     is_own = returned is not None and returned[0] is grad_b and returned[1] is grad_y
     is_own = is_own and not call.overlaps
-    of_a, of_b, of_addend = call.sums.gradients(node.index, grad_b, grad_y, is_own)
+    dtype = call.addend_dtypes[node.index]
+    of_a, of_b, of_addend = call.sums.gradients(node.index, grad_b, grad_y, dtype, is_own)
     if of_addend is grad_y and known_cast is not None and known_cast[0] is grad_y:
         of_addend = known_cast[1]
     return of_a, of_b, (of_addend, *grad_extras)

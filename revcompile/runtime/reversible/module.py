@@ -19,7 +19,7 @@ from revcompile.errors import GuardError, InputError
 from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer, repeated_layers
 from revcompile.ir.ops import attribute
 from revcompile.ir.precision_rewrites import for_chains, fuse_bn_relu, match_dtypes
-from revcompile.ir.python_code import compile_graph, compile_with_modules
+from revcompile.ir.python_code import compile_with_modules
 from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion, grow
@@ -234,13 +234,14 @@ class Reversible(OriginalSurface):
                     a, b, cast = _float32_streams(a, b)
                 del inputs[:2]
                 if errors is not None:
-                    (a, b, *extras), of_blocks = step.run.inspect(self, a, b, inputs, cast)
+                    (a, b, *extras), of_blocks = step.run.inspect(a, b, inputs, cast)
                     errors += of_blocks
                 else:
-                    run = step.run.reversible if stores_nothing else step.run.plain
+                    plain = partial(step.run.plain, training=self.training)
+                    run = step.run.reversible if stores_nothing else plain
                     for name in step.drop:
                         values.pop(name, None)
-                    a, b, *extras = run(self, a, b, inputs, cast)
+                    a, b, *extras = run(a, b, inputs, cast)
                 if cast is not None:
                     a, b = a.to(cast), b.to(cast)
                 outputs: Sequence[Any] = (a, b, *extras)
@@ -248,7 +249,7 @@ class Reversible(OriginalSurface):
                 for name in step.drop:
                     values.pop(name, None)
                 inputs = list(unshard(step.sharded, tuple(inputs)))
-                outputs = reshard(step.sharded, tuple(step.run(self, *inputs)))
+                outputs = reshard(step.sharded, tuple(step.run(*inputs)))
             del inputs
             values.update(zip(step.outputs, outputs, strict=True))
         return values
@@ -348,14 +349,15 @@ def _block(
     rearrange, sharded = coupling.rearrange, _sharded(bindings)
     # Hooks would be called for every chunk.
     may_chunk = not sharded and not bindings.hooked and not coupling.extras
+    plain = partial(compile_with_modules, root=root, name=coupling.name)
     compiled = partial(_compiled, root=root, name=coupling.name)
     return Block(
         name=coupling.name,
         branch=compiled(coupling.branch),
         chunked=ChunkedBranch(coupling.branch, root, compiled) if may_chunk else None,
         sides=tuple(position[name] for name in coupling.sides),
-        rearrange=compile_graph(rearrange.forward, coupling.name) if rearrange else None,
-        undo_rearrange=compile_graph(rearrange.inverse, coupling.name) if rearrange else None,
+        rearrange=plain(rearrange.forward) if rearrange else None,
+        undo_rearrange=plain(rearrange.inverse) if rearrange else None,
         has_extras=bool(coupling.extras),
         rearrange_sides=tuple(position[name] for name in rearrange.sides) if rearrange else (),
         bindings=bindings,

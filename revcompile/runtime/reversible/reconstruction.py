@@ -55,8 +55,7 @@ def relative_error(expected: Tensor, actual: Tensor) -> float:
     if not expected.numel():
         return 0.0
     precise = torch.complex128 if expected.is_complex() else torch.float64
-    difference = (expected.to(precise) - actual.to(precise)).abs().max()
-    error = float(difference / expected.to(precise).abs().max().clamp_min(_TINY))
+    error = float(_error_on_device([(expected.to(precise), actual.to(precise))]))
     return error if error == error else math.inf
 
 

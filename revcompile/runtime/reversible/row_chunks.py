@@ -57,8 +57,8 @@ class ChunkedBranch:
             return lambda b, _, gradient: steps(b, gradient)[0]
         if graph is None:
             return None
-        code, root = self._compiled(graph), self._root
-        return lambda b, sides, _: code(root, b, *sides)
+        code = self._compiled(graph)
+        return lambda b, sides, _: code(b, *sides)
 
 
 def in_chunks(branch: fx.Graph, root: nn.Module) -> tuple[fx.Graph | None, RowSteps | None]:
@@ -87,7 +87,7 @@ class RowSteps:
 
     def __init__(self, part: RowWisePart, results: Sequence[fx.Node], root: nn.Module) -> None:
         graph = part.as_graph(results)
-        self._root, self._run = root, compile_with_modules(graph, root, "row_steps")
+        self._run = compile_with_modules(graph, root, "row_steps")
         self._slots, self._row_dims = Bindings(graph, root).slots, part.row_dims
 
     def __call__(self, b: Tensor, gradient: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -110,7 +110,7 @@ class RowSteps:
         """The results, without a graph."""
         results: list[Tensor] = []
         for chunk in self.chunks(b):
-            _store(self._run(self._root, b.narrow(*chunk)), chunk, b, results)
+            _store(self._run(b.narrow(*chunk)), chunk, b, results)
         return tuple(results)
 
     def differentiate(
@@ -133,7 +133,7 @@ class RowSteps:
         with filled([(slot, leaves[i]) for slot, i in places]), torch.enable_grad():
             for chunk in self.chunks(b):
                 part = b.narrow(*chunk).detach().requires_grad_()
-                values = self._run(self._root, part)
+                values = self._run(part)
                 if results is not None:
                     _store(values, chunk, b, results)
                 seeds = [None if g is None else g.narrow(*chunk) for g in gradients]

@@ -77,9 +77,9 @@ class Added:
         return stream
 
     def gradients(
-        self, index: int, of_b: Tensor, of_y: Tensor, may_overwrite: bool = False
+        self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `a`, of `b` without its way through F, and of F(b)."""
+        """Gradients of `a`, of `b` without its way through F, and of F(b), which has this dtype."""
         return of_y, of_b, of_y
 
 
@@ -125,11 +125,10 @@ class Averaged(Added):
         return b, None  # which `a` was equal to, or is not needed
 
     def gradients(
-        self, index: int, of_b: Tensor, of_y: Tensor, may_overwrite: bool = False
+        self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.signs is None:
-            return torch.zeros_like(of_y), of_b + of_y, of_y
-        return average_gradients(of_b, of_y, self.sign(index, of_y))
+        assert self.signs is None, "of other averages autograd computes the gradients"
+        return torch.zeros_like(of_y), of_b + of_y, of_y
 
 
 class FixedAverage(Averaged):
@@ -154,8 +153,6 @@ class FixedAverage(Averaged):
         self._read_dtype = read_dtype
         self._streams: _Pair | None = None
         self._lost: list[Tensor | None] = []
-        self._dtypes: list[torch.dtype] = []
-        """Of each block's F(b)."""
         self._known: _Pair | None = None
         """The latest stream that was rebuilt, and its value, if a kernel wrote both."""
 
@@ -181,7 +178,6 @@ class FixedAverage(Averaged):
         y, total, lost, self._unit, copy = average_and_value(*given)
         self._streams = self._streams[1], y
         self._lost.append(lost)
-        self._dtypes.append(addend.dtype)
         return average_value(a, b, addend, sign, total), copy
 
     def undo(
@@ -217,10 +213,9 @@ class FixedAverage(Averaged):
         return value(stream, self._unit, dtype)
 
     def gradients(
-        self, index: int, of_b: Tensor, of_y: Tensor, may_overwrite: bool = False
+        self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sign, dtype = self.sign(index, of_y), self._dtypes[index]
-        return average_gradients(of_b, of_y, sign, dtype, may_overwrite)
+        return average_gradients(of_b, of_y, self.sign(index, of_y), dtype, may_overwrite)
 
 
 Sums = Added

@@ -7,19 +7,18 @@ while other micro-batches pass, and store inputs unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
+from revcompile.ir.precision_rewrites import declared_wide
 from revcompile.ir.program import StageProgram
-from revcompile.ir.python_code import copied
-from revcompile.ir.types import TYPE, TensorType
 from revcompile.kernels.autocast import in_dtype
 from revcompile.runtime.stage.static_buffers import BufferPool
 from revcompile.schedule import Keep, Order
@@ -199,7 +198,7 @@ class ActivationStore:
     def __init__(self, program: StageProgram, settings: Buffers) -> None:
         self._settings, self._kept = settings, program.kept
         self._names = _inputs_kept(program) if settings != Buffers() else frozenset()
-        self.low = self._names & _declared_wide(program)
+        self.low = self._names & declared_wide(program)
         """Inputs that a compiled program takes as they are stored."""
         self.sent = self.low & frozenset(program.sends_back)
         """Those of them that every program does: they are sent to the stage before that way."""
@@ -300,40 +299,6 @@ class ActivationStore:
         if pool is not None:
             return pool.put(offloaded)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), offloaded)
-
-
-def widened(value: Any) -> Any:
-    """A value that is stored, or was sent, in fewer bits as a program computes with it."""
-    is_low = isinstance(value, Tensor) and value.dtype in BUFFER_DTYPES
-    return decompress(value) if is_low else value
-
-
-def taking_stored(program: StageProgram, stored: Container[str]) -> fx.Graph:
-    """A copy of a stage's backward program that may be given some inputs as they are stored.
-
-    It sends them to the stage before as they are, whose program takes that.
-    """
-    graph = copied(program.backward)
-    names, wide = (*program.kept, *program.needs_back), _declared_wide(program)
-    _, *given = graph.find_nodes(op="placeholder")
-    for name, node in zip(names, given, strict=False):
-        computing = [user for user in node.users if user.op != "output"]
-        if computing and name in wide and (name in program.needs_back or name in stored):
-            with graph.inserting_before(given[-1].next):
-                value = graph.call_function(widened, (node,))
-            for user in computing:
-                user.replace_input_with(node, value)
-    return graph
-
-
-def _declared_wide(program: StageProgram) -> frozenset[str]:
-    """What is kept or sent back, and float32 to the program: a model may be in bfloat16 itself."""
-    _, *given = program.backward.find_nodes(op="placeholder")
-    names = zip((*program.kept, *program.needs_back), given, strict=False)
-    types = ((name, node.meta.get(TYPE)) for name, node in names)
-    return frozenset(
-        name for name, t in types if isinstance(t, TensorType) and t.dtype == torch.float32
-    )
 
 
 def _inputs_kept(program: StageProgram) -> frozenset[str]:

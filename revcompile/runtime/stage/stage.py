@@ -15,7 +15,7 @@ from revcompile.errors import InputError
 from revcompile.ir import ops
 from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix, recording
 from revcompile.ir.module_tree import TreeReads, device_of_model
-from revcompile.ir.precision_rewrites import for_stages
+from revcompile.ir.precision_rewrites import for_stages, taking_stored
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.kernels.repeatable import Repeatable
@@ -23,7 +23,7 @@ from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.reversible.slots import filled
-from revcompile.runtime.stage.activations import ActivationStore, Buffers, taking_stored
+from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import parameters_to_watch
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
@@ -35,12 +35,7 @@ from revcompile.runtime.stage.program_facts import (
 )
 from revcompile.runtime.stage.static_buffers import RingBuffer
 from revcompile.runtime.stage.stream_samples import StartedCheck, StreamSamples
-from revcompile.runtime.stage.tensors import (
-    TreeCopy,
-    add_gradients,
-    clone_tree,
-    refuse_non_finite,
-)
+from revcompile.runtime.stage.tensors import TreeCopy, add_gradients, clone_tree, refuse_non_finite
 from revcompile.runtime.stage.weights import (
     CastWeights,
     at_versions,
@@ -190,7 +185,7 @@ class Stage:
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
         with (
-            self._program_context(weights, microbatch),
+            self._program_context(weights),
             self.hooks.recorded(hooks),
             self._samples.collecting() as sampled,
         ):
@@ -229,7 +224,7 @@ class Stage:
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run in the modules' present mode; nothing is stored or changed."""
         values = [inputs[port.name] for port in self.program.inputs]
-        with self._program_context(None, 0):
+        with self._program_context(None):
             outputs, _ = self._forward(self.root, self.seed, *values)
         return dict(zip((port.name for port in self.program.outputs), outputs, strict=True))
 
@@ -314,7 +309,7 @@ class Stage:
         for following in itertools.islice(self.in_flight.values(), 1):
             self.activations.prefetch(following.kept)
         with (
-            self._program_context(self.weights.backward(held.used), microbatch),
+            self._program_context(self.weights.backward(held.used)),
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
@@ -450,9 +445,7 @@ class Stage:
     # -- context ------------------------------------------------------------------------------
 
     @contextmanager
-    def _program_context(
-        self, weights: Mapping[str, Tensor] | None, microbatch: int
-    ) -> Iterator[None]:
+    def _program_context(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Around a program: weights, autocast and random state; global state is restored."""
         frozen = ops.statistics_frozen
         with ExitStack() as stack:

@@ -26,11 +26,7 @@ from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
-from revcompile.runtime.trainer.inputs import (
-    InputBinder,
-    split_batch,
-    warn_if_larger_than_planned,
-)
+from revcompile.runtime.trainer.inputs import InputBinder, split_batch, warn_if_larger_than_planned
 from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics
 from revcompile.runtime.trainer.settings import Task, build_executor, choose_cpu_matmul
 from revcompile.runtime.trainer.state import TrainerState, stages_with_graphs

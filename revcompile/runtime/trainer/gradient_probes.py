@@ -244,7 +244,7 @@ class Probe:
             for index, (stage, run) in enumerate(zip(self._stages, self._programs, strict=True)):
                 inputs = [values[port.name] for port in stage.program.inputs]
                 with (
-                    stage._program_context(weights[index], self.microbatch),  # freezes statistics
+                    stage._program_context(weights[index]),  # freezes statistics
                     stage._stateful.replay(self._buffers[index]),
                     torch.set_grad_enabled(index >= min(chosen)),
                 ):

@@ -226,7 +226,7 @@ def test_an_output_written_to_is_an_error_as_in_autograd() -> None:
 
     net = revcompile.reversify(Bare().double(), X, policy="paper", check="off").train()
     chain = next(step.run for step in net._plan(net.rewired.body) if len(step.bindings) == 3)
-    a, b = chain.reversible(net, X.clone().requires_grad_(), X.clone().requires_grad_(), [])
+    a, b = chain.reversible(X.clone().requires_grad_(), X.clone().requires_grad_(), [])
     with torch.no_grad():
         b.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -76,7 +76,7 @@ def test_modules_are_at_hand_and_parameters_are_looked_up() -> None:
     branch = compile_with_modules(body.segments[2].graph, net, "branch")
     x = torch.randn(2, 8)
     layer.weight = nn.Parameter(torch.eye(8))
-    assert torch.allclose(branch(net, x), x + layer.bias)
+    assert torch.allclose(branch(x), x + layer.bias)
 
 
 class Twice(nn.Module):

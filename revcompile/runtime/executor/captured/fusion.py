@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile.ir import coupling_ops
-from revcompile.ir.ops import attribute
+from revcompile.ir.ops import attribute, widened
 from revcompile.ir.python_code import copied
 from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, with_copy
 from revcompile.kernels.exact_sum import is_imprecise, make_grid
@@ -25,7 +25,6 @@ from revcompile.runtime.executor.captured.fusion_regions import (
     find_regions,
     fuse_residual_adds,
 )
-from revcompile.runtime.stage.activations import widened
 
 
 class FusedOps:

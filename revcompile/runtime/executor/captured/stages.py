@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from revcompile.ir.precision_rewrites import taking_stored
 from revcompile.ir.python_code import compile_graph
 from revcompile.runtime.executor.captured.found_inf import (
     found_inf,
@@ -20,7 +21,6 @@ from revcompile.runtime.executor.captured.static_transport import StaticTranspor
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Average, Message
-from revcompile.runtime.stage.activations import taking_stored
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
 from revcompile.runtime.stage.stage import Programs, Stage
