@@ -233,8 +233,28 @@ def _build(region: FusionRegion, root: nn.Module) -> FusionRegion:
         copies[node]._rename(f"v{index}")
         if any(user not in inside for user in node.users):
             region.outputs.append(node)
-    graph.output(tuple(copies[node] for node in region.outputs))
+    results = (
+        graph.call_function(_in_own_memory, (copies[node],))
+        if node.target is operator.getitem
+        else copies[node]
+        for node in region.outputs
+    )
+    graph.output(tuple(results))
     return region
+
+
+def _in_own_memory(part: Any) -> Any:
+    """A part of an image's channels as a tensor of its own.
+
+    The last kernel then writes it so. Each layer that reads a view of the whole would copy it
+    first, and autograd would bring its gradient into the view's strides.
+    """
+    if not isinstance(part, Tensor) or part.dim() != 4:
+        return part
+    is_last = part.stride(1) == 1
+    return part.contiguous(
+        memory_format=torch.channels_last if is_last else torch.contiguous_format
+    )
 
 
 def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
