@@ -201,7 +201,7 @@ def _replace(
     function: Callable[..., Any],
     replaced: dict[fx.Node, fx.Node],
 ) -> None:
-    """Call a function in place of a region; the result of a fused add is its last output.
+    """Call a function in place of a region; the result of a fused add is its first output.
 
     Args:
         replaced: What stands for the outputs of earlier regions; those of this one are added.
@@ -211,7 +211,7 @@ def _replace(
         *(replaced.get(x, x) for x in region.inputs),
         *(map(_as_stored, add.inputs) if add else ()),
     ]
-    outputs = [*region.outputs, *([add.node] if add else [])]
+    outputs = [*([add.node] if add else []), *region.outputs]
     with graph.inserting_after(region.nodes[-1]):
         call = graph.call_function(function, tuple(inputs))
     last = call
@@ -258,25 +258,62 @@ def _caller(
             results = _without_warnings(function, *leaves, *add_inputs, *tensors)
         return tuple(map(coupling_ops.detached, results))
 
-    def call_with_add(*inputs: Any) -> Any:
+    def call_with_add(*inputs: Any, out: Tensor | None = None) -> Any:
         assert add is not None
         *own, stream, grid = inputs
         if grid is None or (torch.is_grad_enabled() and not add.is_minus):
             # Exact without a grid; or the graph that is kept goes on through the stream.
             results = call(*own)
             plain = coupling_ops.minus if add.is_minus else coupling_ops.plus
-            return *results, plain(coupling_ops.wide(stream), results[add.output], grid)
+            return plain(coupling_ops.wide(stream), results[add.output], grid), *results
         sign = fused.sign(stream.device, add.is_minus)
-        total = torch.empty_like(stream, dtype=wide_dtype(stream.dtype), requires_grad=False)
+        total = out
+        if total is None:
+            total = torch.empty_like(stream, dtype=wide_dtype(stream.dtype), requires_grad=False)
         results = call(*own, add=add, add_inputs=(stream.detach(), grid, sign, total))
         copy = results[add.output].detach()
-        return *results, copy if copy.dtype == total.dtype else with_copy(total, copy)
+        if copy.dtype == total.dtype:
+            return copy, *results
+        if out is None:  # else others write there, too
+            with_copy(total, copy)
+        return total, *results
 
     if add is not None:
         call_with_add.__name__ = call_with_add.__qualname__ = f"compiled_{number}_and_sum"
         return call_with_add
     call.__name__ = call.__qualname__ = f"compiled_{number}"
     return call
+
+
+def write_results(
+    backward: fx.Graph,
+    names: Sequence[Sequence[str]],
+    buffer: Callable[[int, str], Tensor | None],
+) -> None:
+    """Have the last kernels of a fused program write what it returns to buffers.
+
+    Args:
+        backward: The program, which is changed.
+        names: Of the values it returns, and of the gradients.
+        buffer: Where to write one, from 0 or 1 and its name; None: anywhere.
+    """
+    (output,) = backward.find_nodes(op="output")
+    for kind, (nodes, own) in enumerate(zip(output.args[0], names, strict=False)):
+        for node, name in zip(nodes, own, strict=True):
+            if isinstance(node, fx.Node) and _is_sum(node):
+                call: Any = node.args[0]
+                with backward.inserting_before(call):
+                    at = backward.call_function(buffer, (kind, name))
+                call.kwargs = {**call.kwargs, "out": at}
+    backward.lint()
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Is it the first result of a call that can write that to a buffer?"""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    call: Any = node.args[0]
+    return call.target is coupling_ops.branch_vjp or call.name.endswith("_and_sum")
 
 
 def _without_warnings(function: Callable[..., Any], *args: Any) -> Any:

@@ -75,17 +75,31 @@ class StepStreams:
 
     @contextmanager
     def backward(self, stage: int) -> Iterator[None]:
-        """The stream of a stage's backward pass."""
+        """The stream of a stage's backward pass.
+
+        It may write to a buffer that the stage two before reads: see `StaticTransport`.
+        """
         if stage in self.staying:
+            self._wait_for_readers(torch.cuda.current_stream(), stage - 2)
             yield
             self._backward_done[stage] = torch.cuda.current_stream().record_event()
             return
         stream = self._backward_stream(stage)
         stream.wait_event(self._forward_done[stage])
+        self._wait_for_readers(stream, stage - 2)
         self._used[stream] = None
         with torch.cuda.stream(stream):
             yield
         self._backward_done[stage] = stream.record_event()
+
+    def is_in_order(self, stage: int) -> bool:
+        """Are the backward passes that read what this stage sends over before its own begins?"""
+        return {stage, max(stage - 1, 0), max(stage - 2, 0)} <= self.staying
+
+    def _wait_for_readers(self, stream: torch.cuda.Stream, *stages: int) -> None:
+        for stage in stages:
+            if stage in self._backward_done:
+                stream.wait_event(self._backward_done[stage])
 
     @contextmanager
     def send(self, stage: int) -> Iterator[None]:
@@ -97,9 +111,7 @@ class StepStreams:
         """
         stays = stage in self.staying
         stream = torch.cuda.current_stream() if stays else self._backward_stream(stage)
-        for reader in (stage - 2, stage - 1):
-            if reader in self._backward_done:
-                stream.wait_event(self._backward_done[reader])
+        self._wait_for_readers(stream, stage - 2, stage - 1)
         with torch.cuda.stream(stream):
             yield
         self._backward_done[stage] = stream.record_event()
