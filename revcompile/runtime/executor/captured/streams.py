@@ -3,10 +3,10 @@
 In a full pipeline the forward and the backward pass of a stage belong to different micro-batches,
 and so do the backward passes of different stages. Four stages, two backward streams:
 
-    current      F0  F1  F2  F3  B3  U3         the last stage: both are of one micro-batch
+    current      F0  F1  F2  F3  B3             the last stage: both are of one micro-batch
     backward 0    '-----> B0  B2                B0 after F0: B0 is followed by an update of the
     backward 1        '-> B1                    weights that F0 reads
-    updates                U0  U1  U2
+    updates                U0  U1  U2  U3
 
 A stage's backward pass waits for its own forward pass only; its update for its backward pass.
 Stages with large tensors stay on the current stream: their kernels fill the GPU on their own, and
@@ -57,7 +57,7 @@ class StepStreams:
 
     def __init__(self, device: torch.device, last: int, width: int = 2) -> None:
         self.staying: set[int] = {last}
-        """The stages all of whose passes are on the current stream."""
+        """The stages whose forward and backward passes are on the current stream."""
         self._backward_streams = [stream_for(f"backward {n}", device) for n in range(width)]
         self._update_stream = stream_for("update", device)
         self._forward_done: dict[int, torch.cuda.Event] = {}
@@ -124,7 +124,7 @@ class StepStreams:
             read: Tensors of the backward pass that the update reads. Of one that was in a graph of
                 its own nothing is known here: the update stays on the current stream.
         """
-        if stage in self.staying or stage not in self._backward_done:
+        if stage not in self._backward_done:
             yield
             return
         # The allocator gives freed memory to the stream that allocated it, at once: the backward
