@@ -133,7 +133,7 @@ def test_a_sum_is_read_as_it_was_copied(
 
 
 def _copied_gradient(
-    wide: Tensor, narrow: Tensor, dtype: torch.dtype | None = None
+    wide: Tensor, narrow: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     total = wide + narrow
     if dtype is None:

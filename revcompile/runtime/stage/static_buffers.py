@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -344,15 +343,12 @@ class RingBuffer:
         for device in {x.device: None for x in form.leaves if isinstance(x, Tensor)}:
             free_cached(device)
         self._rows = [_Rows(x, count) if isinstance(x, Tensor) else None for x in form.leaves]
-        # Not the tensors themselves: they would live on.
-        self._form = form.with_leaves([None if isinstance(x, Tensor) else x for x in form.leaves])
-        views = [self._filled(partial(_Rows.view, row=number)) for number in range(count)]
-        self._slots = [StaticBuffers(view, allocate=False) for view in views]
+        pairs = list(zip(self._rows, form.leaves, strict=True))
+        views = [
+            [x if rows is None else rows.view(row) for rows, x in pairs] for row in range(count)
+        ]
+        self._slots = [StaticBuffers(form.with_leaves(view), allocate=False) for view in views]
         self._values = [slot.value for slot in self._slots]
-
-    def _filled(self, tensor: Callable[[_Rows], Tensor]) -> Flat:
-        pairs = zip(self._rows, self._form.leaves, strict=True)
-        return self._form.with_leaves([x if rows is None else tensor(rows) for rows, x in pairs])
 
     def slot(self, number: int) -> StaticBuffers:
         """The buffers of a slot; numbers go on beyond the last slot with the first."""
@@ -376,9 +372,18 @@ class RingBuffer:
             if rows is not None:
                 rows.write(self.newest, leaf)
 
-    def pop(self) -> Any:
-        """A copy of the values in the oldest slot."""
-        return self._filled(partial(_Rows.read, row=self.oldest)).value
+    def pop(self, to: Mapping[int, Tensor] | None = None) -> Any:
+        """A copy of the values in the oldest slot.
+
+        Args:
+            to: Where to copy some of them, by their places, if the values are a tuple.
+        """
+        buffers = {id(self._values[0][place]): buffer for place, buffer in (to or {}).items()}
+        leaves = [
+            leaf if rows is None else rows.read(self.oldest, buffers.get(id(leaf)))
+            for rows, leaf in zip(self._rows, self._slots[0].leaves, strict=True)
+        ]
+        return self._slots[0].with_leaves(leaves).value
 
 
 class _Rows:
@@ -396,11 +401,17 @@ class _Rows:
         is_aligned = tensor.storage_offset() * tensor.element_size() % 8 == 0
         if tensor.stride() != self._stride or not is_aligned:
             tensor = tensor.new_empty_strided(self._shape, self._stride).copy_(tensor)
-        flat = tensor.as_strided((1, tensor.numel()), (tensor.numel(), 1))
-        self._rows.index_copy_(0, row, flat.view(self._word))
+        self._rows.index_copy_(0, row, self._words(tensor))
 
-    def read(self, row: Tensor) -> Tensor:
-        return self._shaped(self._rows.index_select(0, row))
+    def read(self, row: Tensor, to: Tensor | None = None) -> Tensor:
+        if to is None or to.dtype != self._dtype or to.stride() != self._stride:
+            return self._shaped(self._rows.index_select(0, row))
+        torch.index_select(self._rows, 0, row, out=self._words(to))
+        return to
+
+    def _words(self, tensor: Tensor) -> Tensor:
+        flat = tensor.as_strided((1, tensor.numel()), (tensor.numel(), 1))
+        return flat.view(self._word)
 
     def view(self, row: int) -> Tensor:
         # .data: a version counter of its own for each

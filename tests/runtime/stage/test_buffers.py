@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,11 +16,13 @@ from training import plain_sgd, same, through_a_file, weights
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.runtime.executor.captured import fusion
+from revcompile.runtime.executor.captured import fusion, static_transport
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import EagerReplay
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline
+from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.transport import MessageKind
+from revcompile.runtime.stage import static_buffers
 from revcompile.runtime.stage.activations import (
     Buffers,
     OffloadedTensor,
@@ -209,6 +212,32 @@ class Convolved(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def _compiled(order: str) -> tuple[dict[str, Tensor], Trainer]:
+    """Weights after some captured steps with compiled programs; what waits is with the trainer."""
+    torch.manual_seed(0)
+    net = revcompile.petrafy(Convolved(), 5, torch.zeros(4, 3, 4, 4), check="off")
+    trainer = net.trainer(
+        *(plain_sgd, F.cross_entropy),
+        order=order,
+        autocast=torch.bfloat16,
+        buffers=torch.bfloat16,
+        messages=torch.bfloat16,
+        backend="static",
+    )
+    runner = trainer.runner
+    runner._pipeline = StaticPipeline(
+        *(trainer.executors, runner._loss_head, trainer.schedule, EagerReplay()),
+        fused=FusedOps(lambda function: function),
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12 if order == "1f1b" else 24):
+        x = torch.randn(4, 3, 4, 4, generator=generator)
+        trainer.step(x, torch.zeros(4, dtype=torch.long))
+    assert runner.is_active
+    runner.leave(trainer.schedule, trainer.transport)
+    return weights(net), trainer
+
+
 @pytest.mark.parametrize("order", ["1f1b", "paper"])
 def test_what_was_rounded_is_sent_and_read_as_it_is_stored(
     order: str, monkeypatch: pytest.MonkeyPatch
@@ -219,30 +248,31 @@ def test_what_was_rounded_is_sent_and_read_as_it_is_stored(
         if not reads:
             monkeypatch.setattr(fusion, "_as_stored", lambda node: node)
             monkeypatch.setattr(fusion, "with_copy", lambda value, copy: value)
-        torch.manual_seed(0)
-        net = revcompile.petrafy(Convolved(), 5, torch.zeros(4, 3, 4, 4), check="off")
-        trainer = net.trainer(
-            *(plain_sgd, F.cross_entropy),
-            order=order,
-            autocast=torch.bfloat16,
-            buffers=torch.bfloat16,
-            backend="static",
-        )
-        runner = trainer.runner
-        runner._pipeline = StaticPipeline(
-            *(trainer.executors, runner._loss_head, trainer.schedule, EagerReplay()),
-            fused=FusedOps(lambda function: function),
-        )
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(12 if order == "1f1b" else 24):
-            x = torch.randn(4, 3, 4, 4, generator=generator)
-            trainer.step(x, torch.zeros(4, dtype=torch.long))
-        assert runner.is_active
-        runner.leave(trainer.schedule, trainer.transport)
+        trained, trainer = _compiled(order)
         sent = trainer.transport.queues[2, 1, MessageKind.DY][0].values.values()
         assert {value.dtype for value in sent} == {torch.bfloat16}
-        found.append(weights(net))
+        found.append(trained)
     assert same(*found)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "paper"])
+def test_messages_are_computed_where_they_wait(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of streams and of gradients, and kept values that are handed on, are not copied."""
+    copied: list[int] = []
+
+    def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        copied[-1] += sum(a.numel() for a, b in pairs if a is not b)
+        static_buffers.copy_tensors(pairs)
+
+    monkeypatch.setattr(static_transport, "copy_tensors", copy_tensors)
+    found = []
+    for is_direct in (True, False):
+        if not is_direct:
+            monkeypatch.setattr(StaticTransport, "buffers", lambda *_: ({}, {}))
+        copied.append(0)
+        found.append(_compiled(order)[0])
+    assert same(*found)
+    assert copied[0] < 0.7 * copied[1]
 
 
 # -- what is learned ------------------------------------------------------------------------------

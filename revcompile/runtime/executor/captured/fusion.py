@@ -18,7 +18,7 @@ from revcompile.ir import coupling_ops
 from revcompile.ir.ops import attribute, widened
 from revcompile.ir.python_code import copied
 from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, with_copy
-from revcompile.kernels.exact_sum import is_imprecise, make_grid
+from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded
 from revcompile.runtime.executor.captured.fusion_regions import (
     FusedAdd,
     FusionRegion,
@@ -51,7 +51,7 @@ class FusedOps:
             add: If given, the function ends with this add.
         """
         shapes = (attribute(root, path).shape for path in region.reads)
-        key = region.signature, None if add is None else add.output, *shapes
+        key = region.signature, None if add is None else (add.output, add.rounds), *shapes
         if key not in self._functions:
             modules = {f"m{index}": module for index, module in enumerate(region.modules)}
             graph = region.graph if add is None else add.graph
@@ -65,19 +65,28 @@ class FusedOps:
         return self._signs[device, is_minus]
 
     def enter_chain(
-        self, a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool
+        self,
+        a: Tensor,
+        b: Tensor,
+        cast: torch.dtype | None,
+        convolves: bool,
+        rounds_both: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `coupling_ops.enter_chain`, with one pass over each stream once the grid is known."""
+        """As `coupling_ops.enter_chain`, with one pass over each stream once the grid is known.
+
+        Args:
+            rounds_both: False if the first stream is rounded where it is read.
+        """
         if torch.is_grad_enabled():  # a graph is kept, and these ops are part of it
             return coupling_ops.enter_chain(a, b, cast, convolves)
         if not is_imprecise(coupling_ops.wide(a.new_empty(0)), cast, convolves):
             return coupling_ops.wide(a), coupling_ops.wide(b), None
         grid = make_grid(coupling_ops.largest(a).float(), coupling_ops.largest(b).float())
         dtype = torch.get_autocast_dtype(b.device.type) if is_autocasting(b.device) else None
-        rounded, copy = self._round_to_grid(b, grid, dtype)
+        b, copy = self._round_to_grid(b, grid, dtype)
         if copy is not None:
-            with_copy(rounded, copy)
-        return self._round_to_grid(a, grid, None)[0], rounded, grid
+            with_copy(b, copy)
+        return self._round_to_grid(a, grid, None)[0] if rounds_both else a, b, grid
 
     def _on_grid(self, compiled: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
         def on_grid(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
@@ -101,8 +110,8 @@ def _round_to_grid(
     x: Tensor, grid: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
     """On the grid, and the same in the dtype in which a branch reads it."""
-    rounded = (x.float() + grid) - grid
-    return rounded, None if dtype is None else rounded.to(dtype)
+    x = (x.float() + grid) - grid
+    return x, None if dtype is None else x.to(dtype)
 
 
 def _torch_compile(function: Any) -> Callable[..., Any]:
@@ -141,6 +150,10 @@ def fuse(
                 if is_cast and is_stored_as_read:
                     node.args = tuple(map(_as_stored, node.args))
     fuse_residual_adds(*regions)
+    for region in regions[0]:
+        if region.fused_add is not None and region.fused_add.rounds:
+            entered: Any = region.fused_add.inputs[0].args[0]
+            entered.kwargs = {**entered.kwargs, "rounds_both": False}
     # Forward treats its inputs as backward does, or the recomputed branch might differ.
     leaf_ops = {tuple(region.reads): _leaf_ops(region) for region in regions[1]}
     for graph, in_graph in zip(programs, regions, strict=True):
@@ -200,7 +213,7 @@ def _replace(
     function: Callable[..., Any],
     replaced: dict[fx.Node, fx.Node],
 ) -> None:
-    """Call a function in place of a region; the result of a fused add is its last output.
+    """Call a function in place of a region; the result of a fused add is its first output.
 
     Args:
         replaced: What stands for the outputs of earlier regions; those of this one are added.
@@ -210,7 +223,7 @@ def _replace(
         *(replaced.get(x, x) for x in region.inputs),
         *(map(_as_stored, add.inputs) if add else ()),
     ]
-    outputs = [*region.outputs, *([add.node] if add else [])]
+    outputs = [*([add.node] if add else []), *region.outputs]
     with graph.inserting_after(region.nodes[-1]):
         call = graph.call_function(function, tuple(inputs))
     last = call
@@ -244,8 +257,8 @@ def _caller(
     def call(*inputs: Any, add: FusedAdd | None = None, add_inputs: Sequence[Tensor] = ()) -> Any:
         function = fused.function(region, root, add)
         if torch.is_grad_enabled():
-            for path in region.counters:
-                attribute(root, path).add_(1)
+            if region.counters:
+                torch._foreach_add_([attribute(root, path) for path in region.counters], 1)
             tensors = [attribute(root, path) for path in reads]
             return _without_warnings(function, *inputs, *add_inputs, *tensors)
         leaves = [leaf_op(x) for x, leaf_op in zip(inputs, leaf_ops, strict=True)]
@@ -257,25 +270,63 @@ def _caller(
             results = _without_warnings(function, *leaves, *add_inputs, *tensors)
         return tuple(map(coupling_ops.detached, results))
 
-    def call_with_add(*inputs: Any) -> Any:
+    def call_with_add(*inputs: Any, out: Tensor | None = None) -> Any:
         assert add is not None
         *own, stream, grid = inputs
         if grid is None or (torch.is_grad_enabled() and not add.is_minus):
             # Exact without a grid; or the graph that is kept goes on through the stream.
             results = call(*own)
             plain = coupling_ops.minus if add.is_minus else coupling_ops.plus
-            return *results, plain(coupling_ops.wide(stream), results[add.output], grid)
+            stream = rounded(coupling_ops.wide(stream), grid if add.rounds else None)
+            return plain(stream, results[add.output], grid), *results
         sign = fused.sign(stream.device, add.is_minus)
-        total = torch.empty_like(stream, dtype=wide_dtype(stream.dtype), requires_grad=False)
+        total = out
+        if total is None:
+            total = torch.empty_like(stream, dtype=wide_dtype(stream.dtype), requires_grad=False)
         results = call(*own, add=add, add_inputs=(stream.detach(), grid, sign, total))
         copy = results[add.output].detach()
-        return *results, copy if copy.dtype == total.dtype else with_copy(total, copy)
+        if copy.dtype == total.dtype:
+            return copy, *results
+        if out is None:  # else others write there, too
+            with_copy(total, copy)
+        return total, *results
 
     if add is not None:
         call_with_add.__name__ = call_with_add.__qualname__ = f"compiled_{number}_and_sum"
         return call_with_add
     call.__name__ = call.__qualname__ = f"compiled_{number}"
     return call
+
+
+def write_results(
+    backward: fx.Graph,
+    names: Sequence[Sequence[str]],
+    buffer: Callable[[int, str], Tensor | None],
+) -> None:
+    """Have the last kernels of a fused program write what it returns to buffers.
+
+    Args:
+        backward: The program, which is changed.
+        names: Of the values it returns, and of the gradients.
+        buffer: Where to write one, from 0 or 1 and its name; None: anywhere.
+    """
+    (output,) = backward.find_nodes(op="output")
+    for kind, (nodes, own) in enumerate(zip(output.args[0], names, strict=False)):
+        for node, name in zip(nodes, own, strict=True):
+            if isinstance(node, fx.Node) and _is_sum(node):
+                call: Any = node.args[0]
+                with backward.inserting_before(call):
+                    at = backward.call_function(buffer, (kind, name))
+                call.kwargs = {**call.kwargs, "out": at}
+    backward.lint()
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Is it the first result of a call that can write that to a buffer?"""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    call: Any = node.args[0]
+    return call.target is coupling_ops.branch_vjp or call.name.endswith("_and_sum")
 
 
 def _without_warnings(function: Callable[..., Any], *args: Any) -> Any:

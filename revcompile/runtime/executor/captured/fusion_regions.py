@@ -72,6 +72,8 @@ class FusedAdd:
     graph: fx.Graph
     """The region with the add. After its own inputs come the stream, the grid, a sign, and what the
     sum is written to."""
+    rounds: bool = False
+    """Does it round the stream to the grid, too? Then it is read only here."""
 
     @property
     def inputs(self) -> tuple[fx.Node, fx.Node]:
@@ -233,8 +235,28 @@ def _build(region: FusionRegion, root: nn.Module) -> FusionRegion:
         copies[node]._rename(f"v{index}")
         if any(user not in inside for user in node.users):
             region.outputs.append(node)
-    graph.output(tuple(copies[node] for node in region.outputs))
+    results = (
+        graph.call_function(_in_own_memory, (copies[node],))
+        if node.target is operator.getitem
+        else copies[node]
+        for node in region.outputs
+    )
+    graph.output(tuple(results))
     return region
+
+
+def _in_own_memory(part: Any) -> Any:
+    """A part of an image's channels as a tensor of its own.
+
+    The last kernel then writes it so. Each layer that reads a view of the whole would copy it
+    first, and autograd would bring its gradient into the view's strides.
+    """
+    if not isinstance(part, Tensor) or part.dim() != 4:
+        return part
+    is_last = part.stride(1) == 1
+    return part.contiguous(
+        memory_format=torch.channels_last if is_last else torch.contiguous_format
+    )
 
 
 def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
@@ -290,7 +312,7 @@ def fuse_residual_adds(forward: Sequence[FusionRegion], backward: Sequence[Fusio
             continue
         recomputed = [r for r in backward if r.reads == region.reads and _residual_adds(r)]
         same = region, *recomputed
-        adds = list(map(_fused_add, same))
+        adds = [_fused_add(each, may_round=not recomputed) for each in same]
         if all(add is not None for add in adds):
             for each, add in zip(same, adds, strict=True):
                 each.fused_add = add
@@ -306,8 +328,13 @@ def _residual_adds(region: FusionRegion) -> list[tuple[int, fx.Node]]:
     ]
 
 
-def _fused_add(region: FusionRegion) -> FusedAdd | None:
-    """The add that can be part of a region: nothing else but a gradient reads the branch."""
+def _fused_add(region: FusionRegion, may_round: bool) -> FusedAdd | None:
+    """The add that can be part of a region: nothing else but a gradient reads the branch.
+
+    Args:
+        may_round: A stream that enters its chain here may be rounded with the add. Not where
+            backward undoes the add: it would be another function.
+    """
     adds = _residual_adds(region)
     if len(adds) != 1:
         return None
@@ -320,10 +347,19 @@ def _fused_add(region: FusionRegion) -> FusedAdd | None:
     last = region.nodes[-1]
     if not all(isinstance(x, fx.Node) and x < last for x in (node.args[0], node.args[2])):
         return None
-    return FusedAdd(node, output, _graph_with_add(region, output))
+    rounds = may_round and _is_entering(node.args[0])
+    return FusedAdd(node, output, _graph_with_add(region, output, rounds), rounds)
 
 
-def _graph_with_add(region: FusionRegion, output: int) -> fx.Graph:
+def _is_entering(stream: Any) -> bool:
+    """Is it the first stream of a chain that begins here, read only once?"""
+    if stream.target is not operator.getitem or len(stream.users) > 1:
+        return False
+    entered, place = stream.args
+    return place == 0 and entered.target is coupling_ops.enter_chain
+
+
+def _graph_with_add(region: FusionRegion, output: int, rounds: bool) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(region.graph, copies)
@@ -336,14 +372,14 @@ def _graph_with_add(region: FusionRegion, output: int) -> fx.Graph:
         stream = graph.placeholder("stream")
     results = list(outputs)
     results[output] = graph.call_function(
-        _add_on_grid, (results[output], stream, grid, sign, total)
+        _add_on_grid, (results[output], stream, grid, sign, total, rounds)
     )
     graph.output(tuple(results))
     return graph
 
 
 def _add_on_grid(
-    addend: Tensor, stream: Tensor, grid: Tensor, sign: Tensor, total: Tensor
+    addend: Tensor, stream: Tensor, grid: Tensor, sign: Tensor, total: Tensor, rounds: bool
 ) -> Tensor:
     """The stream plus or minus the addend, in the addend's dtype.
 
@@ -351,6 +387,8 @@ def _add_on_grid(
     the addend's own, with no sign.
     """
     value = addend.detach()
+    if rounds:
+        stream = (stream.float() + grid) - grid
     result = stream + sign * ((value.float() + grid) - grid)
     if value.dtype != result.dtype:
         total.copy_(result)

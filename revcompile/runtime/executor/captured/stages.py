@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,12 +15,12 @@ from revcompile.runtime.executor.captured.found_inf import (
     found_inf,
     zero_if,
 )
-from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
+from revcompile.runtime.executor.captured.fusion import FusedOps, fuse, write_results
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.captured.streams import StepStreams
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Average, Message
+from revcompile.runtime.executor.transport import Average, Message, MessageKind
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
 from revcompile.runtime.stage.stage import Programs, Stage
@@ -42,6 +42,7 @@ class CapturedStageExecutor(StageExecutor):
     """
 
     updater: CapturedUpdater
+    transport: StaticTransport
 
     def __init__(
         self,
@@ -79,7 +80,13 @@ class CapturedStageExecutor(StageExecutor):
         self._shares_norm = executor.clip_grad_norm is not None and not is_continuous
         """Do other stages clip their gradients by the norm of this one's, too?"""
         self._streams = streams
-        self._programs = _fused_programs(stage, fused) if fused is not None else None
+        self._buffers: Sequence[Mapping[str, Tensor | None]] = ({}, {})
+        """Where a backward pass may write values and gradients for the stage before."""
+        self._programs: Programs | None = None
+        self._handed_on: dict[int, str] = {}
+        """Which of the kept values they send to the stage before, and under which names."""
+        if fused is not None:
+            self._programs, self._handed_on = _fused_programs(stage, fused, self._buffer)
         self.flag = torch.zeros(1, device=device)
         """`found_inf` of the last backward pass."""
         self.restored = self.flag
@@ -123,9 +130,17 @@ class CapturedStageExecutor(StageExecutor):
         if self.stage.ring is not None:
             self.stage.ring.push(self.stage.in_flight.pop(microbatch).kept)
 
+    def _buffer(self, kind: int, name: str) -> Tensor | None:
+        return self._buffers[kind].get(name)
+
     def _differentiate(self, message: Message) -> Message:
+        in_order = self._streams is None or self._streams.is_in_order(self.index)
+        route = self.index, self.index - 1, MessageKind.DY
+        self._buffers = self.transport.buffers(route, message.index, in_order)
         if self.stage.ring is not None:
-            self.stage.hold(message.index, self.stage.ring.pop(), self.age)
+            named = self._handed_on.items()
+            to = {place: at for place, name in named if (at := self._buffer(0, name)) is not None}
+            self.stage.hold(message.index, self.stage.ring.pop(to), self.age)
         values, input_gradients, gradients = self.stage.differentiate(
             message.index, message.values, message.gradients
         )
@@ -217,10 +232,26 @@ class CapturedStageExecutor(StageExecutor):
         return self.gradients
 
 
-def _fused_programs(stage: Stage, fused: FusedOps) -> Programs:
+def _fused_programs(
+    stage: Stage, fused: FusedOps, buffer: Callable[[int, str], Tensor | None]
+) -> tuple[Programs, dict[int, str]]:
+    """A stage's programs, compiled, and the names of kept values that backward returns as they are.
+
+    Args:
+        buffer: See `write_results`.
+    """
     program, stored = stage.program, stage.activations
     backward = taking_stored(program, stored.low)
     is_read_so = stored.are_read_in(stage.autocast)
     forward, backward = fuse(program.forward, backward, stage.root, fused, is_read_so)
+    write_results(backward, (program.sends_back, program.inputs_with_grad), buffer)
+    _, *kept = backward.find_nodes(op="placeholder")[: 1 + len(program.kept)]
+    (output,) = backward.find_nodes(op="output")
+    returned = zip(output.args[0][0], program.sends_back, strict=True)
+    handed_on = {kept.index(node): name for node, name in returned if node in kept}
     name = f"stage {program.index}, compiled"
-    return compile_graph(forward, f"{name}, forward"), compile_graph(backward, f"{name}, backward")
+    programs = (
+        compile_graph(forward, f"{name}, forward"),
+        compile_graph(backward, f"{name}, backward"),
+    )
+    return programs, handed_on

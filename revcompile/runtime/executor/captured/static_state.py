@@ -189,9 +189,9 @@ class StaticState:
         is_new = not fits or self.is_outdated
         if is_new:
             self.clear()
-            # The last stage's update may run beside another one: two snapshots at a time.
-            sizes = sorted(executor.updater.snapshot_bytes for executor in self.executors)
-            if why := missing_memory(messages, sum(sizes[-2:]), self._flags.device):
+            # Updates follow each other: one snapshot at a time.
+            largest = max(executor.updater.snapshot_bytes for executor in self.executors)
+            if why := missing_memory(messages, largest, self._flags.device):
                 raise CaptureUnsupported(why)
             free_cached(self._flags.device)
             for executor in self.executors:

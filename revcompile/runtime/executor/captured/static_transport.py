@@ -15,7 +15,7 @@ What was handed on once is copied the next time. What nobody hands on has one bu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -157,6 +157,27 @@ class StaticTransport(Transport):
             message = Message.of_payload(message.index, self._store(route, message))
         return super().send(route, message)
 
+    def buffers(
+        self, route: Route, index: int, in_order: bool
+    ) -> Sequence[Mapping[str, Tensor | None]]:
+        """Where a message's values and gradients, by name, may be written as they are computed:
+        buffers that `send` would copy them to, and that nobody reads any more.
+
+        Args:
+            in_order: The backward passes of all stages before have ended.
+        """
+        if route not in self._forms:
+            return {}, {}
+        form, place = self._forms[route], self._place(route, index)
+        before = self._waiting(route, 1 - place)
+        found = []
+        for number, like in enumerate(form.leaves):
+            buffer = self._buffer(route, place, number) if isinstance(like, Tensor) else None
+            is_read = before is None or buffer is before.payload.leaves[number]
+            found.append(buffer if in_order or not is_read else None)
+        values, gradients, *_ = form.with_leaves(found).value
+        return values, gradients
+
     def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:
         message, ring = super().receive(route, keep=keep), self.rings.get(route)
         if message is None or ring is None:
@@ -169,15 +190,26 @@ class StaticTransport(Transport):
     def _place(self, route: Route, index: int) -> int:
         return index % (2 if self._hands_on else self._counts[route])
 
+    def _waiting(self, route: Route, place: int) -> _Waiting | None:
+        """A message that waits or has just been read, if stages hand on what they receive."""
+        if not self._hands_on:
+            return None
+        return self._moved.get((route, place)) or self._static.get((route, place))
+
+    def _buffer(self, route: Route, place: int, number: int) -> Tensor | None:
+        """The buffer of a tensor of a new message, if there is one that may be written to."""
+        buffer, before = self._buffers.get((route, place, number)), self._waiting(route, 1 - place)
+        if before is None:
+            return buffer
+        if number not in before.handed_on:  # read by now
+            return self._buffers.get((route, 1 - place, number)) if buffer is None else buffer
+        return None if buffer is before.payload.leaves[number] else buffer
+
     def _store(self, route: Route, message: Message) -> Flat:
         """Copy a message to static buffers, but for what the stage has received and hands on."""
         source, _, kind = route
         place, value = self._place(route, message.index), Flat.of(message.payload)
-        received = before = None
-        if self._hands_on:
-            waiting = self._static | self._moved
-            received = waiting.get(((source + 1, source, kind), message.index % 2))
-            before = waiting.get((route, 1 - place))
+        received = self._waiting((source + 1, source, kind), message.index % 2)
         leaves, copies, own = list(value.leaves), [], {}
         is_static = True
         for number, (leaf, like) in enumerate(zip(leaves, self._forms[route].leaves, strict=True)):
@@ -187,11 +219,7 @@ class StaticTransport(Transport):
                 received.handed_on.add(received.own[storage(leaf)])
                 is_static = is_static and storage(leaf) in self._storages
                 continue
-            buffer = self._buffers.get((route, place, number))
-            if before is not None and number not in before.handed_on:  # read by now
-                buffer = self._buffers.get((route, 1 - place, number)) if buffer is None else buffer
-            elif before is not None and buffer is before.payload.leaves[number]:
-                buffer = None
+            buffer = self._buffer(route, place, number)
             if buffer is None:
                 if like.nbytes >= LARGE:
                     free_cached(leaf.device)

@@ -3,10 +3,10 @@
 In a full pipeline the forward and the backward pass of a stage belong to different micro-batches,
 and so do the backward passes of different stages. Four stages, two backward streams:
 
-    current      F0  F1  F2  F3  B3  U3         the last stage: both are of one micro-batch
+    current      F0  F1  F2  F3  B3             the last stage: both are of one micro-batch
     backward 0    '-----> B0  B2                B0 after F0: B0 is followed by an update of the
     backward 1        '-> B1                    weights that F0 reads
-    updates                U0  U1  U2
+    updates                U0  U1  U2  U3
 
 A stage's backward pass waits for its own forward pass only; its update for its backward pass.
 Stages with large tensors stay on the current stream: their kernels fill the GPU on their own, and
@@ -64,7 +64,7 @@ class StepStreams:
 
     def __init__(self, device: torch.device, last: int, width: int = 2) -> None:
         self.staying: set[int] = {last}
-        """The stages all of whose passes are on the current stream."""
+        """The stages whose forward and backward passes are on the current stream."""
         self._backward_streams = [stream_for(f"backward {n}", device) for n in range(width)]
         self._update_stream = stream_for("update", device)
         self._forward_done: dict[int, torch.cuda.Event] = {}
@@ -82,17 +82,31 @@ class StepStreams:
 
     @contextmanager
     def backward(self, stage: int) -> Iterator[None]:
-        """The stream of a stage's backward pass."""
+        """The stream of a stage's backward pass.
+
+        It may write to a buffer that the stage two before reads: see `StaticTransport`.
+        """
         if stage in self.staying:
+            self._wait_for_readers(torch.cuda.current_stream(), stage - 2)
             yield
             self._backward_done[stage] = torch.cuda.current_stream().record_event()
             return
         stream = self._backward_stream(stage)
         stream.wait_event(self._forward_done[stage])
+        self._wait_for_readers(stream, stage - 2)
         self._used[stream] = None
         with torch.cuda.stream(stream):
             yield
         self._backward_done[stage] = stream.record_event()
+
+    def is_in_order(self, stage: int) -> bool:
+        """Are the backward passes that read what this stage sends over before its own begins?"""
+        return {stage, max(stage - 1, 0), max(stage - 2, 0)} <= self.staying
+
+    def _wait_for_readers(self, stream: torch.cuda.Stream, *stages: int) -> None:
+        for stage in stages:
+            if stage in self._backward_done:
+                stream.wait_event(self._backward_done[stage])
 
     @contextmanager
     def send(self, stage: int) -> Iterator[None]:
@@ -104,9 +118,7 @@ class StepStreams:
         """
         stays = stage in self.staying
         stream = torch.cuda.current_stream() if stays else self._backward_stream(stage)
-        for reader in (stage - 2, stage - 1):
-            if reader in self._backward_done:
-                stream.wait_event(self._backward_done[reader])
+        self._wait_for_readers(stream, stage - 2, stage - 1)
         with torch.cuda.stream(stream):
             yield
         self._backward_done[stage] = stream.record_event()
@@ -119,7 +131,7 @@ class StepStreams:
             read: Tensors of the backward pass that the update reads. Of one that was in a graph of
                 its own nothing is known here: the update stays on the current stream.
         """
-        if stage in self.staying or stage not in self._backward_done:
+        if stage not in self._backward_done:
             yield
             return
         # The allocator gives freed memory to the stream that allocated it, at once: the backward
