@@ -312,11 +312,14 @@ class StageExecutor:
             scale = (self.clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
         self.set_delay(action.index)
         with self.stage.updating(self.updater.parameters):
-            self.updater.apply(gradients, scale)
+            self._apply(gradients, scale)
         if self.scaling is not None and self.loss_head is not None:
             self._count_update(self.scaling)
         self.gradients, self.contributed = None, 0
         return True
+
+    def _apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
+        self.updater.apply(gradients, scale)
 
     def set_delay(self, update: int) -> None:
         """Tell the optimizer, or the prediction, by how many updates the given one is late."""

@@ -232,13 +232,10 @@ class Updater:
         names = {id(p): name for name, p in self.parameters.items()}
         for group in self.optimizer.param_groups:
             group.update(self._saved_settings(group, settings) or {})
-            on_device = counts_on_device(group)
             for parameter in group["params"]:
                 if names[id(parameter)] in states:
                     self.optimizer.state[parameter] = {
-                        key: value.to(parameter.device, copy=True)
-                        if isinstance(value, Tensor) and (key not in COUNTERS or on_device)
-                        else clone_tree(value)
+                        key: _placed(key, value, parameter, group)
                         for key, value in states[names[id(parameter)]].items()
                     }
         if self.lr_schedule is not None and schedule is not None:
@@ -285,6 +282,16 @@ class Updater:
         names = {id(p): name for name, p in self.parameters.items()}
         each = (settings.get(names[id(p)]) for p in group["params"])
         return [entry for entry in each if entry is not None]
+
+
+def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """A copy of an entry of an optimizer's state, where and as the optimizer wants it."""
+    if not isinstance(value, Tensor):
+        return clone_tree(value)
+    if key not in COUNTERS:
+        return value.to(parameter.device, copy=True)
+    device = parameter.device if counts_on_device(group) else "cpu"
+    return value.to(device, torch.float32 if group.get("fused") else value.dtype, copy=True)
 
 
 def _initial_lr(group: Mapping[str, Any]) -> Any:

@@ -72,17 +72,19 @@ def why_not_capturable_optimizer(optimizer: Optimizer) -> str | None:
 
 
 class CapturedUpdater(Updater):
-    """Another updater's optimizer, as a captured step uses it.
+    """Another updater's optimizer, as captured steps use it, and those between them.
 
     Learning rates are tensors on the device, so that they may change between steps; the learning
     rate schedule goes on when `advance` is called. On the CPU the optimizer's own step is taken.
+    On a GPU that would compute in another precision (learning rates, powers of betas), so that a
+    training would depend on which of its updates were captured: after a restart the first are not.
     """
 
     def __init__(self, updater: Updater) -> None:
         self.where, self.parameters = updater.where, updater.parameters
         self.optimizer, self.lr_schedule = updater.optimizer, updater.lr_schedule
         self.found_inf: Tensor | None = None
-        """A flag; if it is set, `apply` changes nothing."""
+        """A flag; if it is set, `apply_captured` changes nothing."""
         groups = self._groups
         first = next(iter(self.parameters.values()), None)
         device = first.device if first is not None else None
@@ -95,9 +97,7 @@ class CapturedUpdater(Updater):
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in groups]
         self._rates_on_host: list[float | None] = [None for _ in groups]
         self._counts = torch.zeros(len(self.parameters), len(COUNTERS), dtype=dtype, device=device)
-        """The counters of each parameter (of its updates, say) while steps are captured."""
-        self._own_counters: dict[tuple[int, int], Tensor] = {}
-        """Those that the optimizer had before, by row and column of `_counts`."""
+        """The counters of each parameter (of its updates, say) from the second update on."""
 
     @property
     def _members(self) -> list[Optimizer]:
@@ -141,6 +141,20 @@ class CapturedUpdater(Updater):
                 self._rates_on_host[index] = rate
 
     def apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
+        """Action by action: the very step that is captured, but for the first one.
+
+        That one allocates the optimizer's state, as the optimizer does by itself.
+        """
+        is_captured_alike = self._on_device and self.optimizer is not None and self.started
+        if is_captured_alike:
+            self.count_on_device()
+            self.prepare()
+        with self._capturable() if is_captured_alike else nullcontext():
+            is_updated = self._update(gradients, scale)
+        if is_updated:
+            self.advance()
+
+    def apply_captured(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
         """One update, unless `found_inf` is set; does not wait for a GPU."""
         if self.optimizer is None or not gradients:
             return
@@ -204,9 +218,8 @@ class CapturedUpdater(Updater):
 
     # -- where updates are counted ------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Count updates in a static buffer on the device from here on."""
-        self._rates_on_host = [None for _ in self._rates]
+    def count_on_device(self) -> None:
+        """Have the optimizer count its updates in a static buffer, also where it was loaded."""
         if self.optimizer is None or not self._on_device:
             return
         rows = {id(p): row for row, p in enumerate(self.parameters.values())}
@@ -216,21 +229,17 @@ class CapturedUpdater(Updater):
             for parameter in group["params"]:
                 state = self.optimizer.state.get(parameter, {})
                 for column, key in enumerate(COUNTERS):
-                    if isinstance(state.get(key), Tensor):
-                        place = rows[id(parameter)], column
-                        self._own_counters[place] = state[key]
-                        state[key] = self._counts[place].copy_(state[key])
+                    own = state.get(key)
+                    if isinstance(own, Tensor) and own._base is not self._counts:
+                        state[key] = self._counts[rows[id(parameter)], column].copy_(own)
 
-    def leave(self) -> None:
-        """Count updates in the optimizer's own counters again."""
-        if not self._own_counters or self.optimizer is None:
-            return
-        counts, parameters = self._counts.tolist(), list(self.parameters.values())
-        for (row, column), own in self._own_counters.items():
-            state, key = self.optimizer.state[parameters[row]], COUNTERS[column]
-            if key in state and state[key]._base is self._counts:  # else another state was loaded
-                state[key] = own.fill_(counts[row][column])
-        self._own_counters.clear()
+    def count_on_host(self) -> None:
+        """Steps will not be captured: update as the optimizer does by itself from here on."""
+        self._on_device = False
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            for key in COUNTERS:
+                if isinstance(own := state.get(key), Tensor) and own._base is self._counts:
+                    state[key] = own.float().cpu()
 
 
 class FixedSettings:

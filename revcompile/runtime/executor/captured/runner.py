@@ -18,7 +18,10 @@ from revcompile.runtime.executor.captured.graphs import (
     CudaGraphReplay,
     EagerReplay,
 )
-from revcompile.runtime.executor.captured.optimizers import why_not_capturable_optimizer
+from revcompile.runtime.executor.captured.optimizers import (
+    CapturedUpdater,
+    why_not_capturable_optimizer,
+)
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
@@ -130,6 +133,7 @@ class GraphRunner:
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
         for executor in executors if self.is_on else ():
+            executor.updater = CapturedUpdater(executor.updater)
             place = schedule.method, schedule.stages, executor.index, schedule.accumulate
             in_flight = window(*place)
             executor.stage.use_static_buffers(in_flight if in_flight > 1 else 0, delay(*place))
@@ -154,6 +158,8 @@ class GraphRunner:
         self.is_on, self._pipeline = False, None
         for executor in self._executors:
             executor.stage.use_static_buffers(0, None)
+            if isinstance(executor.updater, CapturedUpdater):
+                executor.updater.count_on_host()
         warnings.warn(
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
             "Pass backend='eager' to silence this warning",

@@ -59,7 +59,7 @@ class CapturedStageExecutor(StageExecutor):
         stage, device = executor.stage, executor.stage._device()
         super().__init__(
             stage,
-            CapturedUpdater(executor.updater),
+            executor.updater,
             transport,
             loss_head=loss_head,
             clip_grad_norm=executor.clip_grad_norm,
@@ -186,6 +186,9 @@ class CapturedStageExecutor(StageExecutor):
         if done:
             self.stage.cast_weights.refresh()
         return done
+
+    def _apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
+        self.updater.apply_captured(gradients, scale)
 
     def _count_update(self, scaling: Scaling) -> None:
         scaling.updated(self.updater.found_inf)

@@ -338,7 +338,7 @@ class StaticState:
         for eager, captured in zip(self._eager_executors, self.executors, strict=True):
             eager.stage.in_flight.clear()
             eager.stage.gradients, eager.contributed = {}, 0
-            captured.updater.enter()
+            captured.updater.count_on_device()
         self._versions = None
         self._settings = FixedSettings(
             [executor.updater for executor in self.executors],
@@ -356,10 +356,7 @@ class StaticState:
         if not self.is_active:
             return
         counts = self._counts.tolist()
-        for eager, captured, count in zip(
-            self._eager_executors, self.executors, counts, strict=True
-        ):
-            captured.updater.leave()
+        for eager, count in zip(self._eager_executors, counts, strict=True):
             stage, index = eager.stage, eager.index
             for microbatch in schedule.outstanding[index]:
                 assert stage.ring is not None
@@ -389,8 +386,6 @@ class StaticState:
     def clear(self) -> None:
         """Free all buffers and captured steps: shapes, or the trainer's tensors, have changed."""
         self.is_active = False
-        for executor in self.executors:
-            executor.updater.leave()
         self._replay.clear()
         self._reset()
 
