@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -61,20 +62,16 @@ class Cases:
                 problem = problem or error
                 continue
             self._forms.insert(0, self._forms.pop(index))  # the latest is tried first
-            return form.matching(root, values, args, kwargs), values
+            return form.matching(root, values, partial(form._captured, root, args, kwargs)), values
         assert problem is not None
         is_closed = only_known or not self.any_arguments or self.recapture is None
         if is_closed or len(self._forms) >= _MOST_FORMS:
             raise problem
-        self._forms.insert(0, Cases(self._captured(root, args, kwargs), self.recapture))
+        self._forms.insert(0, Cases(self._captured(root, args, kwargs, False), self.recapture))
         return self.bound(root, args, kwargs)
 
     def _captured(
-        self,
-        root: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        fixed_batch: bool = False,
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], fixed_batch: bool
     ) -> Rewired:
         assert self.recapture is not None
         guards = tuple(rewired.guards for rewired, _ in self._cases)
@@ -82,12 +79,11 @@ class Cases:
         return replace(rewired, root=root, guards=rewired.guards.for_copy(root))
 
     def matching(
-        self,
-        root: nn.Module,
-        values: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, root: nn.Module, values: Mapping[str, Any], capture: Callable[[bool], Rewired]
     ) -> Rewired:
+        """The case whose guards hold for a call; `capture` makes another, for its batch size alone
+        if it is given True.
+        """
         problem = self._last[1].failing(root, values)
         if problem is None:
             return self._last[0]
@@ -113,7 +109,7 @@ class Cases:
         remaining: Mismatch | None = problem
         for fixed_batch in (False, True):
             try:
-                rewired = self._captured(root, args, kwargs, fixed_batch)
+                rewired = capture(fixed_batch)
             except Exception as error:
                 raise problem.error(
                     name,

@@ -23,6 +23,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -174,23 +175,18 @@ def _skipped(*_: Any) -> None:
     """Replaces a hook that only observes: the layer still counts as one with hooks."""
 
 
-def _seen(module: nn.Module, given: tuple[Any, ...]) -> list[Any]:
-    """All that a hook could change of its module and of the tensors it is given."""
+def _seen(module: nn.Module, given: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
+    """All that a hook could change of its module and of the tensors it is given, and versions."""
     own = [entry for name, value in vars(module).items() for entry in (name, value)]
     tensors = [*module._parameters.values(), *module._buffers.values()]
     leaves = [leaf for leaf in pytree.tree_leaves(given[1:]) if isinstance(leaf, Tensor)]
     written = [t._version for t in (*tensors, *leaves) if t is not None and not t.is_inference()]
-    return [*own, *tensors, tuple(written)]
+    return [*own, *tensors], written
 
 
-def _same(before: list[Any], after: list[Any]) -> bool:
-    *objects, versions = before
-    *others, written = after
-    return (
-        len(objects) == len(others)
-        and all(x is y for x, y in zip(objects, others, strict=True))
-        and versions == written
-    )
+def _same(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]]) -> bool:
+    (objects, versions), (others, written) = before, after
+    return len(objects) == len(others) and all(map(is_, objects, others)) and versions == written
 
 
 class NoHooks:

@@ -137,11 +137,11 @@ class BufferSnapshot:
     buffer: Tensor
     copy: Tensor
 
-    @classmethod
-    def of(cls, module: nn.Module, name: str) -> BufferSnapshot | None:
-        """Copy a buffer; None if it is None."""
-        buffer = module._buffers.get(name)
-        return None if buffer is None else cls(module, name, buffer, buffer.detach().clone())
+
+def buffer_snapshots(slots: Iterable[tuple[nn.Module, str]]) -> list[BufferSnapshot]:
+    """Of those buffers that are not None."""
+    present = ((module, name, module._buffers.get(name)) for module, name in slots)
+    return [BufferSnapshot(m, n, b, b.detach().clone()) for m, n, b in present if b is not None]
 
 
 _Identity = tuple[Tensor | None, int, torch.UntypedStorage | None]
@@ -168,13 +168,9 @@ class StatefulBuffers:
         """Before a run: copies of the buffers that may change."""
         if not self._candidates:  # as most branches, of which a deep chain has many
             return []
-        is_new_mode = self._modes() not in self._modes_seen
-        snapshots = (
-            BufferSnapshot.of(module, name)
-            for position, (module, name) in enumerate(self._candidates)
-            if is_new_mode or position in self._changing
-        )
-        return [snapshot for snapshot in snapshots if snapshot is not None]
+        if self._modes() not in self._modes_seen:
+            return buffer_snapshots(self._candidates)
+        return buffer_snapshots(self._candidates[position] for position in sorted(self._changing))
 
     def identities(self) -> list[_Identity]:
         """Before a run: what tells afterwards whether a buffer has changed."""

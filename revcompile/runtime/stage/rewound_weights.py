@@ -1,9 +1,9 @@
 """The weights of some updates ago, computed from the latest ones and the updates in between.
 
 An update is rounded to 4 bits an element before it is applied, so that what is kept of it is all of
-it. Weights of float32 and float64 are multiples of a power of two, the same for all elements that
-share a scale and for all updates: adding an update to the latest weights then gives those before to
-the bit. Weights of other types come back but for the last bits.
+it. Weights, which are float32 or float64, are multiples of a power of two, the same for all
+elements that share a scale and for all updates: adding an update to the latest weights then gives
+those before to the bit.
 
 A stage that is t updates late keeps t updates, about t/2 bytes a parameter, and needs one copy of
 its weights while backward runs; stashed weights take 4 t bytes.
@@ -24,7 +24,7 @@ from revcompile.schedule import REWOUND_BLOCK as BLOCK
 _MOST: Final = 7
 """Multiples of the scale are from -7 to 7."""
 _DIGITS: Final = {torch.float32: 24, torch.float64: 53}
-"""Bits of numbers of which sums and differences can be exact."""
+"""Bits of their numbers, of which sums and differences can be exact."""
 _GROWTH: Final = 8
 """How many times as large as at first the largest weight of a block may become."""
 _LEAST: Final = 2.0
@@ -120,13 +120,11 @@ class _Bucket:
 
         The same tensors from the first update on: captured steps hold their addresses.
         """
-        self._grid: Tensor | None = None
+        rows = self.rows()
+        largest = rows.abs().amax(1).mul(_GROWTH).clamp_min(_LEAST)
+        self._grid = (torch.frexp(largest).exponent - _DIGITS[self._dtype]).to(torch.int8)
         """The exponent of what each row's weights are multiples of."""
-        if self._dtype in _DIGITS:
-            rows = self.rows()
-            largest = rows.abs().amax(1).mul(_GROWTH).clamp_min(_LEAST)
-            self._grid = (torch.frexp(largest).exponent - _DIGITS[self._dtype]).to(torch.int8)
-            self._write(_on_grid(rows, self._grid))
+        self._write(_on_grid(rows, self._grid))
 
     def allocate(self) -> None:
         """Room for updates."""
@@ -154,12 +152,11 @@ class _Bucket:
             kept[1:].copy_(kept[:-1].clone())
         multiples, exponents = _rounded(old - self.rows(), offset, self._grid)
         scale = _scale(exponents, self._dtype)
-        if self._grid is not None:
-            # Weights that have outgrown the grid stay where they are, unless they are still
-            # exact. What others have written may be anywhere, and returns to the grid here.
-            old = _on_grid(old, self._grid)
-            step = multiples * scale
-            multiples = torch.where((old - step) + step == old, multiples, 0.0)
+        # Weights that have outgrown the grid stay where they are, unless they are still exact. What
+        # others have written may be anywhere, and returns to the grid here.
+        old = _on_grid(old, self._grid)
+        step = multiples * scale
+        multiples = torch.where((old - step) + step == old, multiples, 0.0)
         self._exponents[0], self._packed[0] = exponents, _packed(multiples)
         self._write(old - multiples * scale)
 
@@ -181,9 +178,7 @@ class _Bucket:
         return dict(zip(self._parameters, zip(*kept, strict=True), strict=True))
 
     def grids(self) -> dict[str, Tensor]:
-        """By name: parts of the grid, if there is one."""
-        if self._grid is None:
-            return {}
+        """By name: parts of the grid."""
         return dict(zip(self._parameters, self._grid.split(self._sizes), strict=True))
 
 
@@ -203,12 +198,11 @@ def _on_grid(blocks: Tensor, grid: Tensor) -> Tensor:
     return (blocks / scale).round() * scale
 
 
-def _rounded(update: Tensor, offset: Tensor, grid: Tensor | None) -> tuple[Tensor, Tensor]:
+def _rounded(update: Tensor, offset: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
     """Multiples of each block's scale, and the exponents of these, none below those of the grid."""
     largest = update.abs().amax(1)
     exponents = torch.frexp(largest / _MOST).exponent.clamp(-100, 100).to(torch.int8)
-    if grid is not None:
-        exponents = torch.maximum(exponents, grid)
+    exponents = torch.maximum(exponents, grid)
     rows = torch.arange(len(update), device=update.device, dtype=torch.double) * _BY_BLOCK
     columns = torch.arange(BLOCK, device=update.device, dtype=torch.double) * _BY_ELEMENT
     threshold = (

@@ -21,7 +21,12 @@ from revcompile.ir.python_code import compile_graph
 from revcompile.kernels.repeatable import Repeatable
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
-from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
+from revcompile.runtime.reversible.replay import (
+    BufferSnapshot,
+    StatefulBuffers,
+    buffer_snapshots,
+    is_capturing,
+)
 from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.stage.activations import ActivationStore, Buffers
 from revcompile.runtime.stage.loss_scale import unscaled
@@ -239,8 +244,7 @@ class Stage:
 
     def snapshot(self) -> list[BufferSnapshot]:
         """Copies of the buffers that a micro-batch can change before its first update."""
-        statistics = (BufferSnapshot.of(*slot) for slot in self._early_statistics)
-        return [*(s for s in statistics if s is not None), *self._stateful.snapshot()]
+        return [*buffer_snapshots(self._early_statistics), *self._stateful.snapshot()]
 
     # -- backward -----------------------------------------------------------------------------
 

@@ -28,7 +28,12 @@ from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import InputBinder, split_batch, warn_if_larger_than_planned
 from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics
-from revcompile.runtime.trainer.settings import Task, build_executor, choose_cpu_matmul
+from revcompile.runtime.trainer.settings import (
+    Task,
+    build_executor,
+    check_rewound,
+    choose_cpu_matmul,
+)
 from revcompile.runtime.trainer.state import TrainerState, stages_with_graphs
 from revcompile.schedule import Schedule, delay
 
@@ -106,6 +111,7 @@ class Trainer(TrainerState, ABC):
         self.binder = InputBinder(partition, device)
         self.loss_head = LossHead(partition.rewired, task.loss, settings.autocast, count - 1)
         self.loss_head.check_finite = settings.check_finite
+        check_rewound(task)
         self.executors = [
             build_executor(
                 task,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from revcompile.arguments import number, whole_number
 from revcompile.errors import InputError
+from revcompile.ir.ops import attribute
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.executor.stage_executor import StageExecutor
@@ -23,7 +24,7 @@ from revcompile.runtime.stage.loss_scale import LossScale, scaling_of
 from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.update import OptimizerFactory, ParamGroups, ScheduleFactory, Updater
-from revcompile.schedule import Order, mean_delay
+from revcompile.schedule import Order, Weights, mean_delay
 from revcompile.units import is_int
 
 
@@ -122,8 +123,6 @@ def build_executor(
         delay=delay,
         tolerance=model.tolerance,
     )
-    if stage.weights.rewound is not None:
-        _check_rewound(stage, [*replicas, *(name for names in holders.values() for name in names)])
     stage.accumulates_in_place = skip_on_error  # nothing is rolled back
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(
@@ -154,21 +153,30 @@ def build_executor(
     )
 
 
-def _check_rewound(stage: Stage, tied: Sequence[str]) -> None:
-    """Refuse parameters from whose latest values those of earlier updates cannot be computed."""
-    where = f"net.trainer: weights='rewound', stage {stage.program.index}: "
-    if tied:
-        raise InputError(
-            f"{where}{tied[0]} is shared with another stage, whose copy would be rounded "
-            "otherwise; use weights='stashed', or cut the model so that one stage has both"
-        )
-    for name, parameter in stage.parameters.items():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
-            raise InputError(
-                f"{where}{name} is in {str(parameter.dtype).removeprefix('torch.')}, which has too "
-                "few digits to undo an update; use weights='stashed', or keep parameters in "
-                "float32 and give autocast="
-            )
+def check_rewound(task: Task) -> None:
+    """Refuse parameters from whose latest values those of earlier updates cannot be computed.
+
+    Before the first stage is made, which rounds its weights.
+    """
+    tied = {name for names in task.partition.ties.values() for name in names}
+    for index, program in enumerate(task.programs):
+        delay = mean_delay(program.method, len(task.programs), index, task.settings.accumulate)
+        if program.method.weights is not Weights.REWOUND or not delay:
+            continue
+        where = f"net.trainer: weights='rewound', stage {index}: "
+        for name in program.parameters:
+            parameter = attribute(task.model, name)
+            if name in tied:
+                raise InputError(
+                    f"{where}{name} is shared with another stage, whose copy would be rounded "
+                    "otherwise; use weights='stashed', or cut the model so that one stage has both"
+                )
+            if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+                raise InputError(
+                    f"{where}{name} is in {str(parameter.dtype).removeprefix('torch.')}, which has "
+                    "too few digits to undo an update; use weights='stashed', or keep parameters "
+                    "in float32 and give autocast="
+                )
 
 
 def choose_cpu_matmul(dtype: torch.dtype | None) -> None:

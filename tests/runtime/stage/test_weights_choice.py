@@ -243,10 +243,13 @@ def test_where_there_is_no_choice_it_is_refused(method: str, kind: str, message:
 def test_weights_that_cannot_be_rewound() -> None:
     with pytest.raises(InputError, match="is shared with another stage"):
         spine.fresh("words").trainer(momentum, F.cross_entropy, weights="rewound")
-    net = fresh(Plain)
-    net.model.bfloat16()
+    net = fresh(Plain, dtype=torch.float32)
+    for parameter in list(net.model.parameters())[4:]:  # not of the first stage
+        parameter.data = parameter.data.bfloat16()
+    before = {name: value.clone() for name, value in net.model.state_dict().items()}
     with pytest.raises(InputError, match="is in bfloat16, which has too few digits"):
         net.trainer(momentum, F.cross_entropy, weights="rewound")
+    assert all(torch.equal(value, before[name]) for name, value in net.model.state_dict().items())
 
 
 def test_graphs_cannot_be_predicted() -> None:
