@@ -392,8 +392,11 @@ class DeviceReceiver:
         return _arrival(header, description, memory, device, work, release)
 
     def _take(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
-        """Memory of so many bytes, and the event that says when it is free."""
-        while self._released:
+        """Memory of so many bytes, and the event that says when it is free.
+
+        Of what was released last the device may not have read anything yet: that one is left.
+        """
+        while len(self._released) > 1:
             memory, free = self._released.popleft()
             if len(memory) == size:
                 current_stream(memory).wait_event(free)

@@ -182,7 +182,7 @@ def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if len(pairs) == 1:
         ((target, source),) = pairs
         if target is not source:
-            target.detach().copy_(source, non_blocking=True)
+            target.copy_(source.detach() if source.requires_grad else source, non_blocking=True)
         return
     small: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():
