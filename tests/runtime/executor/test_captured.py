@@ -640,6 +640,14 @@ def test_memory_of_copies_is_used_again_only_when_nobody_refers_to_it() -> None:
     assert pool.copy(buffers)[0].data_ptr() == address
 
 
+def test_whoever_keeps_a_loss_keeps_no_output() -> None:
+    _, trainer = made("static")
+    metrics = [trainer.step(*batch) for batch in even(FULL + 3)][-1]
+    assert is_active(trainer) and metrics.loss_tensor is not None
+    loss, output = (t.untyped_storage() for t in (metrics.loss_tensor, metrics.output))
+    assert loss.data_ptr() != output.data_ptr()
+
+
 def test_a_pool_with_a_limit_forgets_the_oldest_buffers() -> None:
     pool = BufferPool(limit=2)
     taken = [pool.take(3, lambda: torch.empty(3)) for _ in range(4)]

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.utils import _pytree as pytree
 
 from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
@@ -113,10 +112,10 @@ class StaticPipeline(StaticState):
             if self._boundary.has_next:
                 due[self._boundary.last + 1] = due[self._boundary.last]
             self._reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
-        if self._result is not None and self._output_spec is not None:
-            head = self._trainers_head
-            head.losses[entering], head.scale, *output = self._results.copy(self._result)
-            head.outputs[entering] = self._output_spec.unflatten(output)
+        if self._loss is not None and self._output is not None:
+            head, output = self._trainers_head, self._outputs.copy(self._output)
+            head.losses[entering], head.scale = self._losses.copy(self._loss)
+            head.outputs[entering] = self._output.with_leaves(output).value
 
     def _follow_host(self) -> None:
         """Copy weights and learning rates again that were written to since the last step."""
@@ -245,13 +244,12 @@ class StaticPipeline(StaticState):
                 self._gradient_buffers(index, gradients).copy_(gradients)
         if self._is_last:
             head = self._loss_head
-            loss, output = head.losses[entering], head.outputs[entering]
-            result = loss, head.scale, output
-            if self._result is None:
-                self._result = StaticBuffers(result)
-                self._output_spec = pytree.tree_structure(output)
-            self._result.copy_(result)
-            self._trainers_head.add(loss)
+            loss, output = (head.losses[entering], head.scale), head.outputs[entering]
+            if self._loss is None or self._output is None:
+                self._loss, self._output = StaticBuffers(loss), StaticBuffers(output)
+            self._loss.copy_(loss)
+            self._output.copy_(output)
+            self._trainers_head.add(loss[0])
         self._counts.copy_(torch.stack([executor.count for executor in self.executors]))
         self._clear_executors()
 

@@ -134,10 +134,11 @@ class StaticState:
     def _reset(self) -> None:
         self._inputs: StaticBuffers | None = None
         self._gradients: dict[int, StaticBuffers] = {}
-        self._result: StaticBuffers | None = None
-        """Loss, loss scale and output of the last step."""
-        self._output_spec: pytree.TreeSpec | None = None
-        self._results = CopyPool()
+        self._loss: StaticBuffers | None = None
+        """The last step's loss and its scale. Apart from the output: whoever collects losses would
+        keep all outputs, too."""
+        self._output: StaticBuffers | None = None
+        self._losses, self._outputs = CopyPool(), CopyPool()
         self._boundary.clear()
         self._flags = torch.cat(self._current_flags())
         self._flag_rows = self._flags.new_zeros(self._row_count, len(self._flags))
