@@ -216,7 +216,7 @@ def _results_of(piece: Segment) -> tuple[str, ...]:
 
 def _needed_gradients(partition: Partition, stages: Sequence[_Stage]) -> list[list[str]]:
     """For every cut the values whose gradient the results depend on."""
-    results = [leaf.name for leaf in partition.rewired.body.result if isinstance(leaf, Live)]
+    results = partition.rewired.body.returned
     needed = [[name for name in results if _differentiable(partition.types.get(name))]]
     for stage in reversed(stages):
         sources = _union(stage.outputs.get(name, 0) for name in needed[0])

@@ -8,6 +8,7 @@ Graphs are `torch.fx.Graph`s. Facts about a node are in its `meta`, under the ke
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -265,11 +266,15 @@ class Coupling(_Segment):
         return self.branch
 
     @property
+    def all_sides(self) -> tuple[str, ...]:
+        """Those of the branch, and the sizes that its rearrangement takes."""
+        return (*self.sides, *(self.rearrange.sides if self.rearrange else ()))
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Every live value the segment reads."""
-        rearrange_sides = self.rearrange.sides if self.rearrange else ()
         shared = (self.grid,) if self.grid and not self.opens else ()
-        return (*dict.fromkeys((*self.streams_in, *self.sides, *rearrange_sides)), *shared)
+        return (*dict.fromkeys((*self.streams_in, *self.all_sides)), *shared)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -346,6 +351,30 @@ class Body:
     segments: tuple[Segment, ...]
     result: tuple[Any, ...]
     types: Mapping[str, Any]
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of the live values in the result."""
+        return tuple(leaf.name for leaf in self.result if isinstance(leaf, Live))
+
+    def chains(self) -> list[list[Segment]]:
+        """Runs of couplings whose streams only the next coupling reads; other segments alone."""
+        readers = Counter(name for segment in self.segments for name in segment.inputs)
+        readers.update(self.returned)
+        runs: list[list[Segment]] = []
+        for segment in self.segments:
+            previous = runs[-1][-1] if runs else None
+            if (
+                isinstance(segment, Coupling)
+                and isinstance(previous, Coupling)
+                and previous.streams_out == segment.streams_in
+                and not previous.extras
+                and all(readers[name] == 1 for name in previous.streams_out)
+            ):
+                runs[-1].append(segment)
+            else:
+                runs.append([segment])
+        return runs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Body:
         """A body of its own (plans go by its identity) over the same segments, as graphs are

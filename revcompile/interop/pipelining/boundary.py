@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.signature import Signature
-from revcompile.ir.types import VALUE, Coupling, Live, Opaque, Segment, TensorType
+from revcompile.ir.types import VALUE, Coupling, Opaque, Segment, TensorType
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Boundary:
     def of(partition: Partition, part: Part) -> Boundary:
         types, is_last = partition.types, part is partition.parts[-1]
         inputs = _tensors(part.inputs, types)
-        results = [leaf.name for leaf in partition.rewired.body.result if isinstance(leaf, Live)]
+        results = partition.rewired.body.returned
         outputs = _tensors(results if is_last else part.outputs, types)
         read = {name for piece in part.pieces for name in piece.inputs}
         made = {name for piece in part.pieces for name in piece.outputs}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -168,7 +167,7 @@ class Reversible(OriginalSurface):
         return calls.run(
             partial(self._run, body),
             values,
-            [leaf.name for leaf in body.result if isinstance(leaf, Live)],
+            body.returned,
             [bindings for step in steps for bindings in step.bindings],
             steps,
             self.check_every,
@@ -267,10 +266,9 @@ class Reversible(OriginalSurface):
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:
         """Group couplings into chains, compile everything, and find each value's last reader."""
-        runs = _chains(body)
+        runs = body.chains()
         reads = ((n, index) for index, run in enumerate(runs) for s in run for n in s.inputs)
         last_use = dict(reads)
-        returned = {leaf.name for leaf in body.result if isinstance(leaf, Live)}
         steps: list[_Step] = []
         for index, run in enumerate(runs):
             first = run[0]
@@ -282,7 +280,7 @@ class Reversible(OriginalSurface):
                 sharded = _sharded(bindings[0])
             else:
                 couplings = [s for s in run if isinstance(s, Coupling)]
-                sides = tuple(dict.fromkeys(n for c in couplings for n in _side_names(c)))
+                sides = tuple(dict.fromkeys(n for c in couplings for n in c.all_sides))
                 inputs, sharded = (*first.streams_in, *sides), ()
                 outputs = couplings[-1].outputs
                 position = {name: i for i, name in enumerate(sides)}
@@ -300,7 +298,7 @@ class Reversible(OriginalSurface):
                     stream_bits=self.rewired.policy.stream_bits,
                 )
             drop = tuple(
-                n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in returned
+                n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in body.returned
             )
             steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))
         return tuple(steps)
@@ -316,30 +314,6 @@ def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype 
         return a, b, None
     wide = b.float()
     return wide if a is b else a.float(), wide, None if is_autocasting(a.device) else a.dtype
-
-
-def _side_names(coupling: Coupling) -> tuple[str, ...]:
-    return (*coupling.sides, *(coupling.rearrange.sides if coupling.rearrange else ()))
-
-
-def _chains(body: Body) -> list[list[Coupling | Opaque]]:
-    """Runs of couplings whose streams only the next coupling reads; other segments alone."""
-    readers = Counter(name for segment in body.segments for name in segment.inputs)
-    readers.update(leaf.name for leaf in body.result if isinstance(leaf, Live))
-    runs: list[list[Coupling | Opaque]] = []
-    for segment in body.segments:
-        previous = runs[-1][-1] if runs else None
-        if (
-            isinstance(segment, Coupling)
-            and isinstance(previous, Coupling)
-            and previous.streams_out == segment.streams_in
-            and not previous.extras
-            and all(readers[name] == 1 for name in previous.streams_out)
-        ):
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
-    return runs
 
 
 def _block(

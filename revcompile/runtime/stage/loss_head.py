@@ -177,7 +177,7 @@ def _returned_loss(output: Any, target: Any) -> Any:
 def _check_returned_loss(rewired: Rewired, assembled: Callable[[Mapping[str, Any]], Any]) -> None:
     """Raise if the model does not return a scalar loss, as far as its captured graph tells."""
     outputs: dict[str, Any] = {}
-    for name in (leaf.name for leaf in rewired.body.result if isinstance(leaf, Live)):
+    for name in rewired.body.returned:
         kind = outputs[name] = rewired.body.types.get(name)
         if isinstance(kind, TensorType):
             outputs[name] = torch.empty(kind.shape, dtype=kind.dtype, device="meta")

@@ -149,8 +149,11 @@ class PassWeights:
     def state(
         self, in_flight: Sequence[Used], copy: TreeCopy
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What `load` needs, and for each micro-batch in flight what `load_used` needs."""
-        each = [used.copies if self.stash is None else self.backward(used) for used in in_flight]
+        """What `load` needs, and for each micro-batch in flight what `load_used` needs.
+
+        None has a graph, which cannot be saved, nor copies to which that would refer.
+        """
+        each = [None if self.stash is None else self.backward(used) for used in in_flight]
         versions = _distinct(each)
         state: dict[str, Any] = {"versions": [copy(dict(version)) for version in versions]}
         if self.predicted is not None and (predicted := self.predicted.state()) is not None:
@@ -164,8 +167,8 @@ class PassWeights:
                 saved["age"] = self.age(used)
         return state, of_flights
 
-    def load(self, state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """Go on from a state; its versions of the weights, the oldest first."""
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
         if self.predicted is not None:
             self.predicted.load(state.get("predicted"))
         if self.rewound is not None:
@@ -175,14 +178,12 @@ class PassWeights:
             for v in state["versions"]
         ]
         if self.stash is not None:
-            self.stash.load(versions[::-1])
-        return versions
+            self.stash.load(versions[::-1])  # the oldest is saved first
 
-    def load_used(self, saved: Mapping[str, Any], versions: Sequence[Mapping[str, Tensor]]) -> Used:
-        number = saved["version"]
-        if self._past is None:
-            return Used(None if number is None else versions[number])
-        return self.of_age(saved.get("age", 0 if number is None else len(versions) - number))
+    def load_used(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> Used:
+        """The record of a forward pass that is part of a state."""
+        number, count = saved["version"], len(state["versions"])
+        return self.of_age(saved.get("age", 0 if number is None else count - number))
 
 
 def _distinct(weights: Iterable[Mapping[str, Tensor] | None]) -> list[Mapping[str, Tensor]]:

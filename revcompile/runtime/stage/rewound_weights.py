@@ -11,7 +11,6 @@ its weights while backward runs; stashed weights take 4 t bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -19,23 +18,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from revcompile.kernels import four_bits
 from revcompile.schedule import REWOUND_BLOCK as BLOCK
 
-_MOST: Final = 7
-"""Multiples of the scale are from -7 to 7."""
-_DIGITS: Final = {torch.float32: 24, torch.float64: 53}
-"""Bits of their numbers, of which sums and differences can be exact."""
-_GROWTH: Final = 8
-"""How many times as large as at first the largest weight of a block may become."""
-_LEAST: Final = 2.0
-"""What all weights may grow to."""
 _BUCKET: Final = 2**22
 """Elements that are rounded at once: what is computed on the way takes some times their memory."""
-# What is rounded up where depends on these and the number of the update: over updates, fractions of
-# multiples of an irrational number are spread evenly, so that small parts of updates are not lost.
-_BY_UPDATE: Final = (math.sqrt(5) - 1) / 2
-_BY_BLOCK: Final = math.sqrt(2) - 1
-_BY_ELEMENT: Final = math.sqrt(3) - 1
 
 
 class RewoundWeights:
@@ -63,9 +50,8 @@ class RewoundWeights:
         number = self._allocated()
         before = [bucket.rows() for bucket in self._buckets]
         yield
-        offset = number.double() * _BY_UPDATE
         for bucket, old in zip(self._buckets, before, strict=True):
-            bucket.follow(old, offset)
+            bucket.follow(old, number)
         number.add_(1)
 
     def _allocated(self) -> Tensor:
@@ -121,10 +107,9 @@ class _Bucket:
         The same tensors from the first update on: captured steps hold their addresses.
         """
         rows = self.rows()
-        largest = rows.abs().amax(1).mul(_GROWTH).clamp_min(_LEAST)
-        self._grid = (torch.frexp(largest).exponent - _DIGITS[self._dtype]).to(torch.int8)
+        self._grid = four_bits.grid_of(rows)
         """The exponent of what each row's weights are multiples of."""
-        self._write(_on_grid(rows, self._grid))
+        self._write(four_bits.on_grid(rows, self._grid))
 
     def allocate(self) -> None:
         """Room for updates."""
@@ -146,26 +131,26 @@ class _Bucket:
     def _write(self, rows: Tensor) -> None:
         torch._foreach_copy_([p.detach() for p in self._parameters.values()], self._views(rows))
 
-    def follow(self, old: Tensor, offset: Tensor) -> None:
-        """Round the update since the parameters were `old`, and keep it."""
+    def follow(self, old: Tensor, number: Tensor) -> None:
+        """Round the update, with its number, since the parameters were `old`, and keep it."""
         for kept in (self._packed, self._exponents):
             kept[1:].copy_(kept[:-1].clone())
-        multiples, exponents = _rounded(old - self.rows(), offset, self._grid)
-        scale = _scale(exponents, self._dtype)
+        multiples, exponents = four_bits.multiples_of(old - self.rows(), number, self._grid)
+        scale = four_bits.scale_of(exponents, self._dtype)
         # Weights that have outgrown the grid stay where they are, unless they are still exact. What
         # others have written may be anywhere, and returns to the grid here.
-        old = _on_grid(old, self._grid)
+        old = four_bits.on_grid(old, self._grid)
         step = multiples * scale
         multiples = torch.where((old - step) + step == old, multiples, 0.0)
-        self._exponents[0], self._packed[0] = exponents, _packed(multiples)
+        self._exponents[0], self._packed[0] = exponents, four_bits.packed(multiples)
         self._write(old - multiples * scale)
 
     def past(self, updates: int) -> dict[str, Tensor]:
         """The parameters of so many updates ago, with the strides they have."""
         rows = self.rows()
         for number in range(updates):
-            scale = _scale(self._exponents[number], self._dtype)
-            rows.add_(_unpacked(self._packed[number], self._dtype) * scale)
+            scale = four_bits.scale_of(self._exponents[number], self._dtype)
+            rows.add_(four_bits.unpacked(self._packed[number], self._dtype) * scale)
         found = {}
         for (name, p), view in zip(self._parameters.items(), self._views(rows), strict=True):
             value = view if p.is_contiguous() else torch.empty_like(p).copy_(view)
@@ -191,34 +176,3 @@ def _bucketed(parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
             buckets.append({})
         buckets[-1][name] = p
     return [bucket for buckets in by_kind.values() for bucket in buckets]
-
-
-def _on_grid(blocks: Tensor, grid: Tensor) -> Tensor:
-    scale = _scale(grid, blocks.dtype)
-    return (blocks / scale).round() * scale
-
-
-def _rounded(update: Tensor, offset: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiples of each block's scale, and the exponents of these, none below those of the grid."""
-    largest = update.abs().amax(1)
-    exponents = torch.frexp(largest / _MOST).exponent.clamp(-100, 100).to(torch.int8)
-    exponents = torch.maximum(exponents, grid)
-    rows = torch.arange(len(update), device=update.device, dtype=torch.double) * _BY_BLOCK
-    columns = torch.arange(BLOCK, device=update.device, dtype=torch.double) * _BY_ELEMENT
-    threshold = (
-        (rows + offset).frac().to(update.dtype)[:, None] + columns.frac().to(update.dtype)
-    ).frac()
-    return torch.floor(update / _scale(exponents, update.dtype) + threshold), exponents
-
-
-def _scale(exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.ldexp(torch.ones_like(exponents, dtype=dtype), exponents)[:, None]
-
-
-def _packed(multiples: Tensor) -> Tensor:
-    low, high = (multiples + 8).to(torch.uint8).chunk(2, dim=1)
-    return low | (high << 4)
-
-
-def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.cat([packed & 15, packed >> 4], dim=1).to(dtype) - 8

@@ -426,13 +426,13 @@ class Stage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.gradients = clone_tree(dict(state["gradients"]))
-        versions = self.weights.load(state)
+        self.weights.load(state)
         for microbatch, saved in state["in_flight"]:
             kept = self.activations.load_state(clone_tree(list(saved["kept"])), self._device())
             kept = self._in_slot(microbatch, kept)
             self.in_flight[microbatch] = InFlight(
                 kept=kept,
-                used=self.weights.load_used(saved, versions),
+                used=self.weights.load_used(saved, state),
                 buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
                 versions=_versions(kept),
                 hooks=None,

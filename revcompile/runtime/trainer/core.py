@@ -28,12 +28,7 @@ from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import InputBinder, split_batch, warn_if_larger_than_planned
 from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics
-from revcompile.runtime.trainer.settings import (
-    Task,
-    build_executor,
-    check_rewound,
-    choose_cpu_matmul,
-)
+from revcompile.runtime.trainer.settings import Task, build_executors
 from revcompile.runtime.trainer.state import TrainerState, stages_with_graphs
 from revcompile.schedule import Schedule, delay
 
@@ -102,27 +97,14 @@ class Trainer(TrainerState, ABC):
         """Does this process need inputs?"""
         self.is_last = len(programs) - 1 in stages
         """Does this process need targets, and know the loss?"""
-        dtypes = dict.fromkeys([settings.autocast, *(p.dtype for p in model.parameters())])
-        for dtype in dtypes:
-            choose_cpu_matmul(dtype)
         method, count, accumulate = programs[0].method, len(programs), settings.accumulate
         self.schedule = Schedule(method, count, accumulate, partition.ties, settings.synchronous)
         self.delays = tuple(delay(method, count, j, accumulate) for j in range(count))
         self.binder = InputBinder(partition, device)
         self.loss_head = LossHead(partition.rewired, task.loss, settings.autocast, count - 1)
         self.loss_head.check_finite = settings.check_finite
-        check_rewound(task)
-        self.executors = [
-            build_executor(
-                task,
-                stage,
-                transport,
-                self.loss_head,
-                seed=self.stage_seed,
-                skip_on_error=self.skip_on_error,
-            )
-            for stage in stages
-        ]
+        given = transport, self.loss_head, self.stage_seed, self.skip_on_error
+        self.executors = build_executors(task, stages, *given)
         self.scheduler = LocalScheduler(self.executors)
         self.parameter_guard = ParameterGuard([p for e in self.executors for p in e.stage.watched])
         self._stop_reason: str | None = None

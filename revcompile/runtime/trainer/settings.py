@@ -95,16 +95,31 @@ class Task:
     """The modules that the stages were compiled for."""
 
 
-def build_executor(
+def build_executors(
+    task: Task,
+    stages: Sequence[int],
+    transport: Transport,
+    loss_head: LossHead,
+    seed: int,
+    skip_on_error: bool,
+) -> list[StageExecutor]:
+    """The executors of some stages; see there for `skip_on_error`. The last has the loss head."""
+    _check_rewound(task)
+    parameters = task.model.parameters()
+    for dtype in dict.fromkeys([task.settings.autocast, *(p.dtype for p in parameters)]):
+        _choose_cpu_matmul(dtype)
+    given = transport, loss_head, seed, skip_on_error
+    return [_build_executor(task, index, *given) for index in stages]
+
+
+def _build_executor(
     task: Task,
     index: int,
     transport: Transport,
     loss_head: LossHead,
-    *,
     seed: int,
     skip_on_error: bool,
 ) -> StageExecutor:
-    """The executor of one stage; see there for `skip_on_error`. The last has the loss head."""
     program, stages, ties = task.programs[index], len(task.programs), task.partition.ties
     model, optimizer, settings = task.model, task.optimizer, task.settings
     delay = mean_delay(program.method, stages, index, settings.accumulate)
@@ -153,7 +168,7 @@ def build_executor(
     )
 
 
-def check_rewound(task: Task) -> None:
+def _check_rewound(task: Task) -> None:
     """Refuse parameters from whose latest values those of earlier updates cannot be computed.
 
     Before the first stage is made, which rounds its weights.
@@ -179,7 +194,7 @@ def check_rewound(task: Task) -> None:
                 )
 
 
-def choose_cpu_matmul(dtype: torch.dtype | None) -> None:
+def _choose_cpu_matmul(dtype: torch.dtype | None) -> None:
     """Let torch choose its CPU matmul for `dtype` now, not in the middle of training.
 
     On a CPU without bf16 instructions the first bf16 matmul of some size makes torch switch
