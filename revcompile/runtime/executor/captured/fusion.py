@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,7 +28,7 @@ from revcompile.runtime.executor.captured.fusion_regions import (
 
 
 class FusedOps:
-    """Compiled functions: of fusion regions, and of the ops that programs call between them.
+    """Compiled functions: of fusion regions, and of how streams enter a chain.
 
     Args:
         compile: What compiles a function; None for `torch.compile`.
@@ -38,8 +38,6 @@ class FusedOps:
         self._compile = compile or _torch_compile
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._numbers: dict[tuple[float, torch.device], Tensor] = {}
-        self.plus = self._on_grid(self._compile(_plus), coupling_ops.plus)
-        self.minus = self._on_grid(self._compile(_minus), coupling_ops.minus)
         self._round_to_grid = self._compile(_round_to_grid)
 
     def function(
@@ -88,23 +86,6 @@ class FusedOps:
             with_copy(b, copy)
         return self._round_to_grid(a, grid, None)[0] if rounds_both else a, b, grid
 
-    def _on_grid(self, compiled: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
-        def on_grid(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
-            if grid is None or torch.is_grad_enabled():
-                return plain(stream, addend, grid)
-            return compiled(stream.detach(), addend.detach(), grid)
-
-        on_grid.__name__ = on_grid.__qualname__ = f"{plain.__name__}_on_grid"
-        return on_grid
-
-
-def _plus(stream: Tensor, addend: Tensor, grid: Tensor) -> Tensor:
-    return stream + ((addend.float() + grid) - grid)
-
-
-def _minus(stream: Tensor, addend: Tensor, grid: Tensor) -> Tensor:
-    return stream - ((addend.float() + grid) - grid)
-
 
 def _round_to_grid(
     x: Tensor, grid: Tensor, dtype: torch.dtype | None
@@ -122,14 +103,6 @@ def _torch_compile(function: Any) -> Callable[..., Any]:
         function, dynamic=False, fullgraph=True, options=options
     )
     return compiled
-
-
-_COMPILED_OPS: Final[dict[Any, str]] = {
-    coupling_ops.enter_chain: "enter_chain",
-    coupling_ops.minus: "minus",
-    coupling_ops.plus: "plus",
-}
-"""Ops between regions, and the method of `FusedOps` that replaces each."""
 
 
 def fuse(
@@ -166,9 +139,8 @@ def fuse(
         for number, region in enumerate(in_graph):
             ops = leaf_ops.get(tuple(region.reads), _leaf_ops(region))
             _replace(graph, region, _caller(region, root, fused, ops, number), replaced)
-        for node in graph.nodes:
-            if node.target in _COMPILED_OPS:
-                node.target = getattr(fused, _COMPILED_OPS[node.target])
+        for node in graph.find_nodes(op="call_function", target=coupling_ops.enter_chain):
+            node.target = fused.enter_chain
         graph.eliminate_dead_code(lambda node: node.op != "get_attr" and node.target is not widened)
         graph.lint()
     return programs[0], programs[1]
