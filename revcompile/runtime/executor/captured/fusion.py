@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,7 +28,7 @@ from revcompile.runtime.executor.captured.fusion_regions import (
 
 
 class FusedOps:
-    """Compiled functions: of fusion regions, and of the ops that programs call between them.
+    """Compiled functions: of fusion regions, and of how streams enter a chain.
 
     Args:
         compile: What compiles a function; None for `torch.compile`.
@@ -37,9 +37,7 @@ class FusedOps:
     def __init__(self, compile: Callable[[Any], Callable[..., Any]] | None = None) -> None:
         self._compile = compile or _torch_compile
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._signs: dict[tuple[torch.device, bool], Tensor] = {}
-        self.plus = self._on_grid(self._compile(_plus), coupling_ops.plus)
-        self.minus = self._on_grid(self._compile(_minus), coupling_ops.minus)
+        self._numbers: dict[tuple[float, torch.device], Tensor] = {}
         self._round_to_grid = self._compile(_round_to_grid)
 
     def function(
@@ -51,18 +49,18 @@ class FusedOps:
             add: If given, the function ends with this add.
         """
         shapes = (attribute(root, path).shape for path in region.reads)
-        key = region.signature, None if add is None else (add.output, add.rounds), *shapes
+        key = region.signature, None if add is None else add.output, *shapes
         if key not in self._functions:
             modules = {f"m{index}": module for index, module in enumerate(region.modules)}
             graph = region.graph if add is None else add.graph
             self._functions[key] = self._compile(fx.GraphModule(nn.ModuleDict(modules), graph))
         return self._functions[key]
 
-    def sign(self, device: torch.device, is_minus: bool) -> Tensor:
+    def number(self, value: float, device: torch.device) -> Tensor:
         """A tensor, so that plus and minus are one compiled function, with the same rounding."""
-        if (device, is_minus) not in self._signs:
-            self._signs[device, is_minus] = torch.tensor(-1.0 if is_minus else 1.0, device=device)
-        return self._signs[device, is_minus]
+        if (value, device) not in self._numbers:
+            self._numbers[value, device] = torch.full((1,), value, device=device)
+        return self._numbers[value, device]
 
     def enter_chain(
         self,
@@ -88,23 +86,6 @@ class FusedOps:
             with_copy(b, copy)
         return self._round_to_grid(a, grid, None)[0] if rounds_both else a, b, grid
 
-    def _on_grid(self, compiled: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Any:
-        def on_grid(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
-            if grid is None or torch.is_grad_enabled():
-                return plain(stream, addend, grid)
-            return compiled(stream.detach(), addend.detach(), grid)
-
-        on_grid.__name__ = on_grid.__qualname__ = f"{plain.__name__}_on_grid"
-        return on_grid
-
-
-def _plus(stream: Tensor, addend: Tensor, grid: Tensor) -> Tensor:
-    return stream + ((addend.float() + grid) - grid)
-
-
-def _minus(stream: Tensor, addend: Tensor, grid: Tensor) -> Tensor:
-    return stream - ((addend.float() + grid) - grid)
-
 
 def _round_to_grid(
     x: Tensor, grid: Tensor, dtype: torch.dtype | None
@@ -115,16 +96,13 @@ def _round_to_grid(
 
 
 def _torch_compile(function: Any) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
+    # What several kernels read is computed in each of them from up to so many tensors, as a batch
+    # norm with its ReLU is: all but one of these are small, and writing it takes longer.
+    options: dict[str, Any] = {"realize_reads_threshold": 8}
+    compiled: Callable[..., Any] = torch.compile(
+        function, dynamic=False, fullgraph=True, options=options
+    )
     return compiled
-
-
-_COMPILED_OPS: Final[dict[Any, str]] = {
-    coupling_ops.enter_chain: "enter_chain",
-    coupling_ops.minus: "minus",
-    coupling_ops.plus: "plus",
-}
-"""Ops between regions, and the method of `FusedOps` that replaces each."""
 
 
 def fuse(
@@ -161,9 +139,8 @@ def fuse(
         for number, region in enumerate(in_graph):
             ops = leaf_ops.get(tuple(region.reads), _leaf_ops(region))
             _replace(graph, region, _caller(region, root, fused, ops, number), replaced)
-        for node in graph.nodes:
-            if node.target in _COMPILED_OPS:
-                node.target = getattr(fused, _COMPILED_OPS[node.target])
+        for node in graph.find_nodes(op="call_function", target=coupling_ops.enter_chain):
+            node.target = fused.enter_chain
         graph.eliminate_dead_code(lambda node: node.op != "get_attr" and node.target is not widened)
         graph.lint()
     return programs[0], programs[1]
@@ -279,11 +256,12 @@ def _caller(
             plain = coupling_ops.minus if add.is_minus else coupling_ops.plus
             stream = rounded(coupling_ops.wide(stream), grid if add.rounds else None)
             return plain(stream, results[add.output], grid), *results
-        sign = fused.sign(stream.device, add.is_minus)
+        sign = fused.number(-1.0 if add.is_minus else 1.0, stream.device)
+        entry = grid if add.rounds else fused.number(0.0, stream.device)
         total = out
         if total is None:
             total = torch.empty_like(stream, dtype=wide_dtype(stream.dtype), requires_grad=False)
-        results = call(*own, add=add, add_inputs=(stream.detach(), grid, sign, total))
+        results = call(*own, add=add, add_inputs=(stream.detach(), entry, grid, sign, total))
         copy = results[add.output].detach()
         if copy.dtype == total.dtype:
             return copy, *results

@@ -70,8 +70,8 @@ class FusedAdd:
     output: int
     """Which of the region's outputs is the branch's result."""
     graph: fx.Graph
-    """The region with the add. After its own inputs come the stream, the grid, a sign, and what the
-    sum is written to."""
+    """The region with the add. After its own inputs come the stream, a grid to round that to or 0,
+    the chain's grid, a sign, and what the sum is written to."""
     rounds: bool = False
     """Does it round the stream to the grid, too? Then it is read only here."""
 
@@ -348,7 +348,7 @@ def _fused_add(region: FusionRegion, may_round: bool) -> FusedAdd | None:
     if not all(isinstance(x, fx.Node) and x < last for x in (node.args[0], node.args[2])):
         return None
     rounds = may_round and _is_entering(node.args[0])
-    return FusedAdd(node, output, _graph_with_add(region, output, rounds), rounds)
+    return FusedAdd(node, output, _graph_with_add(region, output), rounds)
 
 
 def _is_entering(stream: Any) -> bool:
@@ -359,7 +359,7 @@ def _is_entering(stream: Any) -> bool:
     return place == 0 and entered.target is coupling_ops.enter_chain
 
 
-def _graph_with_add(region: FusionRegion, output: int, rounds: bool) -> fx.Graph:
+def _graph_with_add(region: FusionRegion, output: int) -> fx.Graph:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(region.graph, copies)
@@ -369,17 +369,18 @@ def _graph_with_add(region: FusionRegion, output: int, rounds: bool) -> fx.Graph
         total = graph.placeholder("total")
         sign = graph.placeholder("sign")
         grid = graph.placeholder("grid")
+        entry = graph.placeholder("entry")
         stream = graph.placeholder("stream")
     results = list(outputs)
     results[output] = graph.call_function(
-        _add_on_grid, (results[output], stream, grid, sign, total, rounds)
+        _add_on_grid, (results[output], stream, entry, grid, sign, total)
     )
     graph.output(tuple(results))
     return graph
 
 
 def _add_on_grid(
-    addend: Tensor, stream: Tensor, grid: Tensor, sign: Tensor, total: Tensor, rounds: bool
+    addend: Tensor, stream: Tensor, entry: Tensor, grid: Tensor, sign: Tensor, total: Tensor
 ) -> Tensor:
     """The stream plus or minus the addend, in the addend's dtype.
 
@@ -387,9 +388,7 @@ def _add_on_grid(
     the addend's own, with no sign.
     """
     value = addend.detach()
-    if rounds:
-        stream = (stream.float() + grid) - grid
-    result = stream + sign * ((value.float() + grid) - grid)
+    result = ((stream.float() + entry) - entry) + sign * ((value.float() + grid) - grid)
     if value.dtype != result.dtype:
         total.copy_(result)
     return (addend - value) + result.to(value.dtype)
