@@ -96,12 +96,7 @@ def _round_to_grid(
 
 
 def _torch_compile(function: Any) -> Callable[..., Any]:
-    # What several kernels read is computed in each of them from up to so many tensors, as a batch
-    # norm with its ReLU is: all but one of these are small, and writing it takes longer.
-    options: dict[str, Any] = {"realize_reads_threshold": 8}
-    compiled: Callable[..., Any] = torch.compile(
-        function, dynamic=False, fullgraph=True, options=options
-    )
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
     return compiled
 
 
