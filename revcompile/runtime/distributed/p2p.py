@@ -45,7 +45,6 @@ _MOST_PACKETS: Final = 64
 """How many packets of one size are remembered to be used again."""
 _MOST_RELEASED: Final = 4
 """How much memory, in messages, a channel between GPUs has to be received into again."""
-_WITHOUT_TENSORS: Final = Flag.VOID | Flag.END | Flag.ABORT
 
 
 @dataclass(frozen=True)
@@ -164,57 +163,38 @@ Wait = Callable[[str], None]
 
 # -- gloo -----------------------------------------------------------------------------------------
 
-FormatId = tuple[MessageKind, int]
-"""A kind of message, and how often its description has changed."""
-
-
-Packings = dict[MessageKind, tuple[int, Packing]]
-"""The last description of each kind and its number, the same for all tags of a channel's end."""
-
 
 class _ExpectedPacket:
-    """The size of the next packet of a tag; both ends follow the same rule to the same result."""
+    """The size of the next packet of a tag; both ends follow the same rule to the same result.
 
-    def __init__(self, packings: Packings) -> None:
-        self.format_id: FormatId | None = None
+    At each end the messages that follow one description have one `Packing`.
+    """
+
+    def __init__(self) -> None:
+        self.packing: Packing | None = None
+        """None if only a header is expected."""
         self.size = _HEADER_BYTES
-        self._last: FormatId | None = None
-        self._packings = packings
+        self._last: Packing | None = None
 
-    def described(self, kind: MessageKind, packing: Packing) -> None:
-        """Messages of a kind have other tensors from now on."""
-        number, _ = self._packings.get(kind, (0, None))
-        self._packings[kind] = number + 1, packing
-
-    def packing(self, kind: MessageKind) -> tuple[FormatId, Packing]:
-        number, packing = self._packings[kind]
-        return (kind, number), packing
-
-    def passed(self, format_id: FormatId, packing: Packing) -> None:
+    def passed(self, packing: Packing) -> None:
         """A message with tensors has been sent or received."""
-        is_steady, self._last = format_id == self._last, format_id
-        self.format_id = format_id if is_steady else None
-        self.size = _HEADER_BYTES + (packing.size if is_steady else 0)
+        self.packing, self._last = packing if packing is self._last else None, packing
+        self.size = _HEADER_BYTES + (packing.size if self.packing is not None else 0)
 
 
 class PacketSender:
     """The sending end of one tag of a channel between two CPUs."""
 
-    def __init__(self, packings: Packings) -> None:
-        self._expected = _ExpectedPacket(packings)
+    def __init__(self) -> None:
+        self._expected = _ExpectedPacket()
         self._size = 0
         self._packets = BufferPool(limit=_MOST_PACKETS)
 
     def packets(self, outbound: Outbound) -> tuple[Packets, None]:
         """What to send over gloo, copied: the message's own memory may be written to."""
         header, expected = outbound.header, self._expected
-        if header.flags & Flag.DESCRIBED:
-            assert outbound.packing is not None
-            expected.described(header.kind, outbound.packing)
-        format_id = None
-        if not header.flags & _WITHOUT_TENSORS:
-            format_id, packing = expected.packing(header.kind)
-        is_separate = format_id is not None and format_id != expected.format_id
+        packing = outbound.packing
+        is_separate = packing is not None and packing is not expected.packing
         if is_separate:
             header = replace(header, flags=header.flags | Flag.SEPARATE)
         if expected.size != self._size:
@@ -223,11 +203,11 @@ class PacketSender:
         first = self._packets.take(self._size, partial(_bytes, self._size))
         first[:_HEADER_BYTES].copy_(torch.tensor(header.numbers()).view(torch.uint8))
         packets = [first]
-        if format_id is not None:
+        if packing is not None:
             if is_separate:
                 packets.append(_bytes(packing.size))
             outbound.write(packets[-1] if is_separate else first[_HEADER_BYTES:])
-            expected.passed(format_id, packing)
+            expected.passed(packing)
         described = outbound.described(*packets)
         return lambda: described, None
 
@@ -239,9 +219,9 @@ def _bytes(size: int) -> Tensor:
 class PacketReceiver:
     """The receiving end of one tag of a channel between two CPUs."""
 
-    def __init__(self, channel: Channel, packings: Packings, tag: int = 0) -> None:
+    def __init__(self, channel: Channel, tag: int = 0) -> None:
         self._channel, self._tag = channel, tag
-        self._expected = _ExpectedPacket(packings)
+        self._expected = _ExpectedPacket()
         self.pool = BufferPool(limit=_MOST_PACKETS)
         self._size = 0
         self._packet = _bytes(0)
@@ -268,15 +248,11 @@ class PacketReceiver:
 
     def arrival(self, header: Header, description: Description) -> Arrival:
         """The message of a header."""
-        expected = self._expected
-        if header.flags & Flag.DESCRIBED:
-            expected.described(header.kind, description.packing)
-        format_id, packing = expected.packing(header.kind)
         memory = self._packet[_HEADER_BYTES:]
         if header.flags & Flag.SEPARATE:
-            memory = _bytes(packing.size)
+            memory = _bytes(description.packing.size)
             self._channel.control_exchange(memory, sends=False, tag=self._tag)
-        expected.passed(format_id, packing)
+        self._expected.passed(description.packing)
         return _arrival(header, description, memory, self._channel.device)
 
 

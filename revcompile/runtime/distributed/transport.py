@@ -44,7 +44,6 @@ from revcompile.runtime.distributed.p2p import (
     PacketReceiver,
     Packets,
     PacketSender,
-    Packings,
     Wait,
     use_own_stream,
 )
@@ -86,11 +85,10 @@ class SendThread(Worker):
         """How many messages were handed over."""
         self._packets: queue.SimpleQueue[tuple[int, Packets] | None] = queue.SimpleQueue()
         self._describers: dict[MessageKind, Describer] = {}
-        packings: Packings = {}
         self._by_tag: list[DeviceSender | PacketSender] = (
             [DeviceSender(channel, notify, wait)]
             if channel.uses_cuda
-            else [PacketSender(packings) for _ in range(channel.tags)]
+            else [PacketSender() for _ in range(channel.tags)]
         )
         super().__init__(self._run, on_failure)
 
@@ -155,11 +153,10 @@ class ReceiveThread(Worker):
         self._deliver, self._on_end = deliver, on_end
         self._descriptions: dict[MessageKind, Description] = {}
         self._received = self._ended = 0
-        packings: Packings = {}
         self.receivers: list[DeviceReceiver | PacketReceiver] = (
             [DeviceReceiver(channel)]
             if channel.uses_cuda
-            else [PacketReceiver(channel, packings, tag) for tag in range(channel.tags)]
+            else [PacketReceiver(channel, tag) for tag in range(channel.tags)]
         )
         super().__init__(self._run, on_failure)
 

@@ -100,9 +100,8 @@ class Ends:
 
     def __init__(self, tags: int = 1) -> None:
         self.tape = cast(Any, Tape())
-        known: tuple[Any, Any] = {}, {}
-        self.senders = [PacketSender(known[0]) for _ in range(tags)]
-        self.receivers = [PacketReceiver(self.tape, known[1], tag) for tag in range(tags)]
+        self.senders = [PacketSender() for _ in range(tags)]
+        self.receivers = [PacketReceiver(self.tape, tag) for tag in range(tags)]
         self.count = 0
         self.describers = {kind: Describer(CPU) for kind in MessageKind}
         self.known: dict[MessageKind, Description] = {}
@@ -116,7 +115,7 @@ class Ends:
         header = Header(kind, message.index, flags, len(text))
         tag = self.count % len(self.senders)
         self.count += 1
-        outbound = Outbound(header, text, tensors, describer.packing)
+        outbound = Outbound(header, text, tensors, None if message.void else describer.packing)
         for packet in self.senders[tag].packets(outbound)[0]():
             self.tape.control_exchange(packet, sends=True, tag=tag)
         for receiver in self.receivers:
