@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InversionError, RevcompileWarning
+from revcompile.kernels.autocast import widest_dtype
 
 Tolerance = float | Literal["auto"] | None
 """The largest relative error allowed; "auto": by the dtype of the streams; None: no check."""
@@ -54,7 +55,8 @@ def relative_error(expected: Tensor, actual: Tensor) -> float:
     """Largest deviation relative to the largest value."""
     if not expected.numel():
         return 0.0
-    precise = torch.complex128 if expected.is_complex() else torch.float64
+    wide = widest_dtype(expected.device)
+    precise = wide.to_complex() if expected.is_complex() else wide
     error = float(_error_on_device([(expected.to(precise), actual.to(precise))]))
     return error if error == error else math.inf
 

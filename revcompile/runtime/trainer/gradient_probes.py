@@ -27,6 +27,7 @@ from revcompile.ir import coupling_ops
 from revcompile.ir.coupling_ops import mix
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
+from revcompile.kernels.autocast import widest_dtype
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.stage import Stage
@@ -284,7 +285,9 @@ def _compared(stage: int, delay: int, *gradients: Gradients) -> _Compared:
 def _dot(x: Gradients, y: Gradients) -> float:
     pairs = [(g, y.get(name)) for name, g in x.items()]
     products = [
-        (a.double() * b.double()).sum() for a, b in pairs if a is not None and b is not None
+        (a.to(widest_dtype(a.device)) * b).sum()
+        for a, b in pairs
+        if a is not None and b is not None
     ]
     return float(torch.stack(products).sum()) if products else 0.0
 
