@@ -152,11 +152,6 @@ class Boundary:
     # -- receiving ----------------------------------------------------------------------------
 
     @property
-    def received(self) -> list[StaticBuffers]:
-        """Where messages from other ranks are copied to."""
-        return [message.buffers for message in self._incoming.values()]
-
-    @property
     def flag(self) -> Tensor | None:
         """`found_inf` of the next rank's message."""
         return self._incoming[self._dy].flag if self._dy in self._incoming else None
