@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -33,11 +34,14 @@ def disturbed(run: Run, folder: str, **options: Any) -> Found:
     captured: list[bool] = []
     failed: list[Any] = []
 
-    def step(batch: Any) -> None:
+    def watched(call: Callable[..., Any], *arguments: Any) -> None:
         try:
-            fed(trainer, batch)
+            call(*arguments)
         except NonFiniteError as error:
             failed.append((error.stage, error.microbatch))
+
+    def step(batch: Any) -> None:
+        watched(fed, trainer, batch)
         captured.append(trainer.runner.is_active)
 
     for batch in [*data[:6], bad, *data[6:8], odd, *data[8:13]]:
@@ -55,7 +59,7 @@ def disturbed(run: Run, folder: str, **options: Any) -> Found:
         handle.remove()
     for batch in data[20:22]:
         step(batch)
-    trainer.flush()
+    watched(trainer.flush)  # a GPU may tell of bad ones some steps later
     told = {"failed": failed, "captured": captured, "evaluated": evaluated}
     return {**told, "state": final(net, trainer)}
 
@@ -69,7 +73,8 @@ def copied(run: Run, **options: Any) -> Found:
         with suppress(NonFiniteError):
             fed(trainer, (x * torch.nan if is_bad else x + trainer.replica, y))
         captured.append(trainer.runner.is_active)
-    trainer.flush()
+    with suppress(NonFiniteError):  # a GPU may tell of it some steps later
+        trainer.flush()
     return {"captured": captured, "state": final(net, trainer)}
 
 
