@@ -13,6 +13,7 @@ import torch
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint import codec
 from revcompile.runtime.checkpoint.codec import as_text, decode, encode
+from revcompile.runtime.checkpoint.tensor_files import open_tensors, write_tensors
 
 VALUES: list[Any] = [
     None,
@@ -108,3 +109,15 @@ def test_nothing_that_reads_files_knows_pickle_eval_or_exec() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names |= {name.name for name in node.names}
         assert not names & ({"eval", "exec", "compile", "__import__", "importlib"} | PICKLED), file
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_complex_numbers_wherever_they_are_in_a_file(before: int, tmp_path: Path) -> None:
+    """One of both begins where an x86_64 processor cannot load them from."""
+    numbers = torch.complex(torch.arange(9.0).double(), torch.arange(9.0).double() + 1)
+    file = tmp_path / "tensors.safetensors"
+    write_tensors(file, {"a": torch.zeros(before, dtype=torch.float64), "b": numbers})
+    with open_tensors(file) as opened:
+        found = opened.read("b")
+        assert found.data_ptr() % 16 == 0
+        assert torch.equal(found.clone(), numbers)
