@@ -269,13 +269,13 @@ class DistributedTrainer(Trainer):
         return self.binder.count_samples(outputs)
 
     def _raise_failures(self) -> None:
-        refused = [error for executor in self.executors for error in executor.forward_errors]
-        for executor in self.executors:
-            executor.forward_errors = []
-        super()._raise_failures()
-        for error in refused:
-            if isinstance(error, RevcompileError):
-                raise error
+        try:
+            super()._raise_failures()
+        except RevcompileError as error:
+            if isinstance(error, InputError):
+                error.add_note("All ranks have left the micro-batch out.")
+            raise
+        except Exception as error:
             raise InputError(
                 f"trainer.step: the model failed on this micro-batch: {type(error).__name__}: "
                 f"{error}\nAll ranks have left the micro-batch out; feed inputs of the captured "

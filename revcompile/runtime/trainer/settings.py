@@ -138,7 +138,6 @@ def _build_executor(
         delay=delay,
         tolerance=model.tolerance,
     )
-    stage.accumulates_in_place = skip_on_error  # nothing is rolled back
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(
         f"stage {index}",

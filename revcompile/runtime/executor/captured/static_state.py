@@ -248,7 +248,8 @@ class StaticState:
 
     def _is_full(self, schedule: Schedule, alike: int) -> bool:
         in_flight_counts = [len(microbatches) + 1 for microbatches in schedule.outstanding]
-        if in_flight_counts != self._windows or alike < max(in_flight_counts) - 1:
+        # One alike must have run action by action: where that fails, a step can be undone.
+        if in_flight_counts != self._windows or alike < max(1, max(in_flight_counts) - 1):
             return False
         # One that was left out in its forward pass is not in flight; if all since the last update
         # were left out, there are no gradients.
