@@ -399,6 +399,7 @@ class StagedModel(StageReport):
             trainer = LocalTrainer(task)
         trainer.memory_plan = plan
         warn_of_delay(trainer)
+        trainer.take_over()
         return trainer
 
     def _device_of_each_stage(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:
