@@ -399,6 +399,7 @@ class StagedModel(StageReport):
             trainer = LocalTrainer(task)
         trainer.memory_plan = plan
         warn_of_delay(trainer)
+        trainer.take_over()
         return trainer
 
     def _device_of_each_stage(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:
@@ -433,7 +434,9 @@ class StagedModel(StageReport):
             )
         model = self.__dict__.get("model")
         if model is None or not model.is_of_original(name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            is_layer = model is not None and name in model._modules
+            hint = f"; layers are those of net.model: net.model.{name}" if is_layer else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
         return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -222,7 +222,8 @@ def stage_table(
     """
     letters = _letters([entry for stage in facts for entry in stage.opaque])
     batch = facts[0].batch
-    title = f"{partition.rewired.name}: {len(facts)} stages, {method}, micro-batches of {batch}"
+    stages = "1 stage" if len(facts) == 1 else f"{len(facts)} stages"
+    title = f"{partition.rewired.name}: {stages}, {method}, micro-batches of {batch}"
     table = _table(title)
     for column, side in _STAGE_COLUMNS:
         names = column.startswith("holds")

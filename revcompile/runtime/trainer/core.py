@@ -114,10 +114,16 @@ class Trainer(TrainerState, ABC):
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
         """What the last step returned."""
-        if model not in _latest:
-            hooked: nn.Module = model
+
+    def take_over(self) -> None:
+        """Train the model from now on. Until then, a trainer that is refused changes nothing."""
+        for executor in self.executors:
+            if (rewound := executor.stage.weights.rewound) is not None:
+                rewound.start()
+        if self.model not in _latest:
+            hooked: nn.Module = self.model
             hooked.register_load_state_dict_post_hook(_tell_trainer)
-        _latest[model] = ref(self)
+        _latest[self.model] = ref(self)
 
     # -- training -----------------------------------------------------------------------------
 

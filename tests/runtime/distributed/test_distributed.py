@@ -386,6 +386,17 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     assert results[1][-1] == trained(Run(steps=2))["losses"][0]
 
 
+def test_a_trainer_that_one_rank_cannot_build_is_refused_by_all(tmp_path: Path) -> None:
+    """No rank has rounded its weights by then."""
+    results, codes = launch(tmp_path, 2, "refuse")
+    assert codes == [0, 0]
+    assert "net.trainer, rank 1 (stages 2, 3): InputError: optimizer, stage 2" in results[0][0]
+    assert results[1][0].startswith("optimizer, stage 2: expected a torch.optim.Optimizer")
+    for _, is_same, state in results:
+        assert is_same
+        assert not differences(alone(Run(weights="rewound", steps=2))["state"], state)
+
+
 def test_the_difference_names_the_ranks() -> None:
     facts: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 1, "more": "a"}]
     with pytest.raises(InputError, match="seed: 1 on ranks 0, 2; 2 on rank 1") as error:
