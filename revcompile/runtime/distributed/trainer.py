@@ -322,6 +322,8 @@ class DistributedTrainer(Trainer):
             )
         self._check_usable()
         self._check_tree("trainer.evaluate")
+        if any({tie.owner, tie.holder} <= {*self.ranks.stages} for tie in self.schedule.ties):
+            self._sync_stages()  # captured steps have the messages between stages here
         # Tied weights that have been sent are received now instead of in the next step.
         self._finish(self.scheduler.own(self.schedule.receive_tied_weights()))
         means, merged = RunningMeans(metrics), RunningMeans(metrics)

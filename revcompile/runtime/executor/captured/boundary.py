@@ -200,10 +200,10 @@ class Boundary:
     def before_forward(self, schedule: Schedule) -> dict[Route, int]:
         """The messages that a step's forward passes wait for, and their numbers."""
         due = {self._x: schedule.injected} if self.has_previous else {}
-        for route in self._tied_in:
-            arriving = dict(schedule.arriving[route[1]])
-            if route[2] is MessageKind.TIED_WEIGHT and route[0] in arriving:
-                due[route] = arriving[route[0]]
+        for source, target, kind in self._tied_in:
+            if kind is MessageKind.TIED_WEIGHT:
+                for update in schedule.waiting_tied(source, target):
+                    due[source, target, kind] = update
         return due
 
     def before_backward(self, schedule: Schedule, microbatch: int) -> dict[Route, int]:
