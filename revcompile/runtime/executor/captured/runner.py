@@ -64,7 +64,7 @@ def why_not_capturable(
     """Why steps cannot be captured; None if they can."""
     devices = {p.device for executor in executors for p in executor.stage.parameters.values()}
     if backend is not Backend.STATIC and any(device.type != "cuda" for device in devices):
-        return f"{NOT_ON_CUDA}; give net.trainer(device=) one"
+        return f"{NOT_ON_CUDA}; net.trainer(device='cuda') moves it there"
     if len(devices) != 1:
         return f"the model is on {len(devices)} devices; a step is captured on one"
     method = schedule.method
