@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from training import Batch, adam, momentum, same, seeded, weights
 
 import revcompile
+from revcompile.runtime.executor.captured.boundary import StaticMessage
+from revcompile.runtime.executor.transport import Message
 from revcompile.runtime.trainer.core import Trainer
 
 MOST: Final = 8
@@ -150,3 +152,16 @@ def test_parameters_without_gradients_in_some_stages(name: str) -> None:
     start = compiled(Detached).model.get_parameter("blocks.0.weight")
     assert torch.equal(found[1][-1]["blocks.0.weight"], start)
     assert same(*found)
+
+
+def test_gradients_of_another_rank_that_has_not_computed_all_of_them() -> None:
+    """What is missing is zero, not that of the message before."""
+    names, flag = ("a", "b"), torch.zeros(1)
+    static = StaticMessage(Message(0, {}, {name: torch.ones(2) for name in names}).flagged(flag))
+    for sent in (("a", "b"), ("b",), ()):
+        message = Message(1, {}, {name: torch.full((2,), 3.0) for name in sent})
+        assert static.copy_if_alike(message)
+        found = Message.of_payload(1, static.buffers).gradients
+        assert [float(found[name].sum()) for name in names] == [6.0 * (n in sent) for n in names]
+    assert not static.copy_if_alike(Message(2, {}, {"c": torch.ones(2)}))
+    assert not static.copy_if_alike(Message(2, {"x": torch.ones(2)}))

@@ -99,11 +99,22 @@ class StaticMessage:
                     packet.release()
             else:
                 self.buffers.copy_(self._payload(message))
-        elif not any(_unpacked(message).parts):  # no gradients: all micro-batches were left out
+        elif self._lacks_gradients(message):
             self.buffers.memory.zero_()
+            own = self.buffers.value[1]
+            for name, gradient in _unpacked(message).gradients.items():
+                own[name].copy_(gradient)
         else:
             return False
         return True
+
+    def _lacks_gradients(self, message: Message) -> bool:
+        """Is it one of tied gradients, from a stage that has not computed all of them?
+
+        It does not differentiate a parameter, or has left all micro-batches of an update out.
+        """
+        values, gradients, *_ = _unpacked(message).parts
+        return not values and gradients.keys() < self.buffers.value[1].keys()
 
     def _payload(self, message: Message) -> Any:
         return _unpacked(message).flagged(self.flag).payload
