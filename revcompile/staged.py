@@ -27,6 +27,7 @@ from revcompile.compiler.partition import assign_contiguous
 from revcompile.compiler.recapture import Recompiler
 from revcompile.errors import InputError
 from revcompile.interop.pipelining import StageModule, pipeline_stages
+from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.program import Partition
 from revcompile.plan.budget import MemoryPlan, plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
@@ -204,7 +205,7 @@ class StagedModel(StageReport):
         <All keys matched successfully>
         """
         self._check_tree("net.to_pipeline_stages")
-        target = check_device("net.to_pipeline_stages", device)
+        target = check_device("net.to_pipeline_stages", device, allow_meta=True)
         flag("net.to_pipeline_stages", "reversible", reversible)
         return pipeline_stages(self.partition, target, reversible)
 
@@ -394,9 +395,15 @@ class StagedModel(StageReport):
                 average_statistics=average_statistics,
             )
         else:
-            if target is not None:
-                self.model.to(target)
-            trainer = LocalTrainer(task)
+            before = device_of_model(self.model)
+            try:
+                if target is not None:
+                    self.model.to(target)
+                trainer = LocalTrainer(task)
+            except BaseException:
+                if target is not None:  # a trainer that is refused changes nothing
+                    self.model.to(before)
+                raise
         trainer.memory_plan = plan
         warn_of_delay(trainer)
         trainer.take_over()

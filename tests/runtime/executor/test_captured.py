@@ -27,7 +27,7 @@ from training import (
 )
 
 from revcompile.arguments import member_of
-from revcompile.errors import InputError, NonFiniteError, VerificationError
+from revcompile.errors import InputError, NonFiniteError, RevcompileWarning, VerificationError
 from revcompile.runtime.executor.captured import runner, static_state
 from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf
 from revcompile.runtime.executor.captured.fusion import FusedOps
@@ -517,6 +517,13 @@ class Refusing(EagerReplay):
         if self.steps > 4:
             raise CaptureUnsupported("it waits for the device")
         return super().plan(kind, sections, keys)
+
+
+def test_the_warning_points_to_where_the_trainer_is_made() -> None:
+    net = fresh(Net)
+    with pytest.warns(RevcompileWarning, match="not on a CUDA device") as seen:
+        net.trainer(momentum, F.cross_entropy, backend="cudagraphs")
+    assert [warning.filename for warning in seen] == [__file__]
 
 
 def test_what_turns_out_not_to_be_capturable_goes_on_as_before(

@@ -296,6 +296,16 @@ def test_a_refused_trainer_changes_no_weights(argument: str) -> None:
     assert not same(weights(net), before)
 
 
+def test_a_refused_trainer_leaves_the_model_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, moves = fresh(Plain), []
+    monkeypatch.setattr(type(net.model), "to", lambda self, device: moves.append(device))
+    net.trainer(momentum, F.cross_entropy, device="cpu:0")
+    with pytest.raises(InputError, match="expected a torch"):
+        net.trainer(len, F.cross_entropy, device="cpu:0")
+    there, back = torch.device("cpu:0"), torch.device("cpu")
+    assert moves == [there, there, back]
+
+
 def test_a_trainer_of_which_a_warning_is_an_error_changes_no_weights() -> None:
     net = fresh(Plain, dtype=torch.float32)
     before = weights(net)
