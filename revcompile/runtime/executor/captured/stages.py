@@ -95,7 +95,6 @@ class CapturedStageExecutor(StageExecutor):
         self.count = torch.zeros((), device=device)
         """Micro-batches in the accumulated gradient: bad ones are left out."""
         self._slots = stage.slots
-        self._accumulates_in_place = stage.accumulates_in_place
         self.age = 0
         """How many updates there were since the forward pass of this step's backward pass."""
 
@@ -103,7 +102,6 @@ class CapturedStageExecutor(StageExecutor):
         """Let the stage compute as captured steps need it, or as it did before."""
         self.stage.run_with(self._programs if captured else None)
         self.stage.slots = 0 if captured else self._slots
-        self.stage.accumulates_in_place = captured or self._accumulates_in_place
 
     def perform(self, action: Action) -> bool:
         """Do it, on the stream it belongs to."""
@@ -126,8 +124,8 @@ class CapturedStageExecutor(StageExecutor):
                 return self._streams.update(self.index, read)
         return nullcontext()
 
-    def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        super()._run(microbatch, inputs)
+    def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
+        self._run(microbatch, inputs)  # flags tell if it is to be left out
         if self.stage.ring is not None:
             self.stage.ring.push(self.stage.in_flight.pop(microbatch).kept)
 

@@ -249,7 +249,8 @@ class StaticState:
 
     def _is_full(self, schedule: Schedule, alike: int) -> bool:
         in_flight_counts = [len(microbatches) + 1 for microbatches in schedule.outstanding]
-        if in_flight_counts != self._windows or alike < max(in_flight_counts) - 1:
+        # One alike must have run action by action: where that fails, a step can be undone.
+        if in_flight_counts != self._windows or alike < max(1, max(in_flight_counts) - 1):
             return False
         # The first step of a full pipeline after a drain receives no tied weights of the first
         # stage, which has not updated since: the only step of its kind, not worth capturing.
