@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -163,5 +164,7 @@ def test_gradients_of_another_rank_that_has_not_computed_all_of_them() -> None:
         assert static.copy_if_alike(message)
         found = Message.of_payload(1, static.buffers).gradients
         assert [float(found[name].sum()) for name in names] == [6.0 * (n in sent) for n in names]
+        assert static.copy_if_alike(replace(message, found_inf=torch.ones(1)))
+        assert static.flag == 1
     assert not static.copy_if_alike(Message(2, {}, {"c": torch.ones(2)}))
     assert not static.copy_if_alike(Message(2, {"x": torch.ones(2)}))

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
@@ -100,10 +101,10 @@ class StaticMessage:
             else:
                 self.buffers.copy_(self._payload(message))
         elif self._lacks_gradients(message):
-            self.buffers.memory.zero_()
-            own = self.buffers.value[1]
-            for name, gradient in _unpacked(message).gradients.items():
-                own[name].copy_(gradient)
+            message = _unpacked(message)
+            zeros = {n: torch.zeros_like(g) for n, g in self.buffers.value[1].items()}
+            given = replace(message, gradients=zeros | dict(message.gradients), packet=None)
+            self.buffers.copy_(self._payload(given))
         else:
             return False
         return True

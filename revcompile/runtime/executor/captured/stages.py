@@ -73,8 +73,6 @@ class CapturedStageExecutor(StageExecutor):
         self.accumulate, self.check_finite = accumulate, stage.check_finite
         self.has_flags = has_flags
         self.average = average
-        is_here = executor.transport.is_here
-        self._owners_elsewhere = [owner for owner in self.tied_owners if not is_here(owner)]
         self.is_reduced = False
         """Is the average of the update that has begun known?"""
         self._is_counted = accumulate > 1 or average is not None
@@ -204,10 +202,6 @@ class CapturedStageExecutor(StageExecutor):
         self.average.fill(self._sums, self.count)
 
     def tied_gradients(self, owner: int, gradients: dict[str, Tensor]) -> Message:
-        if owner in self._owners_elsewhere:  # another rank, which expects gradients of all
-            shared = {name: self.stage.parameters[name] for name in self.tied_owners[owner]}
-            trained = {name: p for name, p in shared.items() if p.requires_grad}
-            gradients |= {n: torch.zeros_like(p) for n, p in trained.items() if n not in gradients}
         message = super().tied_gradients(owner, gradients)
         return replace(message, found_inf=self.updater.found_inf)
 

@@ -226,9 +226,8 @@ class StaticState:
                     message = replace(message, scale=scale.to(self._flags.device))
                 waiting.setdefault(route, []).append(message.flagged(flag))
         for route in self._boundary.tied_here:
-            is_grad = route[2] is MessageKind.TIED_GRAD
             waiting[route] = [
-                message.flagged(flag) if is_grad else message
+                message.flagged(flag) if route[2] is MessageKind.TIED_GRAD else message
                 for message in transport.queues.get(route, ())
             ]
         return waiting
