@@ -383,6 +383,32 @@ def free_port() -> int:
     raise OSError("no free port")
 
 
+def forkserver() -> Any:
+    """Makes processes from a server that has imported everything: that takes longest."""
+    context = multiprocessing.get_context("forkserver")
+    paths = [str(Path(__file__).parent), str(Path(revcompile.__file__).parents[1])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # the server has no other
+    context.set_forkserver_preload(["distributed_preload"])
+    return context
+
+
+def in_new_process(function: Callable[[Path], Any], folder: Path, limit: float = 120) -> Any:
+    """What a function returns that is called with a folder in a process that has done nothing."""
+    file = folder / "returned.pt"
+    process = forkserver().Process(target=_save_result, args=(function, folder, file), daemon=True)
+    process.start()
+    process.join(limit)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    assert process.exitcode == 0
+    return torch.load(file)
+
+
+def _save_result(function: Callable[[Path], Any], folder: Path, file: Path) -> None:
+    torch.save(function(folder), file)
+
+
 def launch(
     folder: Path,
     world: int,
@@ -395,14 +421,9 @@ def launch(
 ) -> tuple[list[Any], list[int | None]]:
     """Run a scenario on so many ranks: what each returned (None: nothing), and its exit code.
 
-    Ranks are forked from a server that has imported everything: that takes longest. Nobody waits
-    for the rank that `hangs`.
+    Nobody waits for the rank that `hangs`.
     """
-    context: Any = multiprocessing.get_context(start)
-    if start == "forkserver":
-        paths = [str(Path(__file__).parent), str(Path(revcompile.__file__).parents[1])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # the server has no other
-        context.set_forkserver_preload(["distributed_preload"])
+    context = forkserver() if start == "forkserver" else multiprocessing.get_context(start)
     shared = (world, free_port(), scenario, str(folder), options)
     ranks = [
         context.Process(target=rank_main, args=(r, *shared), daemon=True) for r in range(world)

@@ -50,6 +50,9 @@ _GENERATOR: Final = "_checkpoint_without_reentrant_generator"
 @contextmanager
 def patched(tracer: ShapedTracer) -> Iterator[None]:
     """Let proxies pass for tensors and numbers, and raise where FX would lose something."""
+    # FX asks this of every function it meets. The list behind it takes torch longer to make than
+    # a small model to be traced; made now, it has torch's own functions and is kept for good.
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
     replaced = [
         (builtins, "isinstance", _seen_instance(builtins.isinstance, tracer)),
         (torch.autograd.Function, "apply", _stop_at_custom_function(tracer)),

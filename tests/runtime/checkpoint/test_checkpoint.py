@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Final
 import pytest
 import safetensors.torch
 import torch
-from paths import ROOT, SUPPORT
+from distributed_worker import in_new_process
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -90,22 +89,6 @@ def equal_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return same(*states)
 
 
-def python(code: str, *arguments: Any) -> str:
-    """What a new process prints."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    environment = {
-        **os.environ,
-        **threads,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(SUPPORT))),
-    }
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 # -- going on -------------------------------------------------------------------------------------
 
 
@@ -131,11 +114,7 @@ def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one(tmp_path: Path)
         trainer.save(tmp_path / run)
         expected[run] = [loss.hex() for loss in feed(trainer, drawn(5))]
         ends[run] = trainer.state_dict()
-    code = (
-        "import json, pathlib, sys; from tests.runtime.checkpoint import test_checkpoint as t; "
-        "print(json.dumps(t.resume(pathlib.Path(sys.argv[1]))))"
-    )
-    assert json.loads(python(code, tmp_path)) == expected
+    assert in_new_process(resume, tmp_path) == expected
     for run, end in ends.items():
         assert equal_states(load_training(tmp_path / run / "end")[1], end), run
 
@@ -329,11 +308,7 @@ def die_everywhere(folder: Path) -> list[str]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path: Path) -> None:
-    code = (
-        "import json, pathlib, sys; from tests.runtime.checkpoint import test_checkpoint as t; "
-        "print(json.dumps(t.die_everywhere(pathlib.Path(sys.argv[1]))))"
-    )
-    report = json.loads(python(code, tmp_path))
+    report = in_new_process(die_everywhere, tmp_path)
     for how in ("killed", "raised"):
         found = [line for line in report if line.startswith(how)]
         # The old one, and from the moment it gets its name on the new one.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from distributed_worker import launch
 from torch import Tensor, distributed, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import revcompile
@@ -32,24 +33,20 @@ def _net() -> nn.Module:
     return revcompile.reversify(Stack().double(), torch.randn(2, 8).double()).train()
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
+def _rank(rank: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    distributed.init_process_group("gloo")
     net = _net()
     wrapped = DistributedDataParallel(net)
     x = torch.arange(64, dtype=torch.float64).reshape(8, 8) / 64
     wrapped(x[rank::2]).pow(2).mean().backward()
-    if rank == 0:
-        torch.save({n: p.grad for n, p in net.named_parameters()}, f"{folder}/gradients.pt")
     distributed.destroy_process_group()
+    return {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_equal_one_with_the_joined_batch(tmp_path: Path) -> None:
-    spawn(_rank, (str(tmp_path),), nprocs=2)
-    found = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    (found, _), codes = launch(tmp_path, 2, _rank)
+    assert codes == [0, 0]
     net = copy.deepcopy(_net())
     x = torch.arange(64, dtype=torch.float64).reshape(8, 8) / 64
     net(x).pow(2).mean().backward()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from distributed_worker import launch
 from torch import Tensor, distributed, nn
-from torch.multiprocessing.spawn import spawn
 
 import revcompile
 
@@ -73,24 +73,21 @@ def _train(net: Any, x: Tensor) -> dict[str, Tensor]:
     return dict(net.named_parameters())
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
+def _rank(rank: int, options: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    distributed.init_process_group("gloo")
+    found = {}
     for kind in KINDS:
         trained = _train(_sharded(kind), _inputs()[rank::2])
-        whole = {name: tensor.full_tensor().detach() for name, tensor in trained.items()}
-        if rank == 0:
-            torch.save(whole, f"{folder}/{kind}.pt")
+        found[kind] = {name: tensor.full_tensor().detach() for name, tensor in trained.items()}
     distributed.destroy_process_group()
+    return found
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_equal_one_with_the_joined_batch(tmp_path: Path) -> None:
-    spawn(_rank, (str(tmp_path),), nprocs=2)
+    (found, _), codes = launch(tmp_path, 2, _rank)
+    assert codes == [0, 0]
     expected = _train(_net(), _inputs())
     for kind in KINDS:
-        found = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
         for name, parameter in expected.items():
-            assert torch.allclose(found[name], parameter, atol=1e-12), (kind, name)
+            assert torch.allclose(found[kind][name], parameter, atol=1e-12), (kind, name)
