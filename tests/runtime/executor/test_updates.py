@@ -70,7 +70,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "every batch": {},  # no schedule: that of captured steps counts an update that is left out
     "every third batch": {"accumulate": 3, "lr_schedule": falling},
 }
-STEPS: Final = 40
+STEPS: Final = 30
 BAD: Final = 20
 
 
