@@ -136,8 +136,9 @@ def reversify(
             streams. "auto": in steps captured as CUDA graphs, if their kernels are small.
         backend: "cudagraphs": on a GPU, training calls of equal shapes are captured from the third
             on, forward and backward, which relieves the host of thousands of small kernels. That
-            takes memory for the gradients of all parameters. Branches with dropout stay as they
-            are, which a warning says. "eager": each call is run as it is.
+            takes memory for the gradients of all parameters. Branches with dropout, and models that
+            are not on a GPU when they are trained, stay as they are, which a warning says once.
+            "eager": each call is run as it is.
 
     Raises:
         CaptureError: The model cannot be turned into a graph.

@@ -117,7 +117,7 @@ def check_leaf_modules(leaf_modules: Any) -> None:
         )
 
 
-def check_device(caller: str, device: Any) -> torch.device | None:
+def check_device(caller: str, device: Any, *, allow_meta: bool = False) -> torch.device | None:
     """The device a user named, if there is one of that name here; None stays None."""
     if device is None:
         return None
@@ -135,6 +135,14 @@ def check_device(caller: str, device: Any) -> torch.device | None:
                 f"{caller}: device={str(parsed)!r}, but torch sees {count} CUDA devices here; "
                 "check torch.cuda.is_available(), or leave out device="
             )
+    try:
+        is_meta = parsed.type == "meta" and not allow_meta
+        problem = "it holds no values" if is_meta else None
+        torch.empty(0, device=parsed)
+    except (AssertionError, RuntimeError) as error:  # torch was built without it
+        problem = str(error).partition("\n")[0]
+    if problem is not None:
+        raise InputError(f"{caller}: device={str(parsed)!r} cannot be used here: {problem}")
     return parsed
 
 

@@ -27,6 +27,7 @@ from revcompile.compiler.partition import assign_contiguous
 from revcompile.compiler.recapture import Recompiler
 from revcompile.errors import InputError
 from revcompile.interop.pipelining import StageModule, pipeline_stages
+from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.program import Partition
 from revcompile.plan.budget import MemoryPlan, plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
@@ -204,7 +205,7 @@ class StagedModel(StageReport):
         <All keys matched successfully>
         """
         self._check_tree("net.to_pipeline_stages")
-        target = check_device("net.to_pipeline_stages", device)
+        target = check_device("net.to_pipeline_stages", device, allow_meta=True)
         flag("net.to_pipeline_stages", "reversible", reversible)
         return pipeline_stages(self.partition, target, reversible)
 
@@ -269,9 +270,9 @@ class StagedModel(StageReport):
                 copies, so one (as PipeDream-2BW) with accumulate >= J-1. "rewound": the same,
                 but updates are rounded to 4 bits an element (without bias), the weights once in
                 their last bits, and the updates are kept instead of t copies, beside one while
-                backward runs. "predicted": forward uses `y - t u`, where u is the last update,
-                and backward y; one copy at any delay, and optimizers of `revcompile.optim` then
-                leave the delay to it.
+                backward runs; for parameters in float32 or float64. "predicted": forward uses
+                `y - t u`, where u is the last update, and backward y; one copy at any delay, and
+                optimizers of `revcompile.optim` then leave the delay to it.
                 Default: as the method says; "stashed" for policy="pretrained".
             accumulate: Micro-batches to an update (the paper's k).
             synchronous: Start with so many updates without delay: the pipeline is drained before
@@ -394,11 +395,18 @@ class StagedModel(StageReport):
                 average_statistics=average_statistics,
             )
         else:
-            if target is not None:
-                self.model.to(target)
-            trainer = LocalTrainer(task)
+            before = device_of_model(self.model)
+            try:
+                if target is not None:
+                    self.model.to(target)
+                trainer = LocalTrainer(task)
+            except BaseException:
+                if target is not None:  # a trainer that is refused changes nothing
+                    self.model.to(before)
+                raise
         trainer.memory_plan = plan
         warn_of_delay(trainer)
+        trainer.take_over()
         return trainer
 
     def _device_of_each_stage(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:
@@ -433,7 +441,9 @@ class StagedModel(StageReport):
             )
         model = self.__dict__.get("model")
         if model is None or not model.is_of_original(name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            is_layer = model is not None and name in model._modules
+            hint = f"; layers are those of net.model: net.model.{name}" if is_layer else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
         return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -282,6 +282,28 @@ def test_every_schedule_comes_to_its_end(name: str, accumulate: int, stages: int
             assert indices(listed, Op.UPDATE) == list(range(updates))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("name", ["petra", "dsp", "backprop"])
+def test_tied_messages_that_wait_are_sent_and_not_received(name: str, accumulate: int) -> None:
+    """Between any two steps, as their lists have it; the pipeline is drained after some of them."""
+    ties = [Tie(0, 1), Tie(0, 2), Tie(1, 2)]
+    for drained in range(12):
+        schedule = Schedule(name, 3, accumulate, ties)
+        waiting: dict[tuple[int, int], list[int]] = {}
+        for number in range(24):
+            step = schedule.drain() if number == drained else schedule.inject()
+            listed = [(stage, a, a.peer or 0) for stage, todo in enumerate(step) for a in todo]
+            for stage, action, peer in listed:
+                if action.op in (Op.SEND_TIED_GRAD, Op.SEND_TIED_WEIGHT):
+                    waiting.setdefault((stage, peer), []).append(action.index)
+            for stage, action, peer in listed:
+                if action.op in (Op.RECV_TIED_GRAD, Op.RECV_TIED_WEIGHT):
+                    waiting[peer, stage].remove(action.index)
+            for tie in ties:
+                for route in ((tie.owner, tie.holder), (tie.holder, tie.owner)):
+                    assert list(schedule.waiting_tied(*route)) == waiting.get(route, [])
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_microbatch_meets_one_version_of_a_tied_parameter(name: str, accumulate: int) -> None:

@@ -118,17 +118,6 @@ def compiled(device: str = "cpu") -> StagedModel:
     return revcompile.petrafy(net, STAGES, example, check="off")
 
 
-def optimizer_of(run: Run) -> Callable[[Any], torch.optim.Optimizer]:
-    """On a GPU one that amplifies rounding less than AdamW and NAdam.
-
-    Captured updates count and scale in other precisions than those of the first steps after a
-    restart, which are not captured. With these two, steps were 2e-5 off.
-    """
-    if run.device == "cuda":
-        return lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-    return lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
-
-
 def train(run: Run, folder: Path, note: Note) -> None:
     """Go on from the last checkpoint, if there is one, to the last step.
 
@@ -136,7 +125,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
     """
     torch.backends.cudnn.deterministic = True
     trainer = compiled(run.device).trainer(
-        optimizer_of(run),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         nn.functional.cross_entropy,
         method=run.method,
         accumulate=run.accumulate,

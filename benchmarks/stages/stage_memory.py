@@ -130,8 +130,7 @@ def in_one_process(rows: Sequence[StageRow], setting: Setting) -> int:
     """The stages' memory where they take turns: the largest moment of the backward passes.
 
     They run from the last stage to the first. A stage that is done has one micro-batch less in
-    flight and has updated, so that its gradients are there only if they accumulate: then with the
-    sums as they were, should the step fail.
+    flight and has updated, so that its gradients are there only if they accumulate.
     """
     gathers = setting.accumulate > 1
     lasting = waiting = most = 0
@@ -143,8 +142,8 @@ def in_one_process(rows: Sequence[StageRow], setting: Setting) -> int:
         waiting += memory.buffers
     for index, row in reversed(list(enumerate(rows))):
         memory, message = row.accounted, row.accounted.messages - row.arriving
-        work = memory.working + memory.between + (0 if gathers else memory.gradients)
-        lasting += memory.summing
+        work = memory.working + memory.between + memory.summing
+        work += 0 if gathers else memory.gradients
         most = max(most, lasting + waiting + message + work)
         waiting -= memory.buffers // window(setting.chosen, len(rows), index, setting.accumulate)
     return most

@@ -32,7 +32,7 @@ exit codes: 0 done; 1 the answer is no, or a run failed; 2 the command or its in
 
 examples:
   revcompile inspect resnet50 --stages 18
-  revcompile inspect resnet50 --stages 18 --explain layer3.0
+  revcompile inspect resnet50 --explain layer3.0
   revcompile coverage swin_tiny_patch4_window7_224
   revcompile draw vit_base_patch16_224 --stages 8 --out net.html
   revcompile plan vit_large_patch16_224 --devices 8 --link 100Gbps

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_stages(parser)
+    add_stages(parser, default=1)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--explain", metavar="PATH", help="how a module was rewired, where it runs")
     what.add_argument("--code", type=int, metavar="STAGE", help="a stage's generated Python")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 _COLOURS: Final = {
-    r"^[^\n]*: \d+ (stages|segments)[^\n]*": "bold",
+    r"^[^\n]*: \d+ (stages?|segments?)[^\n]*": "bold",
     r"\breversible\b|\byes$": "green",
     r"\bopaque \(\w+\)|\bno \([\w,]+\)": "yellow",
     r"\(too much\)|^not rewired": "red",

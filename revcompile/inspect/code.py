@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import TextWrapper
 from typing import Final
 
 from torch import fx, nn
 
 from revcompile.inspect.function_text import python_text
 from revcompile.inspect.source import SourceText
+from revcompile.inspect.tables import text_width
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.schedule import Action, Keep, Op
 
@@ -61,22 +63,46 @@ def _without_result(call: re.Match[str]) -> str:
 
 
 class ActionList(tuple[Action, ...]):
-    """What a stage does, in order; printed, a line for each micro-batch that enters."""
+    """What a stage does, in order; printed, a line for each micro-batch that enters.
+
+    On a narrow terminal the backward passes are lines of their own.
+    """
 
     texts: Mapping[Op, str]
 
     def __str__(self) -> str:
-        lines: list[list[str]] = [[]]
+        lines: list[list[list[str]]] = [[[]]]
         for action, before in zip(self, (None, *self), strict=False):
-            enters = Op.FORWARD if before is None or before.op is not Op.RECV_X else None
-            if action.op in (Op.RECV_X, enters) and lines[-1]:
-                lines.append([])
-            lines[-1].append(self._text(action))
-        return "\n".join(" · ".join(line) for line in lines)
+            last = None if before is None else before.op
+            enters = action.op is Op.RECV_X or (action.op is Op.FORWARD and last is not Op.RECV_X)
+            returns = action.op is Op.RECV_DY or (
+                action.op is Op.BACKWARD and last is not Op.RECV_DY
+            )
+            if enters and lines[-1][-1]:
+                lines.append([[]])
+            elif returns and lines[-1][-1]:
+                lines[-1].append([])
+            lines[-1][-1].append(self._text(action))
+        return "\n".join(map(_folded, lines))
 
     def _text(self, action: Action) -> str:
         peer = "" if action.peer is None else f" stage {action.peer}"
         return self.texts[action.op].format(action.index) + peer
+
+
+def _folded(passes: Sequence[Sequence[str]]) -> str:
+    """Actions in a line, or the first pass in one and each of the others in one of its own."""
+    line, width = " · ".join(text for texts in passes for text in texts), text_width()
+    if len(line) <= width:
+        return line
+    wrapper = TextWrapper(width, subsequent_indent=" " * 8, break_on_hyphens=False)
+    folded = []
+    for texts in passes:
+        # Folded between two actions, not inside of one.
+        whole = " · ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in texts)
+        folded.append(wrapper.fill(whole).replace("\N{NO-BREAK SPACE}", " "))
+        wrapper.initial_indent = " " * 4
+    return "\n".join(folded)
 
 
 def action_list(program: StageProgram, actions: Iterable[Action]) -> ActionList:

@@ -53,11 +53,15 @@ def render(*parts: object) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
     """The segments of a rewired model: how much they compute, and why some are not reversible."""
     flops = max(sum(cost.flops for cost in costs), 1)
     parameters = max(sum(cost.parameters for cost in costs), 1)
-    table = _table(f"{rewired.name}: {len(rewired.body.segments)} segments")
+    table = _table(f"{rewired.name}: {_plural(len(rewired.body.segments), 'segment')}")
     for column, side in _SEGMENT_COLUMNS:
         table.add_column(column, justify=side, overflow="fold", no_wrap=column != "segment")
     inside = Cost(0, 0)
@@ -222,7 +226,8 @@ def stage_table(
     """
     letters = _letters([entry for stage in facts for entry in stage.opaque])
     batch = facts[0].batch
-    title = f"{partition.rewired.name}: {len(facts)} stages, {method}, micro-batches of {batch}"
+    stages = _plural(len(facts), "stage")
+    title = f"{partition.rewired.name}: {stages}, {method}, micro-batches of {batch}"
     table = _table(title)
     for column, side in _STAGE_COLUMNS:
         names = column.startswith("holds")

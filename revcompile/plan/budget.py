@@ -216,13 +216,12 @@ class _Device:
         """Bytes that a stage holds all the time, and only while it computes.
 
         Gradients go as soon as they are applied; messages of other devices may come at any time.
-        In one process sums that a step has added to exist until it is over.
         """
         method = self.workload.method
         sums_gradients = self.workload.accumulate > 1 or method.order is not Order.CONTINUOUS
-        transient = memory.working + memory.between
+        transient = memory.working + memory.between + memory.summing
         transient += 0 if sums_gradients else memory.gradients
-        transient += memory.messages if self.is_only else memory.summing
+        transient += memory.messages if self.is_only else 0
         return memory.total - transient, transient
 
     def peak(self, memories: Sequence[StageMemory]) -> int:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -135,10 +135,16 @@ class Schedule:
         """In a full pipeline: does a stage update in the next step?"""
         return self._progress[stage].accumulated + 1 == self.accumulate
 
-    @property
-    def arriving(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Tied weights that each stage receives next: their owners, and after which update."""
-        return tuple(tuple((owner, n) for owner, n in at.arriving) for at in self._progress)
+    def waiting_tied(self, source: int, target: int) -> Sequence[int]:
+        """The updates whose tied messages from one stage to another are sent and not received.
+
+        Those of an owner carry weights, which the holder receives at the beginning of the next
+        step. Those of a holder carry gradients: the owner, an earlier stage, updates later.
+        """
+        here, there = self._progress[target], self._progress[source]
+        if target < source:
+            return range(here.updates, there.updates)
+        return [update for owner, update in here.arriving if owner == source]
 
     @property
     def is_synchronous(self) -> bool:

@@ -128,7 +128,7 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         (["inspect", "torchvision:vgg_nine", "--stages", "2"], "no model 'vgg_nine'"),
         (["inspect", MODEL, "--stages", "99"], "num_stages=99, but Sequential has 4 pieces"),
         (["inspect", MODEL, "--stages", "0"], "'0' is not a whole number from 1 on"),
-        (["inspect", MODEL], "--stages"),
+        (["draw", MODEL], "--stages"),
         (["inspect", "test_cli:nothing", "--stages", "2"], "cannot be imported"),
         (["inspect", "no.such.module:net", "--stages", "2"], "cannot be imported"),
         (["inspect", "test_cli:MODEL", "--stages", "2"], "MODEL() failed with TypeError"),
@@ -181,13 +181,20 @@ def test_ctrl_c_is_a_line(called: Called, monkeypatch: pytest.MonkeyPatch) -> No
     assert called("coverage", MODEL) == (130, "", "revcompile coverage: stopped\n")
 
 
-@pytest.mark.parametrize("command", ["inspect", "coverage", "plan"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect resnet18 --stages 9",
+        "inspect resnet18 --stages 9 --program 3",
+        "coverage resnet18",
+        "plan resnet18 --devices 64 --memory-budget 9B",
+    ],
+)
 def test_tables_fit_80_columns(
     command: str, called: Called, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    options = {"inspect": ["--stages", "9"], "plan": ["--devices", "64", "--memory-budget", "9B"]}
-    out = called(command, "resnet18", *options.get(command, []))[1]
+    out = called(*command.split())[1]
     assert max(map(len, out.splitlines())) <= 80 and "…" not in out
 
 
@@ -211,6 +218,12 @@ def test_inspect_shows_one_stage_one_block_and_another_order(called: Called) -> 
     assert in_json(called, "inspect", *cut, "--program", "2")["actions"][:2] == ["RX0", "F0"]
     paper = in_json(called, "inspect", *cut, "--order", "paper")
     assert [stage["delay"] for stage in paper["stages"]] == [4, 2, 0]
+
+
+def test_a_model_can_be_inspected_without_stages(called: Called) -> None:
+    code, out, _ = called("inspect", MODEL)
+    assert code == 0 and "Sequential: 1 stage, petra" in out
+    assert "(a, b) -> (b, a + F(b))" in called("inspect", MODEL, "--explain", "1")[1]
 
 
 def test_models_of_both_libraries_take_their_own_shapes(called: Called) -> None:

@@ -183,7 +183,7 @@ def test_a_stage_that_is_reversible_as_a_whole_shows_its_inverse_apart() -> None
 def test_the_program_is_the_action_list_in_words() -> None:
     stage = next(stage for stage in resnet().stages if stage.reversible)
     assert stage.program == stage.actions
-    lines = str(stage.program).splitlines()
+    lines = str(stage.program).replace("\n    ", " · ").splitlines()
     assert len(lines) == 2 * resnet().num_stages  # one for each micro-batch
     flying = window(choose("petra"), 4, stage.part.index)
     first = flying - 1

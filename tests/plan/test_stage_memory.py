@@ -129,6 +129,70 @@ def test_every_stage_of_a_transformer_follows_the_accounting(method: str) -> Non
         assert row.ratio == pytest.approx(1, abs=BAR), row
 
 
+@pytest.mark.parametrize("method", ["petra", "dsp", "delayed", "pipedream"])
+@pytest.mark.parametrize(
+    ("stages", "when"), [(4, "before it is cut"), (4, "afterwards"), (3, "afterwards")]
+)
+def test_frozen_parameters_have_no_gradients_nor_optimizer_state(
+    method: str, stages: int, when: str
+) -> None:
+    """Below the first block that has something to train nothing is kept or sent back.
+
+    That block begins a stage, or is in the middle of one of three.
+    """
+    torch.manual_seed(0)
+    model = vit()
+    frozen = {
+        n for n, _ in model.named_parameters() if not n.startswith(("blocks.2", "blocks.3", "head"))
+    }
+    frozen |= {"blocks.3.attn.qkv.bias"}  # and not the rest of its block
+
+    def freeze(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+
+    if when == "before it is cut":
+        freeze(model)
+    net = revcompile.petrafy(model, stages, torch.randn(2, 3, SIZE, SIZE), check="off")
+    freeze(net.model)
+    found = measure(net, Setting(BATCH, method), images(BATCH, SIZE, CPU))
+    for row in found.rows:
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert getattr(row.held, kind) == getattr(row.accounted, kind), (kind, row)
+    for row in found.rows[:-1]:
+        assert row.held.buffers == row.accounted.buffers
+    assert found.rows[0].accounted.messages == found.rows[0].held.buffers == 0
+    trained = [row.accounted.gradients > 0 for row in found.rows]
+    assert trained == [False, True, True] if stages == 3 else [False, False, True, True], trained
+    assert found.ratio == pytest.approx(1, abs=BAR), found
+    gradients = [stage.gradients for stage in net.memory(BATCH)]
+    assert gradients == [row.accounted.gradients for row in found.rows]
+
+
+class Detached(nn.Module):
+    """A layer that is trained by nothing, although its parameters require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.teacher, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(x.tanh() * self.teacher(x).detach())
+
+
+def test_parameters_that_get_no_gradient_have_no_optimizer_state() -> None:
+    net = revcompile.petrafy(Detached(), 2, torch.randn(2, 6), check="off")
+    batch = torch.randn(BATCH, 6), torch.zeros(BATCH, dtype=torch.long)
+    for row in measure(net, Setting(BATCH), lambda: batch).rows:
+        assert row.held.gradients == row.accounted.gradients
+        assert row.held.optimizer == row.accounted.optimizer
+    trained = sum(stage.gradients for stage in net.memory())
+    assert trained == sum(
+        p.nbytes for p in (*net.model.stem.parameters(), *net.model.head.parameters())
+    )
+
+
 # -- limits ---------------------------------------------------------------------------------------
 
 

@@ -150,6 +150,8 @@ def raising(argument: Any) -> Any:
         ({"lr_schedule": raising}, "lr_schedule, stage 0: it raised KeyError: 'weight'"),
         ({"device": "gpu"}, "device='gpu' does not exist; use 'cpu', 'cuda', 'cuda:1'"),
         ({"device": "cuda:99"}, r"device='cuda:99', but torch sees \d+ CUDA devices here"),
+        ({"device": "meta"}, "device='meta' cannot be used here: it holds no values"),
+        ({"device": "xla"}, "device='xla' cannot be used here: "),
         ({"check_finite": "no"}, "check_finite='no'; use True or False"),
         ({"report_loss": 1}, "report_loss=1; use True or False"),
         ({"average_statistics": None}, "average_statistics=None; use True or False"),

@@ -224,6 +224,21 @@ def differ(rank: int, options: dict[str, Any]) -> Any:
     return [*errors, trained(Run(steps=2))["losses"][0]]
 
 
+def refuse(rank: int, options: dict[str, Any]) -> Any:
+    """Rank 1 has no optimizer for its stages; then both train."""
+    run = Run(weights="rewound", steps=2)
+    net, start = compiled(run.model, run.stages, run.device)
+    net.model.load_state_dict(start)
+    error = ""
+    try:
+        net.trainer(optimizer if rank == 0 else len, F.cross_entropy, weights=run.weights)
+    except InputError as refusal:
+        error = str(refusal)
+    state = net.module().state_dict()
+    is_same = all(torch.equal(state[name], value) for name, value in start.items())
+    return error, is_same, trained(run)["state"]
+
+
 def lose(rank: int, options: dict[str, Any]) -> Any:
     """Some micro-batches cannot be used: each in another way."""
     run = Run(**options["run"])
@@ -328,6 +343,7 @@ SCENARIOS: Final[dict[str, Callable[[int, dict[str, Any]], Any]]] = {
         evaluate,
         report,
         differ,
+        refuse,
         lose,
         end,
         trace,

@@ -78,6 +78,21 @@ def copied(run: Run, **options: Any) -> Found:
     return {"captured": captured, "state": final(net, trainer)}
 
 
+def drained(run: Run, **options: Any) -> Found:
+    """A flush in the middle, and evaluations while tied weights are on their way."""
+    net, trainer = trainer_of(run, **options)
+    data, captured, evaluated = batches(run)[:-1], [], []
+    for number, batch in enumerate(data):
+        if number == 6:
+            trainer.flush()
+        if number > 9:
+            evaluated.append(trainer.evaluate(data[:1]).loss)
+        fed(trainer, batch)
+        captured.append(trainer.runner.is_active)
+    trainer.flush()
+    return {"captured": captured, "evaluated": evaluated, "state": final(net, trainer)}
+
+
 def several(rank: int, options: dict[str, Any]) -> list[Found]:
     """One after the other: name of a function here, a run, and what else it takes."""
     return [

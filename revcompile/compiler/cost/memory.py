@@ -23,10 +23,14 @@ has just sent: one micro-batch of `buffers`, and `waiting`, once more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from revcompile.compiler.cost.live_bytes import LiveBytes, prefix_sums, runs_of, size_at
 from revcompile.compiler.cost.workload import Workload
+from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
+from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType
 from revcompile.schedule import REWOUND_BYTES, Keep, Weights, delay, window
@@ -48,6 +52,8 @@ class MemoryModel:
         only_needed_inputs: Of a stage that keeps its inputs count only those its gradients depend
             on: of a coupling `(a, b) -> (b, a + F(b))` alone that is `b`. Our runtime keeps both;
             the PETRA paper counts one.
+        frozen: How many pieces come before the first one that a gradient is computed for. Nothing
+            is kept for their backward pass, or sent back to them.
     """
 
     def __init__(
@@ -60,12 +66,14 @@ class MemoryModel:
         *,
         first_input_free: bool = True,
         only_needed_inputs: bool = False,
+        frozen: int = 0,
     ) -> None:
         self.pieces = tuple(pieces)
         self.stages = stages
         self.workload = workload
         self.first_input_free = first_input_free
         self.only_needed_inputs = only_needed_inputs
+        self._frozen = frozen
         method, batch, accumulate = workload.method, workload.batch_size, workload.accumulate
         self._windows = [window(method, stages, j, accumulate) for j in range(stages)]
         self._delays = [delay(method, stages, j, accumulate) for j in range(stages)]
@@ -98,15 +106,26 @@ class MemoryModel:
 
     @classmethod
     def of(cls, partition: Partition, workload: Workload, stages: int | None = None) -> MemoryModel:
-        """The pieces of a partition in our trainer, cut into `stages` (default: its own)."""
+        """The pieces of a partition in our trainer, cut into `stages` (default: its own).
+
+        What is trained is what requires a gradient now, not when the model was cut.
+        """
         parts = partition.parts
+        pieces = [piece for part in parts for piece in part.pieces]
+        now = replace(partition, frozen=frozen_values(partition))
+        frozen = takewhile(lambda piece: not any(map(now.requires_grad, piece.outputs)), pieces)
+        costs = [cost for part in parts for cost in part.costs]
         return cls(
-            [piece for part in parts for piece in part.pieces],
+            pieces,
             partition.types,
-            [cost for part in parts for cost in part.costs],
+            [
+                replace(cost, trained=size)
+                for cost, size in zip(costs, _trained(partition, pieces), strict=True)
+            ],
             stages or len(parts),
             workload,
             first_input_free=False,
+            frozen=len(list(frozen)),
         )
 
     def stage(self, index: int, start: int, end: int, keep: Keep | None = None) -> StageMemory:
@@ -171,6 +190,8 @@ class MemoryModel:
     def _activations(self, index: int, start: int, end: int, keep: Keep) -> tuple[int, int]:
         """Bytes kept from forward to backward, and of the graph being differentiated."""
         in_flight = self._windows[index]
+        if end <= self._frozen:
+            return 0, max(self._largest_op[start:end])
         match keep:
             case Keep.GRAPH:
                 return in_flight * self._graph(start, end), max(self._largest_op[start:end])
@@ -186,11 +207,15 @@ class MemoryModel:
 
     def _between_couplings(self, index: int, start: int, end: int) -> tuple[int, int]:
         last = index == self.stages - 1
-        lost = self._lost_before[end] - self._lost_before[start]
-        sides = self._windows[index] * (self._live.sides(start, end) + lost)
+        trained = max(start, self._frozen)
+        lost = self._lost_before[end] - self._lost_before[trained]
+        sides = self._windows[index] * (self._live.sides(trained, end) + lost)
         full = buffered = working = graphs = 0
         for reversible, first, behind in self._runs_in(start, end):
+            if behind <= self._frozen:
+                continue
             if reversible:
+                first = max(first, trained)
                 working = max(working, graphs + max(self._branches[first:behind]))
                 continue
             # In the backward pass the graphs of earlier runs still exist, those of later ones not.
@@ -216,6 +241,7 @@ class MemoryModel:
 
     def _graph(self, start: int, end: int) -> int:
         """What autograd saves if these pieces are one graph."""
+        start = max(start, self._frozen)
         saved, shared = self._saved_before, self._shared_before
         return saved[end] - saved[start] - (shared[end] - shared[min(start + 1, end)])
 
@@ -224,8 +250,9 @@ class MemoryModel:
 
         A coupling at the beginning saves the sum `a + F(b)`, if anything, but not `a`.
         """
-        if keep is not Keep.GRAPH:
+        if keep is not Keep.GRAPH or end <= self._frozen:
             return 0
+        start = max(start, self._frozen)
         unread = self._live.inputs(start, end) - self._live.needed(start, end)
         inputs = max(unread, self._streams[start])
         return self._windows[index] * (inputs + self._unsaved[end - 1])
@@ -264,12 +291,26 @@ class MemoryModel:
 
     def _back(self, cut: int, keep: Keep) -> int:
         """What comes back across a cut: gradients, and before a coupling its outputs' values."""
+        if cut <= self._frozen:
+            return 0
         rebuilds = keep is Keep.NOTHING and self.pieces[cut - 1].reversible
         return (2 if rebuilds else 1) * self._live.crossing(cut)
 
     def _runs_in(self, start: int, end: int) -> list[tuple[bool, int, int]]:
         clipped = ((kind, max(first, start), min(last, end)) for kind, first, last in self._runs)
         return [(kind, first, last) for kind, first, last in clipped if first < last]
+
+
+def _trained(partition: Partition, pieces: Sequence[Segment]) -> list[int]:
+    """Bytes of the parameters that get a gradient; each counts where it is used first."""
+    root, sizes = partition.rewired.root, []
+    names = {*trained_parameters(partition.rewired)}
+    left = {id(p) for name, p in root.named_parameters() if name in names}
+    for piece in pieces:
+        new = {id(p): p for p in parameters_read(piece.graph, root) if id(p) in left}
+        left -= new.keys()
+        sizes.append(sum(p.numel() * p.itemsize for p in new.values()))
+    return sizes
 
 
 def _operands(piece: Segment, batch: int) -> int:

@@ -89,7 +89,8 @@ def _refuse_amplified_errors(partition: Partition, method: Method, keeps: Sequen
         return
     rewired = partition.rewired
     if method.weights is Weights.REWOUND and all(
-        p.dtype in (torch.float32, torch.float64) for p in rewired.root.parameters()
+        p.dtype in (torch.float32, torch.float64) or not p.requires_grad
+        for p in rewired.root.parameters()
     ):
         return  # to the bit
     if any(coupling.kept_bits for coupling in rewired.couplings):
@@ -97,5 +98,6 @@ def _refuse_amplified_errors(partition: Partition, method: Method, keeps: Sequen
             f"method {method.name!r} with weights={method.weights.value!r} rebuilds inputs with "
             'other weights than the forward pass had. The couplings of policy="pretrained" would '
             "multiply that difference in every block; use weights='stashed' (or, if all parameters "
-            "are float32, 'rewound'), or a method without delay such as 'reversible_backprop'"
+            "that are trained are float32 or float64, 'rewound'), or a method without delay such "
+            "as 'reversible_backprop'"
         )

@@ -126,15 +126,21 @@ class DistributedTrainer(Trainer):
         method, accumulate = programs[0].method, settings.accumulate
         windows = [window(method, stages, stage, accumulate) for stage in range(stages)]
         channels = open_channels(self.ranks, list(partition.ties), self.device, limit, windows)
-        super().__init__(
-            task,
-            transport=DistributedTransport(self.ranks, channels, timeout),
-            device=self.device,
-            stages=self.ranks.stages,
-            rank=self.ranks.rank,
-            replica=self.ranks.replica,
-            replicas=layout.replicas,
-        )
+        transport = DistributedTransport(self.ranks, channels, timeout)
+        refusal: Exception | None = None
+        try:
+            super().__init__(
+                task,
+                transport=transport,
+                device=self.device,
+                stages=self.ranks.stages,
+                rank=self.ranks.rank,
+                replica=self.ranks.replica,
+                replicas=layout.replicas,
+            )
+        except Exception as error:
+            refusal = error
+        _raise_refusals(transport, refusal)
         weights.collective, weights.stop_all = self.transport.collective, self.transport.stop_all
         for executor in self.executors:
             executor.stage.device = self.device
@@ -269,13 +275,13 @@ class DistributedTrainer(Trainer):
         return self.binder.count_samples(outputs)
 
     def _raise_failures(self) -> None:
-        refused = [error for executor in self.executors for error in executor.forward_errors]
-        for executor in self.executors:
-            executor.forward_errors = []
-        super()._raise_failures()
-        for error in refused:
-            if isinstance(error, RevcompileError):
-                raise error
+        try:
+            super()._raise_failures()
+        except RevcompileError as error:
+            if isinstance(error, InputError):
+                error.add_note("All ranks have left the micro-batch out.")
+            raise
+        except Exception as error:
             raise InputError(
                 f"trainer.step: the model failed on this micro-batch: {type(error).__name__}: "
                 f"{error}\nAll ranks have left the micro-batch out; feed inputs of the captured "
@@ -316,6 +322,8 @@ class DistributedTrainer(Trainer):
             )
         self._check_usable()
         self._check_tree("trainer.evaluate")
+        if any({tie.owner, tie.holder} <= {*self.ranks.stages} for tie in self.schedule.ties):
+            self._sync_stages()  # captured steps have the messages between stages here
         # Tied weights that have been sent are received now instead of in the next step.
         self._finish(self.scheduler.own(self.schedule.receive_tied_weights()))
         means, merged = RunningMeans(metrics), RunningMeans(metrics)
@@ -437,6 +445,18 @@ class DistributedTrainer(Trainer):
             _open.remove(self.transport)
         if not self.transport.close():
             raise RankError("trainer.close: another rank has not closed its trainer")
+
+
+def _raise_refusals(transport: DistributedTransport, refusal: Exception | None) -> None:
+    """Raise on all ranks if one could not build its stages. Every rank calls it."""
+    ranks = transport.ranks
+    text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+    with transport.collective():
+        texts = gather_plain(text, ranks.control)
+    for rank, found in enumerate(texts):
+        if found is not None:
+            transport.close()
+            raise refusal or InputError(f"net.trainer, {ranks.named(rank)}: {found}")
 
 
 @atexit.register

@@ -56,7 +56,8 @@ class StageExecutor:
         tied_owners: Of parameters shared with other stages, the names of those that other stages
             own and this one has replicas of, by owner.
         tied_replicas: The names of those that this stage owns, by the stage with the replicas.
-        skip_on_error: A forward pass that fails loses its micro-batch, and does not raise.
+        skip_on_error: A micro-batch whose forward pass fails is left out, whatever the error. If
+            not set, only one that is not finite is; other errors are raised.
         scaling: Its part in scaling the loss.
         delay: By how many updates its gradients are late, on average.
         synchronous: So many updates at the start have no delay.
@@ -165,10 +166,8 @@ class StageExecutor:
         inputs = self.inputs.pop(action.index)
         if inputs is None:
             self._skip(action.index)
-        elif self.skip_on_error:
-            self._run_or_skip(action.index, inputs)
         else:
-            self._run(action.index, inputs)
+            self._run_or_skip(action.index, inputs)
         return True
 
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
@@ -189,7 +188,7 @@ class StageExecutor:
         return None if math.isinf(number) else number
 
     def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        """Run it; if that fails everything here is as before, and the micro-batch is lost."""
+        """Run it; if that fails it is left out, and everything here is as before."""
         snapshot = self.stage.snapshot()
         self._last_snapshot = (microbatch, snapshot)
         try:
@@ -206,18 +205,20 @@ class StageExecutor:
                     microbatch=microbatch,
                 )
         except Exception as error:
+            if not (self.skip_on_error or isinstance(error, NonFiniteError)):
+                raise
             self._skip(microbatch)
             self.forward_errors.append(error)
 
     def _skip(self, microbatch: int) -> None:
         """Have a message say that the micro-batch is lost, where its values would have been."""
-        self._undo(microbatch)
+        self.undo(microbatch)
         if self.loss_head is not None:
             self.incoming[microbatch] = Message(microbatch, void=True)
         else:
             self.outputs[microbatch] = None
 
-    def _undo(self, microbatch: int) -> None:
+    def undo(self, microbatch: int) -> None:
         """Drop a lost micro-batch; restore buffers unless later ones have changed them since."""
         self.stage.drop(microbatch)
         latest, snapshot = self._last_snapshot
@@ -265,11 +266,12 @@ class StageExecutor:
         index, scale = message.index, message.scale
         if message.void:
             if scale is None:
-                self._undo(index)
+                self.undo(index)
             else:  # its gradient has overflowed, its forward pass was right: buffers stay
                 self.stage.drop(index)
             return message
         is_exact = message.is_exact and self.stage.rebuilds_exactly(index)
+        snapshot = self.stage.late_snapshot()
         try:
             values, gradients = self.stage.backward(
                 index, message.values, message.gradients, scale, is_exact
@@ -278,6 +280,8 @@ class StageExecutor:
             if self.scaling is not None and self.scaling.is_overflow(scale):
                 return Message(index, void=True, scale=scale)
             self.failures.append(error)
+            self.undo(index)
+            restore(snapshot)
             return Message(index, void=True)
         self.contributed += 1
         return Message(index, values, gradients, scale=scale, is_exact=is_exact)

@@ -46,8 +46,20 @@ _MOST_KINDS: Final = 8
 _MOST_SEEN: Final = 64
 _GRADIENT_TYPES: Final = (Tensor, nn.Parameter)
 
+NOT_ON_CUDA: Final = "the model is not on a CUDA device"
+
 Run = Callable[[dict[str, Any]], dict[str, Any]]
 """Computes a model's values from those of its inputs."""
+
+
+def warn_not_captured(backend: str, instead: str, why: str, stacklevel: int) -> None:
+    """Say once why nothing is captured, although `backend` says so."""
+    warnings.warn(
+        f"backend={backend!r}: {instead}, because {why}. Pass backend='eager' to silence this "
+        "warning",
+        RevcompileWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 class CudaGraphs:
@@ -56,8 +68,15 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def can_capture(self, tensors: Sequence[Tensor]) -> bool:
-        return all(t.is_cuda for t in tensors) and not torch.cuda.is_current_stream_capturing()
+    def why_not(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Why calls with these inputs are never captured; None if they are."""
+        elsewhere = [name for name, tensor in tensors.items() if not tensor.is_cuda]
+        if elsewhere and len(elsewhere) < len(tensors):
+            return f"its input {elsewhere[0]} is not on a CUDA device; move it there"
+        return f"{NOT_ON_CUDA}; move it there" if elsewhere else None
+
+    def is_busy(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def capture(
         self, function: Callable[[], None], generators: Iterable[torch.Generator] = ()
@@ -99,6 +118,7 @@ class CapturedCalls:
         self._captured: dict[Hashable, _Captured] = {}
         self._latest: weakref.ref[_Call] | None = None
         self._is_on = True
+        self._has_warned = False
         self._calls = 0
 
     def run(
@@ -121,7 +141,7 @@ class CapturedCalls:
             check_every: So often `run` is called all the same, which checks reconstructions.
         """
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        if not self._is_on or not self._is_capturable(list(tensors.values()), bindings):
+        if not self._is_on or not self._is_capturable(tensors, bindings):
             return run(values)
         kind = id(plan), _kind(values)
         captured = self._captured.get(kind)
@@ -145,7 +165,7 @@ class CapturedCalls:
         found = _Replayed.apply(captured, call, *given)
         return captured.others | dict(zip(captured.outputs, found, strict=True))
 
-    def _is_capturable(self, tensors: Sequence[Tensor], bindings: Sequence[Bindings]) -> bool:
+    def _is_capturable(self, tensors: Mapping[str, Tensor], bindings: Sequence[Bindings]) -> bool:
         is_watched = (
             torch.compiler.is_compiling()
             or is_transformed()
@@ -155,9 +175,19 @@ class CapturedCalls:
             or torch.is_anomaly_enabled()
             or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         )
-        if is_watched or not tensors or not self._graphs.can_capture(tensors):
+        if is_watched or not tensors:
             return False
-        return not any(each.hooks for each in bindings)
+        if (why := self._graphs.why_not(tensors)) is not None:
+            # Not when the module is made: it may be moved to a GPU until it is trained.
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(why)
+            return False
+        return not self._graphs.is_busy() and not any(each.hooks for each in bindings)
+
+    def _warn(self, why: str) -> None:
+        instead = "the model's calls are run as they are"
+        warn_not_captured("cudagraphs", instead, why, stacklevel=8)
 
     def _warmed_up(
         self,
@@ -179,12 +209,7 @@ class CapturedCalls:
             captured = capture(reads)
         except Exception as error:
             self._is_on = False
-            warnings.warn(
-                "backend='cudagraphs': the model's calls are run as they are, because capturing "
-                f"one has failed: {type(error).__name__}: {error}",
-                RevcompileWarning,
-                stacklevel=6,
-            )
+            self._warn(f"capturing one has failed: {type(error).__name__}: {error}")
             return None
         self._captured[kind] = captured
         _log.info("backend='cudagraphs': forward and backward are captured (%s)", kind)

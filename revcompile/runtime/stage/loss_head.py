@@ -57,8 +57,8 @@ class LossHead:
         self.targets: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
-        self.total: Tensor | None = None
-        """The sum of the losses that steps have reported, on the device."""
+        self.totals: Tensor | None = None
+        """The sum of the losses that steps have reported, and how many, on the device."""
         self.check_finite = True
         self.scale: float | Tensor | None = None
         """Factor of the last loss."""
@@ -98,20 +98,24 @@ class LossHead:
                 raise InputError(
                     f"loss, micro-batch {microbatch}: its gradient could not be computed: {error}\n"
                     "Return the loss without calling backward() on it, and compute it with "
-                    "differentiable operations. Nothing was changed by this step."
+                    "differentiable operations"
                 ) from error
         self.losses[microbatch] = loss.detach()
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
         return dict(zip(inputs, grads, strict=True))
 
     def add(self, loss: Tensor) -> None:
-        """Add the loss of a step to the sum.
+        """Add the loss of a step to the sum, unless the micro-batch was left out for it.
 
-        In place: steady steps allocate nothing, keep no loss alive and do not wait for one.
+        In place: steady steps keep no loss alive and do not wait for one.
         """
-        if self.total is None:
-            self.total = torch.zeros((), dtype=widest_dtype(loss.device), device=loss.device)
-        self.total.add_(loss.detach())
+        if self.totals is None:
+            self.totals = torch.zeros(2, dtype=widest_dtype(loss.device), device=loss.device)
+        loss = loss.detach().to(self.totals.dtype)
+        added = torch.stack([loss, torch.ones_like(loss)])
+        if self.check_finite:
+            added = torch.where(torch.isfinite(loss), added, 0.0)
+        self.totals.add_(added)
 
     def assembled(self, outputs: Mapping[str, Any]) -> Any:
         """The model's return value from the last stage's outputs."""
@@ -123,8 +127,8 @@ class LossHead:
         if self.check_finite and not bool(torch.isfinite(loss)):
             raise NonFiniteError(
                 f"stage {self.last}, micro-batch {microbatch}: the loss is "
-                f"{float(loss.detach())}. Nothing was changed by this step; look at the data of "
-                f"this micro-batch, or lower the learning rate{self.overflow_advice}",
+                f"{float(loss.detach())}. The micro-batch was left out of the update; look at its "
+                f"data, or lower the learning rate{self.overflow_advice}",
                 stage=self.last,
                 microbatch=microbatch,
             )
@@ -140,14 +144,13 @@ class LossHead:
         except InputError:
             raise
         except Exception as error:
-            remedy = "check that the target fits the output."
+            remedy = "check that the target fits the output"
             if target is None:
-                remedy = "it was given no target: call trainer.step(x, y), or use a loss that needs"
-                remedy += " none."
+                remedy = "no target was given: call trainer.step(x, y), or use another loss"
             raise InputError(
                 f"loss, {where}: it raised {type(error).__name__}: {error}\n"
                 f"  output: {described(output)}\n  target: {described(target)}\n"
-                f"Nothing was changed by this step; {remedy}"
+                f"{remedy}"
             ) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise InputError(

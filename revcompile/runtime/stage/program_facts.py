@@ -13,7 +13,7 @@ from revcompile.schedule import Order
 
 
 def statistics_move_early(program: StageProgram) -> bool:
-    """Do running statistics move in forward, or in a backward pass that may be rolled back?"""
+    """Do running statistics move in forward, or in a backward pass that follows it at once?"""
     return program.is_last or program.keeps_graphs or program.method.order is Order.LOCKED
 
 

@@ -26,10 +26,11 @@ _BUCKET: Final = 2**22
 
 
 class RewoundWeights:
-    """A stage's weights of earlier updates. Rounds the weights themselves to begin with.
+    """A stage's weights of earlier updates. `start` rounds the weights themselves.
 
     >>> w = {"w": torch.tensor([1.0, 2.0], requires_grad=True)}
     >>> weights = RewoundWeights(w, count=2)
+    >>> weights.start()
     >>> for update in (0.25, 0.5):
     ...     with torch.no_grad(), weights.following():
     ...         _ = w["w"].sub_(update)
@@ -43,6 +44,11 @@ class RewoundWeights:
         self._buckets = [_Bucket(bucket, count) for bucket in _bucketed(trained)]
         self._number: Tensor | None = None
         """How many updates there were."""
+
+    def start(self) -> None:
+        """Before the first forward pass."""
+        for bucket in self._buckets:
+            bucket.start()
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -101,14 +107,16 @@ class _Bucket:
         self._sizes = [-(-p.numel() // BLOCK) for p in parameters.values()]
         first = next(iter(parameters.values()))
         self._dtype, self.device = first.dtype, first.device
-        self._packed = self._exponents = torch.empty(0)
+        self._packed = self._exponents = self._grid = torch.empty(0)
         """The last `count` updates, the newest first, and their scales' exponents.
 
-        The same tensors from the first update on: captured steps hold their addresses.
+        The same tensors from the first update on: captured steps hold their addresses. `_grid`: the
+        exponent of what each row's weights are multiples of.
         """
+
+    def start(self) -> None:
         rows = self.rows()
         self._grid = four_bits.grid_of(rows)
-        """The exponent of what each row's weights are multiples of."""
         self._write(four_bits.on_grid(rows, self._grid))
 
     def allocate(self) -> None:

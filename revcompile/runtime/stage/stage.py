@@ -134,9 +134,9 @@ class Stage:
         self.hooks = LayerHooks(TreeReads(program.forward, root).modules)
         self._random = any(unit.random for unit in program.units)
         self._stateful = StatefulBuffers(stateful_candidates(program, root))
-        self._early_statistics = (
-            statistics_of(program, root) if statistics_move_early(program) else []
-        )
+        statistics, is_early = statistics_of(program, root), statistics_move_early(program)
+        self._early_statistics = statistics if is_early else []
+        self._late_statistics = statistics if not is_early else []
         graphs = [program.forward, taking_stored(program, self.activations.sent)]
         if autocast is not None:
             outlive = program.graphs_outlive_updates
@@ -158,8 +158,6 @@ class Stage:
         self.ring: RingBuffer | None = None
         """These buffers, from the first forward pass on."""
         self.gradients: dict[str, Tensor] = {}
-        self.accumulates_in_place = False
-        """May accumulated gradients be overwritten, as no rollback will need them?"""
         self.reconstruction: dict[int, float] = {}
         """Relative error of the rebuilt input, by micro-batch, where `measure` was set."""
 
@@ -245,6 +243,10 @@ class Stage:
     def snapshot(self) -> list[BufferSnapshot]:
         """Copies of the buffers that a micro-batch can change before its first update."""
         return [*buffer_snapshots(self._early_statistics), *self._stateful.snapshot()]
+
+    def late_snapshot(self) -> list[BufferSnapshot]:
+        """Copies of the buffers that a backward pass between updates changes."""
+        return buffer_snapshots(self._late_statistics) if self.check_finite else []
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -356,12 +358,12 @@ class Stage:
     def accumulate(
         self, gradients: dict[str, Tensor | None], input_grads: Mapping[str, Tensor | None]
     ) -> None:
-        """Add gradients to the accumulated ones; out of place where a rollback may follow.
+        """Add gradients to the accumulated ones.
 
         Each is freed as soon as it is added: `gradients` is empty afterwards.
         """
         others = [gradient for gradient in input_grads.values() if gradient is not None]
-        add_gradients(self.gradients, gradients, others, self.accumulates_in_place)
+        add_gradients(self.gradients, gradients, others)
 
     def _check_unwritten(self, microbatch: int, held: InFlight) -> None:
         for name, value, version in zip(self.program.kept, held.kept, held.versions, strict=True):

@@ -99,30 +99,24 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def add_gradients(
-    sums: dict[str, Tensor],
-    gradients: dict[str, Tensor | None],
-    others: Iterable[Tensor],
-    in_place: bool,
+    sums: dict[str, Tensor], gradients: dict[str, Tensor | None], others: Iterable[Tensor]
 ) -> None:
-    """Add gradients to sums of them. Each is freed as soon as it is added: none are left.
+    """Add gradients to sums of them, in place. Each is freed once it is added: none are left.
 
     Autograd may return one tensor twice (`p + q`), also among `others`, or one whose elements share
     memory; the sums have memory of their own.
     """
     used = {storage(gradient) for gradient in others}
-    if in_place:
-        given = {n: g for n, g in gradients.items() if g is not None and n in sums}
-        if given:
-            torch._foreach_add_([sums[name] for name in given], list(given.values()))
-        for name in given:
-            del gradients[name]
+    given = {n: g for n, g in gradients.items() if g is not None and n in sums}
+    if given:
+        torch._foreach_add_([sums[name] for name in given], list(given.values()))
+    for name in given:
+        del gradients[name]
     for name in tuple(gradients):
         gradient = gradients.pop(name)
         if gradient is None:
             continue
-        if name in sums:
-            gradient = sums[name] + gradient
-        elif storage(gradient) in used or overlaps(gradient):
+        if storage(gradient) in used or overlaps(gradient):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         used.add(storage(gradient))
         sums[name] = gradient

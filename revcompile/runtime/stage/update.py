@@ -56,6 +56,8 @@ class Updater:
         self.optimizer = self._build(factory, groups) if self.parameters else None
         self.set_delay(delay)
         self.lr_schedule = None
+        self.has_updated = False
+        """Has the optimizer taken a step?"""
         if lr_schedule is not None and self.optimizer is not None:
             with self._explaining("lr_schedule", "it", "it is given the stage's optimizer"):
                 self.lr_schedule = lr_schedule(self.optimizer)
@@ -176,24 +178,30 @@ class Updater:
 
     def apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
         """One update with the gradients times `scale`, and a step of the schedule."""
-        if self._update(gradients, scale) and self.lr_schedule is not None:
+        self._update(gradients, scale)
+        self.advance()
+
+    def advance(self) -> None:
+        """After an update: the learning rate schedule goes on, whether it was left out or not.
+
+        As with `torch.amp.GradScaler`; but torch wants an optimizer to take the first step.
+        """
+        if self.lr_schedule is not None and self.has_updated:
             self.lr_schedule.step()
 
-    def _update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> bool:
-        """Step the optimizer; False if there is nothing to update."""
-        if self.optimizer is None:
-            return False
+    def _update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
+        """Step the optimizer, unless there is nothing to update."""
         own = [gradients[name] for name in self.parameters if name in gradients]
-        if not own:
-            return False
+        if self.optimizer is None or not own:
+            return
         if scale is not None:
             torch._foreach_mul_(own, scale.to(own[0]))
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
         self.optimizer.step()
+        self.has_updated = True
         for parameter in self.parameters.values():
             parameter.grad = None
-        return True
 
     @property
     def lr(self) -> float | None:
@@ -240,6 +248,7 @@ class Updater:
                     }
         if self.lr_schedule is not None and schedule is not None:
             self.lr_schedule.load_state_dict(_fitted(schedule, self.lr_schedule))
+            self.has_updated = bool(schedule.get("last_epoch", states))
 
     def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Settings that the optimizer needs and saved groups lack, or the other way round."""

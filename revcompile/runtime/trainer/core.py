@@ -75,7 +75,7 @@ class Trainer(TrainerState, ABC):
     runner: GraphRunner
     """Runs captured steps, where they can be."""
     skip_on_error: ClassVar[bool] = False
-    """Is a micro-batch whose forward pass fails skipped by all stages, instead of rolled back?"""
+    """Is a micro-batch left out by all stages if the model fails on it? Or is the step undone?"""
 
     def __init__(
         self,
@@ -110,16 +110,20 @@ class Trainer(TrainerState, ABC):
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._samples, self._started = 0, time.perf_counter()
-        self._losses = 0
-        """How many losses of steps are in `loss_head.total`, since `mean_loss` was called last."""
         self.memory_plan: Any = None
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
         """What the last step returned."""
-        if model not in _latest:
-            hooked: nn.Module = model
+
+    def take_over(self) -> None:
+        """Train the model from now on. Until then, a trainer that is refused changes nothing."""
+        for executor in self.executors:
+            if (rewound := executor.stage.weights.rewound) is not None:
+                rewound.start()
+        if self.model not in _latest:
+            hooked: nn.Module = self.model
             hooked.register_load_state_dict_post_hook(_tell_trainer)
-        _latest[model] = ref(self)
+        _latest[self.model] = ref(self)
 
     # -- training -----------------------------------------------------------------------------
 
@@ -180,6 +184,8 @@ class Trainer(TrainerState, ABC):
         return _StopOnError(self._stop)
 
     def _stop(self, error: BaseException) -> None:
+        if self._stop_reason is None:
+            error.add_note("This trainer cannot go on; build a new one and load its last state.")
         cause = f"{type(error).__name__}: {error}"
         self._stop_reason = f"this trainer stopped in the middle of a step or a load ({cause})"
 
@@ -256,11 +262,16 @@ class Trainer(TrainerState, ABC):
                 raise InputError(f"{where}: {found}")
 
     def _raise_failures(self) -> None:
-        """Raise the first bad gradient that has become known since the last step."""
-        failures = self.runner.failures()
+        """Raise the first error of a micro-batch left out that has become known by now.
+
+        Bad gradients first: they are of older ones.
+        """
+        failures: list[Exception] = [*self.runner.failures()]
         for executor in self.executors:
             failures += executor.failures
-            executor.failures = []
+        for executor in self.executors:
+            failures += executor.forward_errors
+            executor.failures, executor.forward_errors = [], []
         for failure in failures:
             raise failure
 
@@ -284,15 +295,15 @@ class Trainer(TrainerState, ABC):
     def mean_loss(self) -> float:
         """Mean loss of the steps since the last call; nan without any. Every rank calls it.
 
-        It is not part of a checkpoint: after `load` the mean begins anew.
+        Losses that are not finite, whose micro-batches were left out, are not in it. It is not part
+        of a checkpoint: after `load` the mean begins anew.
         """
-        total = self.loss_head.total
-        sums = self.everyone([0.0 if total is None else float(total), self._losses])
-        self._losses = 0
-        if total is not None:
-            total.zero_()
-        count = sum(steps for _, steps in sums)
-        return float(sum(total for total, _ in sums) / count) if count else float("nan")
+        totals = self.loss_head.totals
+        of_ranks = self.everyone([0.0, 0.0] if totals is None else totals.tolist())
+        if totals is not None:
+            totals.zero_()
+        total, count = map(sum, zip(*of_ranks, strict=True))
+        return float(total / count) if count else float("nan")
 
     def watch(self) -> Probe:
         """Compare the gradients of the next micro-batch, stage by stage (PETRA, Appendix B).
@@ -312,10 +323,8 @@ class Trainer(TrainerState, ABC):
         self._samples += samples
         elapsed = max(time.perf_counter() - self._started, 1e-9)
         loss = self.loss_head.losses.pop(microbatch, None)
-        if loss is not None:
-            if not self.runner.is_active:  # captured steps add theirs themselves
-                self.loss_head.add(loss)
-            self._losses += 1
+        if loss is not None and not self.runner.is_active:  # captured steps add theirs themselves
+            self.loss_head.add(loss)
         scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]
         return Metrics(
             microbatch=microbatch,

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from revcompile.errors import InputError, NonFiniteError, RevcompileError, VerificationError
+from revcompile.errors import InputError, RevcompileError
 from revcompile.ir.module_tree import device_of_model
 from revcompile.runtime.checkpoint.codec import located, well_formed
 from revcompile.runtime.checkpoint.training import load_training, save_training, set_generators
 from revcompile.runtime.executor.captured.runner import GraphRunner
-from revcompile.runtime.executor.stage_executor import StageExecutor, restore
+from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import MessageKind, Transport
-from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
 from revcompile.runtime.trainer.core import Trainer
@@ -29,15 +28,15 @@ from revcompile.runtime.trainer.metrics import (
     eval_mode,
 )
 from revcompile.runtime.trainer.settings import Task
-from revcompile.schedule import Action, Op, Order, Schedule
+from revcompile.schedule import Schedule
 
 
 class LocalTrainer(Trainer):
     """Trains all stages of a model in this process.
 
-    A step that fails changes nothing. Only where a gradient turns out bad after later stages have
-    used it is the micro-batch left out of the updates still to come. Captured steps (see
-    `Backend`) leave bad micro-batches out everywhere, and report them some steps later.
+    A micro-batch on which the model or the loss fails changes nothing, and does not count. One
+    whose loss or gradient is not finite counts, and is left out: by the stage that meets it and by
+    those before it. Captured steps (see `Backend`) report it some steps later.
     """
 
     def __init__(self, task: Task) -> None:
@@ -72,14 +71,15 @@ class LocalTrainer(Trainer):
         self._measure(microbatch)
         try:
             remaining = self.scheduler.forward(self.schedule.inject())
-            transaction.backward(remaining)
         except BaseException as error:
             self.schedule = transaction.rollback()
             for probe in self.probes:
                 probe.rolled_back(microbatch)
             if isinstance(error, RevcompileError) or not isinstance(error, Exception):
+                error.add_note("Nothing was changed by this step.")
                 raise
             raise self._explained(error, values) from error
+        transaction.commit()
         self._finish(remaining)
         metrics = self._metrics(microbatch, samples)
         self._advance_probes()
@@ -191,12 +191,11 @@ class LocalTrainer(Trainer):
 
 
 class Transaction:
-    """The state of a trainer before a micro-batch enters, to return to if the micro-batch is bad.
+    """The state of a trainer before a micro-batch enters, to return to if forward fails on it.
 
-    transaction = Transaction(...)              snapshot
-    rest = scheduler.forward(schedule.inject())
-    transaction.backward(rest)                  the backward passes before the first update
-    ...                                         committed: an error from here on stays
+    transaction = Transaction(...)                snapshot
+    rest = scheduler.forward(schedule.inject())   if it raises: transaction.rollback()
+    transaction.commit()                          an error from here on stays
     """
 
     def __init__(self, schedule: Schedule, executors: Sequence[StageExecutor]) -> None:
@@ -204,15 +203,7 @@ class Transaction:
         self._executors, self._transport = executors, executors[0].transport
         self._schedule = schedule.copy()
         self._queues = {key: deque(queue) for key, queue in self._transport.queues.items()}
-        self._accumulated = [
-            (
-                dict(e.stage.gradients),
-                e.contributed,
-                None if e.scaling is None else e.scaling.values.clone(),
-            )
-            for e in executors
-        ]
-        self._buffers: list[BufferSnapshot] = [s for e in executors for s in e.stage.snapshot()]
+        self._scales = [None if e.scaling is None else e.scaling.values.clone() for e in executors]
         # Tied weights that arrive with this step arrive once more with the next, if it is undone.
         self._undo_tied = [
             e.stage.weights.snapshot(message.values)
@@ -220,48 +211,22 @@ class Transaction:
             for message in self._transport.queued(e.index, MessageKind.TIED_WEIGHT)
         ]
 
-    def backward(self, rest: Sequence[deque[Action]]) -> None:
-        """The backward passes that can still be rolled back.
-
-        Where one micro-batch is in the pipeline at a time, those of all stages. Else that of the
-        last stage: the others are of older micro-batches, with which later stages have updated.
-
-        Args:
-            rest: What is left to do of the step; the actions performed here are removed.
-
-        Raises:
-            NonFiniteError: A gradient is not finite.
-        """
-        locked = self._schedule.method.order is Order.LOCKED
-        ops = (Op.RECV_DY, Op.BACKWARD, Op.SEND_DX) if locked else (Op.BACKWARD,)
-        stages = list(zip(self._executors, rest, strict=True))
-        for executor, actions in reversed(stages if locked else stages[-1:]):
-            while actions and actions[0].op in ops and actions[0].index == self.microbatch:
-                if not executor.perform(actions[0]):
-                    raise VerificationError(f"stage {executor.index} waits for {actions[0]}")
-                actions.popleft()
-            if executor.failures:
-                raise _rolled_back(executor.failures[0])
-        # Committed. Let messages be freed as they are read.
+    def commit(self) -> None:
+        """Let messages be freed as they are read."""
         self._queues.clear()
-        self._accumulated.clear()
-        self._buffers.clear()
         self._undo_tied.clear()
 
     def rollback(self) -> Schedule:
         """Undo the step; returns the schedule to go on with."""
         microbatch, loss_head = self.microbatch, self._executors[-1].loss_head
-        for executor, (gradients, contributed, scaling) in zip(
-            self._executors, self._accumulated, strict=True
-        ):
+        for executor, scale in zip(self._executors, self._scales, strict=True):
+            executor.undo(microbatch)
             executor.forget(microbatch)
-            if executor.scaling is not None and scaling is not None:
-                executor.scaling.values.copy_(scaling)
+            if executor.scaling is not None and scale is not None:
+                executor.scaling.values.copy_(scale)
             executor.measured.discard(microbatch)
             executor.stage.reconstruction.pop(microbatch, None)
-            executor.stage.gradients, executor.contributed = gradients, contributed
-            executor.failures = []
-        restore(self._buffers)
+            executor.forward_errors = []
         for undo in self._undo_tied:
             undo()
         self._transport.queues = self._queues
@@ -269,11 +234,3 @@ class Transaction:
         for by_microbatch in (loss_head.targets, loss_head.losses, loss_head.outputs):
             by_microbatch.pop(microbatch, None)
         return self._schedule
-
-
-def _rolled_back(error: NonFiniteError) -> NonFiniteError:
-    """The same error, of a step that is rolled back."""
-    message = str(error).replace(
-        "The micro-batch was left out of the update", "Nothing was changed by this step"
-    )
-    return NonFiniteError(message, stage=error.stage, microbatch=error.microbatch)

@@ -138,7 +138,6 @@ def _build_executor(
         delay=delay,
         tolerance=model.tolerance,
     )
-    stage.accumulates_in_place = skip_on_error  # nothing is rolled back
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(
         f"stage {index}",
@@ -169,10 +168,7 @@ def _build_executor(
 
 
 def _check_rewound(task: Task) -> None:
-    """Refuse parameters from whose latest values those of earlier updates cannot be computed.
-
-    Before the first stage is made, which rounds its weights.
-    """
+    """Refuse parameters from whose latest values those of earlier updates cannot be computed."""
     tied = {name for names in task.partition.ties.values() for name in names}
     for index, program in enumerate(task.programs):
         delay = mean_delay(program.method, len(task.programs), index, task.settings.accumulate)

@@ -18,7 +18,17 @@ from typing import Any, Final, cast
 import pytest
 import torch
 from distributed_memory import absent, holdings, resume, steady
-from distributed_worker import Run, batches, fed, free_port, launch, looked_at, trained, trainer_of
+from distributed_worker import (
+    Run,
+    batches,
+    fed,
+    free_port,
+    launch,
+    looked_at,
+    lose,
+    trained,
+    trainer_of,
+)
 from paths import ROOT, SUPPORT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -302,7 +312,7 @@ def test_a_lost_micro_batch_changes_nothing(tmp_path: Path) -> None:
 def test_training_goes_on_after_a_lost_micro_batch(tmp_path: Path, method: str) -> None:
     run = dataclasses.asdict(Run(method=method, steps=12))
     ends = []
-    for ways in (("nan", "shape"), ("target", "type")):
+    for ways in (("nan", "nan"), ("shape", "target"), ("type", "type")):
         folder = tmp_path / ways[0]
         folder.mkdir()
         bad = [[4, ways[0]], [7, ways[1]]]
@@ -312,9 +322,13 @@ def test_training_goes_on_after_a_lost_micro_batch(tmp_path: Path, method: str) 
         assert sum(len(found["raised"]) for found in results) == 2
         ends.append(results[0]["state"])
     assert all(bool(torch.isfinite(value).all()) for value in ends[0].values())
+    in_one_process = lose(0, {"run": run, "bad": [[4, "nan"], [7, "nan"]]})
+    assert in_one_process["raised"] == [(4, "NonFiniteError"), (7, "NonFiniteError")]
+    assert not differences(in_one_process["state"], ends[0])
     trainable = {name for name, _ in trainer_of(Run())[0].model.named_parameters()}
     # However a micro-batch is lost, the parameters are the same.
-    assert not [n for n in differences(*ends) if n in trainable]
+    for end in ends[1:]:
+        assert not [n for n in differences(ends[0], end) if n in trainable]
 
 
 # -- ranks that end -------------------------------------------------------------------------------
@@ -370,6 +384,17 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
         for said, text in zip(expected, found, strict=False):
             assert said in text
     assert results[1][-1] == trained(Run(steps=2))["losses"][0]
+
+
+def test_a_trainer_that_one_rank_cannot_build_is_refused_by_all(tmp_path: Path) -> None:
+    """No rank has rounded its weights by then."""
+    results, codes = launch(tmp_path, 2, "refuse")
+    assert codes == [0, 0]
+    assert "net.trainer, rank 1 (stages 2, 3): InputError: optimizer, stage 2" in results[0][0]
+    assert results[1][0].startswith("optimizer, stage 2: expected a torch.optim.Optimizer")
+    for _, is_same, state in results:
+        assert is_same
+        assert not differences(alone(Run(weights="rewound", steps=2))["state"], state)
 
 
 def test_the_difference_names_the_ranks() -> None:

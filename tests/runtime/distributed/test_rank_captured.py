@@ -57,6 +57,25 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
             assert all(static["captured"][5:]) and not any(eager["captured"])
 
 
+def test_captured_ranks_share_weights_after_a_flush(tmp_path: Path) -> None:
+    """With the stages that share them on two ranks, and on one, of which the other has a copy."""
+    words = Run(model="words", stages=3, steps=14)
+    places = [(0, 0, 1), (0, 0, 0)]
+    runs = [dataclasses.replace(words, stage_to_rank=each) for each in places]
+    both = [todo("drained", run, backend=b) for run in runs for b in ("static", "eager")]
+    results, codes = launch(tmp_path, 2, several, todo=both)
+    assert codes == [0, 0]
+    for split, eager_split, whole, eager in results:
+        assert not differences(eager_split["state"], split["state"])
+        assert not differences(eager["state"], whole["state"])
+        assert [split["evaluated"], whole["evaluated"]] == [
+            eager_split["evaluated"],
+            eager["evaluated"],
+        ]
+        assert pattern(split["captured"]) == "---ccc---cccc"
+        assert pattern(whole["captured"]) == "---ccc---c---"  # evaluated before every step
+
+
 def test_captured_ranks_train_as_one_process(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     folders = [str(tmp_path / backend) for backend in ("static", "eager")]

@@ -27,7 +27,7 @@ from training import (
 )
 
 from revcompile.arguments import member_of
-from revcompile.errors import InputError, NonFiniteError, VerificationError
+from revcompile.errors import InputError, NonFiniteError, RevcompileWarning, VerificationError
 from revcompile.runtime.executor.captured import runner, static_state
 from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf
 from revcompile.runtime.executor.captured.fusion import FusedOps
@@ -294,18 +294,82 @@ def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
     assert same(*found)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_bad_batch_is_left_out_everywhere(accumulate: int) -> None:
-    net, trainer = made("static", accumulate=accumulate)
-    reported = []
-    for index, (x, y) in enumerate(even(2 * FULL)):
-        try:
-            trainer.step(x * torch.inf if index == FULL + 2 else x, y)
-        except NonFiniteError as error:
-            reported.append((error.microbatch, error.stage))
-    trainer.flush()
-    assert reported == [(FULL + 2, 2)]
-    assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
+LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
+    "petra": {},
+    "accumulate": {"accumulate": 3, "lr_schedule": SCHEDULES["cosine"]},
+    "schedule": {"lr_schedule": SCHEDULES["cosine"], "optimizer": adam},
+    "stashed": {"method": "petra_stashed", "accumulate": 2},
+    "backprop": {"method": "backprop", "accumulate": 2, "clip_grad_norm": 0.1},
+    "recomputed": {"method": "pipedream"},
+}
+
+
+class Steep(Loose):
+    """Where the first number of a sample is 0 the stem's gradient is not finite, its value is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(Root(5, 6), nn.BatchNorm1d(6))
+
+
+class Root(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + ((0 * y).abs() + (x[:, :1] != 0)).sqrt()
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan])
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_bad_batch_is_left_out_everywhere(name: str, bad: float) -> None:
+    """Captured or not: it counts, moves no statistics, and is in no mean."""
+    found = []
+    for backend in ("eager", "static"):
+        settings = dict(LEFT_OUT[name])
+        optimizer = settings.pop("optimizer", momentum)
+        net = fresh(Steep, 3)
+        trainer = net.trainer(optimizer, F.cross_entropy, backend=backend, **settings)
+        reported = []
+        for index, (x, y) in enumerate(even(2 * FULL)):
+            try:
+                x = x.index_fill(1, torch.tensor(0), bad) if index == FULL + 2 else x
+                trainer.step(x, y)
+            except NonFiniteError as error:
+                reported.append(error.microbatch)
+        assert is_active(trainer) == (backend == "static")
+        trainer.flush()
+        assert reported == [FULL + 2]
+        counts = trainer.schedule.injected, trainer.schedule.updates
+        found.append((counts, trainer.mean_loss(), weights(net)))
+    assert same(*found)
+    assert all(bool(tensor.isfinite().all()) for tensor in found[0][2].values())
+
+
+def test_a_batch_that_cannot_run_changes_nothing() -> None:
+    """Where one micro-batch is in the pipeline at a time, any other shape begins new steps."""
+    found = []
+    for spoiled in (False, True):
+        net, trainer = made("static", method="backprop")
+        for index, (x, y) in enumerate(even(8)):
+            if spoiled and index == 5:
+                with pytest.raises(InputError, match="captured with"):
+                    trainer.step(x[:, :3], y)
+            trainer.step(x, y)
+        assert is_active(trainer)
+        found.append(weights(net))
+    assert same(*found)
+
+
+def test_an_error_in_a_captured_step_says_that_the_trainer_has_stopped() -> None:
+    _, trainer = made("static")
+    for batch in even(FULL):
+        trainer.step(*batch)
+    assert is_active(trainer)
+    x, y = even(1)[0]
+    with pytest.raises(InputError, match="check that the target fits") as raised:
+        trainer.step(x, y + 100)
+    assert raised.value.__notes__ == [
+        "This trainer cannot go on; build a new one and load its last state."
+    ]
 
 
 def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
@@ -453,6 +517,13 @@ class Refusing(EagerReplay):
         if self.steps > 4:
             raise CaptureUnsupported("it waits for the device")
         return super().plan(kind, sections, keys)
+
+
+def test_the_warning_points_to_where_the_trainer_is_made() -> None:
+    net = fresh(Net)
+    with pytest.warns(RevcompileWarning, match="not on a CUDA device") as seen:
+        net.trainer(momentum, F.cross_entropy, backend="cudagraphs")
+    assert [warning.filename for warning in seen] == [__file__]
 
 
 def test_what_turns_out_not_to_be_capturable_goes_on_as_before(

@@ -42,8 +42,11 @@ class Taped(CudaGraphs):
         super().__init__()
         self.net, self.count, self.replays = net, 0, 0
 
-    def can_capture(self, tensors):
-        return True
+    def why_not(self, tensors):
+        return None
+
+    def is_busy(self):
+        return False
 
     def capture(self, function):
         before = [buffer.clone() for buffer in self.net.buffers()]
@@ -255,15 +258,34 @@ def test_a_failed_capture_warns_once_and_goes_on(nets):
         raise RuntimeError("operation not permitted")
 
     graphs.capture = fail
-    with pytest.warns(revcompile.errors.RevcompileWarning, match="not permitted"):
+    with pytest.warns(revcompile.errors.RevcompileWarning, match="not permitted") as seen:
         for call in range(3):
             loss_of(net, data(call)).backward()
+    assert [warning.filename for warning in seen] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss_of(net, data(4)).backward()
     for call in (0, 1, 2, 4):
         loss_of(eager, data(call)).backward()
     assert_same(eager, net)
+
+
+def test_a_model_that_is_not_on_a_gpu_warns_once():
+    """When it is trained: until then it may be moved there."""
+    x = torch.randn(4, 3)
+    net = revcompile.reversify(Net(), x, check="off", backend="cudagraphs")
+    net.eval()(x)
+    with torch.no_grad():
+        net.train()(x)
+    with pytest.warns(revcompile.errors.RevcompileWarning) as seen:
+        net(x)
+        net(x)
+    (warning,) = seen
+    assert str(warning.message) == (
+        "backend='cudagraphs': the model's calls are run as they are, because the model is not on "
+        "a CUDA device; move it there. Pass backend='eager' to silence this warning"
+    )
+    assert warning.filename == __file__
 
 
 def test_copies_have_no_graphs():

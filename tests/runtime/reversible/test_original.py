@@ -313,6 +313,9 @@ def test_stages_show_them_as_well() -> None:
     net.method = revcompile.petrafy(Blocks(), 2, torch.randn(3, 4)).method
     with pytest.raises(AttributeError, match=r"net\.module\(\) is the plain module"):
         net.parameters()
+    name = next(iter(net.model._modules))
+    with pytest.raises(AttributeError, match=f"layers are those of net.model: net.model.{name}"):
+        getattr(net, name)
     with pytest.raises(AttributeError, match="'StagedModel' object has no attribute 'nowhere'"):
         net.nowhere  # noqa: B018
     with pytest.raises(OriginalMethodError, match=r"Blocks\.features computes"):

@@ -39,9 +39,19 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def trained(method: str, **options: Any) -> dict[str, Tensor]:
+class SignSGD(torch.optim.SGD):
+    """Every element of an update is 0, or plus or minus a power of two."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad.sign()
+        return super().step(closure)
+
+
+def trained(method: str, optimizer: Any = sgd, **options: Any) -> dict[str, Tensor]:
     net = staged()
-    trainer = net.trainer(sgd, F.mse_loss, method=method, seed=3, **options)
+    trainer = net.trainer(optimizer, F.mse_loss, method=method, seed=3, **options)
     for x, y in batches():
         trainer.step(x, y)
     trainer.flush()
@@ -54,6 +64,33 @@ def test_rebuilding_equals_keeping_graphs_and_recomputing() -> None:
         stashed = trained("petra")
         assert worst(trained("pipedream"), stashed)[0] < 1e-10
         assert worst(trained("petra", weights="stashed"), stashed)[0] == 0
+
+
+def test_rewound_weights_are_stashed_ones_in_float64_too() -> None:
+    """Updates that are powers of two need no rounding, and neither do the weights they start at."""
+    found = [
+        trained("petra", lambda p: SignSGD(p, lr=2**-6), weights=weights)
+        for weights in ("stashed", "rewound")
+    ]
+    with torch.no_grad():
+        assert worst(*found)[0] == 0
+
+
+def test_only_weights_that_are_trained_need_to_be_exact_to_be_rewound() -> None:
+    class Shifted(PreNorm):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, 6)
+            self.shift = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16), False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.shift.float()
+
+    x = torch.randn(4, 3, WIDTH)
+    net = revcompile.petrafy(Shifted(), 3, x, policy="pretrained", check="off")
+    net.trainer(sgd, F.mse_loss, weights="rewound").step(x, torch.randn(4, 3, 3))
+    net.model.shift.requires_grad_(True)
+    with pytest.raises(InputError, match="if all parameters that are trained are float32 or float"):
+        net.trainer(sgd, F.mse_loss, weights="rewound")
 
 
 def test_captured_steps_are_the_same_training() -> None:

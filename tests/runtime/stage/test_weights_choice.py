@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -113,6 +114,8 @@ def test_rewound_weights_are_those_of_the_forward_pass(
         late = stage.part.index < len(other.stages) - 1
         assert isinstance(stage, Rewinding)
         stage.rounding = RewoundWeights(stage.theta, 1) if late else None
+        if stage.rounding is not None:
+            stage.rounding.start()
     other.run(spine.batches("skips"))
     trainer, _ = spine.engine(
         "skips",
@@ -131,6 +134,7 @@ def test_rewound_weights_are_exact_to_the_bit() -> None:
     sizes = torch.logspace(-6, 2, 9).repeat_interleave(64)
     weight = {"w": (torch.randn(576) * sizes).requires_grad_()}
     rounded = RewoundWeights(weight, 3)
+    rounded.start()
     past = []
     for rate in (1.0, 1e-3, 1e-6, 1.0, 1e-8, 1e-3):
         past.append(weight["w"].detach().clone())
@@ -144,6 +148,7 @@ def test_small_parts_of_updates_are_not_lost() -> None:
     """The mean of many rounded updates is that of the updates."""
     weight = {"w": torch.zeros(128, requires_grad=True)}
     rounded = RewoundWeights(weight, 1)
+    rounded.start()
     update = torch.cat([torch.ones(1), torch.full((127,), 0.001)])
     for _ in range(1000):
         with torch.no_grad(), rounded.following():
@@ -250,6 +255,68 @@ def test_weights_that_cannot_be_rewound() -> None:
     with pytest.raises(InputError, match="is in bfloat16, which has too few digits"):
         net.trainer(momentum, F.cross_entropy, weights="rewound")
     assert all(torch.equal(value, before[name]) for name, value in net.model.state_dict().items())
+
+
+def failing(stage: int) -> Any:
+    """A function that fails for this stage, after what is called for the stages before."""
+    calls = iter(range(stage + 1))
+
+    def fail(given: Any) -> Any:
+        if next(calls) == stage:
+            raise ValueError("not for this stage")
+        return given
+
+    return fail
+
+
+@pytest.mark.parametrize("argument", ["optimizer", "no optimizer", "lr_schedule", "param_groups"])
+def test_a_refused_trainer_changes_no_weights(argument: str) -> None:
+    """And the trainer before goes on."""
+    fail, options = failing(2), {"weights": "rewound"}
+    net = fresh(Plain, dtype=torch.float32)
+    before = weights(net)
+    trainer = net.trainer(momentum, F.cross_entropy)
+    optimizer: Any = momentum
+    refused: dict[str, Any] = dict(options)
+    if argument == "optimizer":
+        optimizer = lambda p: momentum(fail(p))  # noqa: E731
+    elif argument == "no optimizer":
+        made = iter([momentum, momentum, len])
+        optimizer = lambda p: next(made)(p)  # noqa: E731
+    elif argument == "lr_schedule":
+        refused[argument] = lambda o: torch.optim.lr_scheduler.LinearLR(fail(o))
+    else:
+        refused[argument] = lambda named: fail([{"params": [p for _, p in named]}])
+    with pytest.raises(InputError, match="stage 2"):
+        net.trainer(optimizer, F.cross_entropy, **refused)
+    assert same(weights(net), before)
+    feed(trainer, [(x.float(), y) for x, y in STEPS[:2]])
+    before = weights(net)
+    net.trainer(momentum, F.cross_entropy, **options)
+    assert not same(weights(net), before)
+
+
+def test_a_refused_trainer_leaves_the_model_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, moves = fresh(Plain), []
+    monkeypatch.setattr(type(net.model), "to", lambda self, device: moves.append(device))
+    net.trainer(momentum, F.cross_entropy, device="cpu:0")
+    with pytest.raises(InputError, match="expected a torch"):
+        net.trainer(len, F.cross_entropy, device="cpu:0")
+    there, back = torch.device("cpu:0"), torch.device("cpu")
+    assert moves == [there, there, back]
+
+
+def test_a_trainer_of_which_a_warning_is_an_error_changes_no_weights() -> None:
+    net = fresh(Plain, dtype=torch.float32)
+    before = weights(net)
+    with pytest.warns(UserWarning, match="not on a CUDA device"):
+        trainer = net.trainer(momentum, F.cross_entropy, backend="cudagraphs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="not on a CUDA device"):
+            net.trainer(momentum, F.cross_entropy, backend="cudagraphs", weights="rewound")
+    assert same(weights(net), before)
+    feed(trainer, [(x.float(), y) for x, y in STEPS[:2]])
 
 
 def test_graphs_cannot_be_predicted() -> None:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
@@ -99,11 +100,22 @@ class StaticMessage:
                     packet.release()
             else:
                 self.buffers.copy_(self._payload(message))
-        elif not any(_unpacked(message).parts):  # no gradients: all micro-batches were left out
-            self.buffers.memory.zero_()
+        elif self._lacks_gradients(message):
+            message = _unpacked(message)
+            zeros = {n: torch.zeros_like(g) for n, g in self.buffers.value[1].items()}
+            given = replace(message, gradients=zeros | dict(message.gradients), packet=None)
+            self.buffers.copy_(self._payload(given))
         else:
             return False
         return True
+
+    def _lacks_gradients(self, message: Message) -> bool:
+        """Is it one of tied gradients, from a stage that has not computed all of them?
+
+        It does not differentiate a parameter, or has left all micro-batches of an update out.
+        """
+        values, gradients, *_ = _unpacked(message).parts
+        return not values and gradients.keys() < self.buffers.value[1].keys()
 
     def _payload(self, message: Message) -> Any:
         return _unpacked(message).flagged(self.flag).payload
@@ -200,10 +212,10 @@ class Boundary:
     def before_forward(self, schedule: Schedule) -> dict[Route, int]:
         """The messages that a step's forward passes wait for, and their numbers."""
         due = {self._x: schedule.injected} if self.has_previous else {}
-        for route in self._tied_in:
-            arriving = dict(schedule.arriving[route[1]])
-            if route[2] is MessageKind.TIED_WEIGHT and route[0] in arriving:
-                due[route] = arriving[route[0]]
+        for source, target, kind in self._tied_in:
+            if kind is MessageKind.TIED_WEIGHT:
+                for update in schedule.waiting_tied(source, target):
+                    due[source, target, kind] = update
         return due
 
     def before_backward(self, schedule: Schedule, microbatch: int) -> dict[Route, int]:

@@ -83,6 +83,7 @@ class CapturedUpdater(Updater):
     def __init__(self, updater: Updater) -> None:
         self.where, self.parameters = updater.where, updater.parameters
         self.optimizer, self.lr_schedule = updater.optimizer, updater.lr_schedule
+        self.has_updated = updater.has_updated
         self.found_inf: Tensor | None = None
         """A flag; if it is set, `apply_captured` changes nothing."""
         groups = self._groups
@@ -150,9 +151,8 @@ class CapturedUpdater(Updater):
             self.count_on_device()
             self.prepare()
         with self._capturable() if is_captured_alike else nullcontext():
-            is_updated = self._update(gradients, scale)
-        if is_updated:
-            self.advance()
+            self._update(gradients, scale)
+        self.advance()
 
     def apply_captured(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
         """One update, unless `found_inf` is set; does not wait for a GPU."""
@@ -184,11 +184,6 @@ class CapturedUpdater(Updater):
             values = self.optimizer.state.get(parameter, {}).values()
             written += [v for v in values if isinstance(v, Tensor) and v._base is not self._counts]
         return written
-
-    def advance(self) -> None:
-        """After a step with an update: the learning rate schedule goes on."""
-        if self.lr_schedule is not None:
-            self.lr_schedule.step()
 
     @contextmanager
     def _capturable(self) -> Iterator[None]:

@@ -61,7 +61,8 @@ class StaticPipeline(StaticState):
         due = {stage: entering - self._windows[stage] + 1 for stage in self._stages}
         before_forward = self._boundary.before_forward(schedule)
         before_backward = self._boundary.before_backward(schedule, due[self._boundary.last])
-        kind = (accumulated, entering % self._period, tuple(before_forward))
+        received = [bool(schedule.waiting_tied(tie.owner, tie.holder)) for tie in self._held_ties]
+        kind = (accumulated, entering % self._period, *received)
         # A graph must find messages where those of all later steps will be.
         replay = self._replay if self._transport.is_static else EagerReplay()
         is_replay = self.is_replaying = replay.is_captured(kind)

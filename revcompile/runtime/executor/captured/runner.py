@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from revcompile.errors import NonFiniteError
+from revcompile.errors import NonFiniteError, RevcompileWarning
 from revcompile.runtime.executor.captured.boundary import StepInputs
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.graphs import (
@@ -26,6 +26,7 @@ from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.reversible.captured_calls import NOT_ON_CUDA, warn_not_captured
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.static_buffers import Flat, empty_on
@@ -63,7 +64,7 @@ def why_not_capturable(
     """Why steps cannot be captured; None if they can."""
     devices = {p.device for executor in executors for p in executor.stage.parameters.values()}
     if backend is not Backend.STATIC and any(device.type != "cuda" for device in devices):
-        return "the model is not on a CUDA device; move it there before you call petrafy"
+        return f"{NOT_ON_CUDA}; net.trainer(device='cuda') moves it there"
     if len(devices) != 1:
         return f"the model is on {len(devices)} devices; a step is captured on one"
     method = schedule.method
@@ -160,11 +161,8 @@ class GraphRunner:
             executor.stage.use_static_buffers(0, None)
             if isinstance(executor.updater, CapturedUpdater):
                 executor.updater.count_on_host()
-        warnings.warn(
-            f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
-            "Pass backend='eager' to silence this warning",
-            stacklevel=5,
-        )
+        instead = "steps are run one action at a time"
+        warn_not_captured(self._backend.value, instead, why, stacklevel=5)
 
     def _warn_of_hooks(self) -> None:
         if not self._has_warned_of_hooks:
@@ -173,6 +171,7 @@ class GraphRunner:
                 f"backend={self._backend.value!r}: while layers have hooks, which captured steps "
                 "would not call, steps are run one action at a time; remove the hooks to train at "
                 "full speed",
+                RevcompileWarning,
                 stacklevel=5,
             )
 

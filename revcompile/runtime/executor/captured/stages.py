@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,7 +95,6 @@ class CapturedStageExecutor(StageExecutor):
         self.count = torch.zeros((), device=device)
         """Micro-batches in the accumulated gradient: bad ones are left out."""
         self._slots = stage.slots
-        self._accumulates_in_place = stage.accumulates_in_place
         self.age = 0
         """How many updates there were since the forward pass of this step's backward pass."""
 
@@ -102,7 +102,6 @@ class CapturedStageExecutor(StageExecutor):
         """Let the stage compute as captured steps need it, or as it did before."""
         self.stage.run_with(self._programs if captured else None)
         self.stage.slots = 0 if captured else self._slots
-        self.stage.accumulates_in_place = captured or self._accumulates_in_place
 
     def perform(self, action: Action) -> bool:
         """Do it, on the stream it belongs to."""
@@ -125,8 +124,8 @@ class CapturedStageExecutor(StageExecutor):
                 return self._streams.update(self.index, read)
         return nullcontext()
 
-    def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        super()._run(microbatch, inputs)
+    def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
+        self._run(microbatch, inputs)  # flags tell if it is to be left out
         if self.stage.ring is not None:
             self.stage.ring.push(self.stage.in_flight.pop(microbatch).kept)
 
@@ -203,13 +202,8 @@ class CapturedStageExecutor(StageExecutor):
         self.average.fill(self._sums, self.count)
 
     def tied_gradients(self, owner: int, gradients: dict[str, Tensor]) -> Message:
-        shared = {name: self.stage.parameters[name] for name in self.tied_owners[owner]}
-        sent = {
-            name: gradients.pop(name) if name in gradients else torch.zeros_like(parameter)
-            for name, parameter in shared.items()
-            if parameter.requires_grad
-        }
-        return Message(0, {}, sent, found_inf=self.updater.found_inf)
+        message = super().tied_gradients(owner, gradients)
+        return replace(message, found_inf=self.updater.found_inf)
 
     def _gradients_of(self, message: Message) -> Mapping[str, Tensor | None]:
         return message.gradients  # the update is left out if they are bad

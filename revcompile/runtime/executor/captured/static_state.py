@@ -74,6 +74,7 @@ class StaticState:
         self._stages = [executor.index for executor in executors]
         self._boundary = Boundary(self._stages, count, schedule.ties)
         self._is_last = not self._boundary.has_next
+        self._held_ties = [tie for tie in schedule.ties if tie.holder in self._stages]
         averages = executors[0].transport.averages
         is_alone = not (self._boundary.is_split or averages)
         self._has_flags = executors[0].stage.check_finite or not is_alone
@@ -248,8 +249,14 @@ class StaticState:
 
     def _is_full(self, schedule: Schedule, alike: int) -> bool:
         in_flight_counts = [len(microbatches) + 1 for microbatches in schedule.outstanding]
-        if in_flight_counts != self._windows or alike < max(in_flight_counts) - 1:
+        # One alike must have run action by action: where that fails, a step can be undone.
+        if in_flight_counts != self._windows or alike < max(1, max(in_flight_counts) - 1):
             return False
+        # The first step of a full pipeline after a drain receives no tied weights of the first
+        # stage, which has not updated since: the only step of its kind, not worth capturing.
+        for owner, holder in ((tie.owner, tie.holder) for tie in schedule.ties):
+            if not (schedule.accumulated[owner] or schedule.waiting_tied(owner, holder)):
+                return False
         # One that was left out in its forward pass is not in flight; if all since the last update
         # were left out, there are no gradients.
         return all(
@@ -288,7 +295,7 @@ class StaticState:
             _, target, kind = route
             if kind is MessageKind.DY:
                 self._transport.open(route, queue[0], self._waiting_counts[target])
-        self._open_tied_routes()
+        self._open_tied_routes(messages)
 
     def _large_stages(self, batch: StepInputs) -> set[int]:
         """Stages with tensors so large that each of their kernels fills the GPU."""
@@ -303,7 +310,7 @@ class StaticState:
             if largest_tensor(executor.program.forward, samples) > SMALL
         }
 
-    def _open_tied_routes(self) -> None:
+    def _open_tied_routes(self, messages: Messages) -> None:
         for source, target, kind in self._boundary.tied_here:
             route, holder = (source, target, kind), self._by_stage[max(source, target)]
             if kind is MessageKind.TIED_WEIGHT:
@@ -313,8 +320,10 @@ class StaticState:
                 continue
             late = self._windows[target] - self._windows[source]
             if late:  # else they are sent and received in one step
+                # The holder is ahead of the owner: it has sent gradients, or accumulated some.
                 flag = self._flags[:1] if self._has_flags else None
-                like = holder.tied_gradients(target, {}).flagged(flag)
+                own = holder.tied_gradients(target, dict(holder.stage.gradients)).flagged(flag)
+                like = next(iter(messages[route]), own)
                 ends = torch.zeros(2, 1, dtype=torch.int64, device=self._flags.device)
                 slots = 1 + math.ceil(late / self._accumulate)
                 self._transport.rings[route] = RingBuffer(like.payload, slots, *ends)
@@ -376,12 +385,8 @@ class StaticState:
     def _waiting_indices(self, schedule: Schedule, route: Route) -> Sequence[int]:
         """The micro-batches, or updates, whose messages wait at the end of a route."""
         source, target, kind = route
-        updates = schedule.updates
-        match kind:
-            case MessageKind.TIED_GRAD:
-                return range(updates[target], updates[source])
-            case MessageKind.TIED_WEIGHT:  # received at the beginning of the next step
-                return () if schedule.accumulated[source] else (updates[source] - 1,)
+        if kind is not MessageKind.DY:
+            return schedule.waiting_tied(source, target)
         return schedule.outstanding[target][: self._waiting_counts[target]]
 
     def clear(self) -> None:

@@ -114,7 +114,7 @@ class StaticTransport(Transport):
         """
         value = Flat.of(message.payload if is_new else clone_tree(message.payload))
         if (ring := self.rings.get(route)) is not None:
-            ring.put(message.index, value)
+            ring.slot(message.index).copy_(value)
             return
         places = {storage(t): n for n, t in enumerate(value.leaves) if isinstance(t, Tensor)}
         self._moved[route, self._place(route, message.index)] = _Waiting(value, places)

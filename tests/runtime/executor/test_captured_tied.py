@@ -1,0 +1,170 @@
+"""Captured steps of stages that share parameters: the same training as action by action."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import Batch, adam, momentum, same, seeded, weights
+
+import revcompile
+from revcompile.runtime.executor.captured.boundary import StaticMessage
+from revcompile.runtime.executor.transport import Message
+from revcompile.runtime.trainer.core import Trainer
+
+MOST: Final = 8
+"""Steps of which the last is captured, in any order tested here."""
+
+
+class Shared(nn.Module):
+    """Of three stages the ends share the embedding, all of them a weight, the last two a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        for block in (self.blocks[2], self.blocks[5]):
+            block.weight = self.blocks[0].weight
+        self.blocks[4].bias = self.blocks[2].bias
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return F.linear(x, self.embed.weight)
+
+
+class Detached(Shared):
+    """Neither gradients of the shared weight, nor of the embedding as a head."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = x + torch.tanh(F.linear(x, block.weight.detach(), block.bias))
+        return F.linear(x, self.embed.weight.detach())
+
+
+@functools.cache
+def compiled(make: type[Shared]) -> revcompile.StagedModel:
+    example = torch.zeros(2, 3, dtype=torch.long)
+    net = revcompile.petrafy(seeded(make), 3, example, check="off", policy="same_parameters")
+    assert {(tie.owner, tie.holder) for tie in net.partition.ties} == {(0, 1), (0, 2), (1, 2)}
+    return net
+
+
+class Training:
+    """A training whose trainer can be replaced by a new one, which loads the state of the last."""
+
+    def __init__(self, make: type[Shared], backend: str, settings: dict[str, Any]) -> None:
+        self._made, self._settings = compiled(make), {"backend": backend, **settings}
+        self._data = iter(sentences(40))
+        self.losses: list[float] = []
+        self.trainer = self._new()
+
+    def _new(self) -> Trainer:
+        made = self._made
+        self.net = type(made)(copy.deepcopy(made.model), made.partition, made.method)
+        self.net._lowered = made._lowered
+        return self.net.trainer(loss=next_word, **{"optimizer": momentum, **self._settings})
+
+    def steps(self, count: int) -> bool:
+        """So many; was the last one captured?"""
+        self.losses += [self.trainer.step(*next(self._data)).loss for _ in range(count)]
+        return self.trainer.runner.is_active
+
+    def restart(self) -> None:
+        state = self.trainer.state_dict()
+        self.trainer = self._new()
+        self.trainer.load_state_dict(state)
+
+    def end(self) -> tuple[Any, ...]:
+        """All there is to compare."""
+        state = self.trainer.state_dict()
+        self.trainer.flush()
+        return self.losses, state["stages"], state["messages"], weights(self.net)
+
+
+def next_word(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def sentences(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    found = [torch.randint(0, 7, (2, 4), generator=generator) for _ in range(count)]
+    return [(words[:, :-1], words[:, 1:]) for words in found]
+
+
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "petra": {},
+    "adam, synchronous": {"optimizer": adam, "accumulate": 2, "synchronous": 2},
+    "clipped": {"clip_grad_norm": 0.1, "accumulate": 3},
+    "paper order": {"order": "paper"},
+    "inputs kept": {"method": "dsp", "accumulate": 4, "check_finite": False},
+    "stashed": {"weights": "stashed"},
+    "predicted": {"weights": "predicted", "accumulate": 3},
+    "backprop": {"method": "backprop"},
+    "reversible": {"method": "reversible_backprop", "accumulate": 3, "clip_grad_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_pipeline_that_is_drained_at_any_moment(name: str) -> None:
+    """By a flush; after some of them training goes on in a new trainer."""
+    found = []
+    for backend in ("eager", "static"):
+        training = Training(Shared, backend, SETTINGS[name])
+        for steps in range(1, MOST + 1):
+            is_captured = training.steps(steps)
+            training.trainer.flush()
+            if steps % 3 == 0:
+                training.restart()
+        assert is_captured == (backend == "static")
+        found.append(training.end())
+    assert same(*found)
+
+
+@pytest.mark.parametrize("name", ["petra", "clipped", "stashed", "reversible"])
+def test_a_state_taken_at_any_moment(name: str) -> None:
+    found = []
+    for backend in ("eager", "static"):
+        training = Training(Shared, backend, SETTINGS[name])
+        for steps in (3, 4, 5, 6):
+            is_captured = training.steps(steps)
+            training.restart()
+        assert is_captured == (backend == "static")
+        found.append(training.end())
+    assert same(*found)
+
+
+@pytest.mark.parametrize("name", ["petra", "clipped", "paper order", "backprop"])
+def test_parameters_without_gradients_in_some_stages(name: str) -> None:
+    """What no stage differentiates is never updated, and does not decay."""
+    found = []
+    for backend in ("eager", "static"):
+        training = Training(Detached, backend, SETTINGS[name])
+        assert training.steps(MOST + 1) == (backend == "static")
+        found.append(training.end())
+    start = compiled(Detached).model.get_parameter("blocks.0.weight")
+    assert torch.equal(found[1][-1]["blocks.0.weight"], start)
+    assert same(*found)
+
+
+def test_gradients_of_another_rank_that_has_not_computed_all_of_them() -> None:
+    """What is missing is zero, not that of the message before."""
+    names, flag = ("a", "b"), torch.zeros(1)
+    static = StaticMessage(Message(0, {}, {name: torch.ones(2) for name in names}).flagged(flag))
+    for sent in (("a", "b"), ("b",), ()):
+        message = Message(1, {}, {name: torch.full((2,), 3.0) for name in sent})
+        assert static.copy_if_alike(message)
+        found = Message.of_payload(1, static.buffers).gradients
+        assert [float(found[name].sum()) for name in names] == [6.0 * (n in sent) for n in names]
+        assert static.copy_if_alike(replace(message, found_inf=torch.ones(1)))
+        assert static.flag == 1
+    assert not static.copy_if_alike(Message(2, {}, {"c": torch.ones(2)}))
+    assert not static.copy_if_alike(Message(2, {"x": torch.ones(2)}))
