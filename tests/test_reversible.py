@@ -16,7 +16,9 @@ from torch.nn import functional as F
 import revcompile
 
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
-    "resnet18": ({"drop_path_rate": 0.3, "zero_init_last": False}, 64),
+    "resnet18": (
+        {"channels": (16, 32, 48, 64), "drop_path_rate": 0.3, "zero_init_last": False}, 64
+    ),
     "resnetv2_18": ({"drop_path_rate": 0.3}, 64),
     "vit_tiny_patch16_224": (
         {"img_size": 32, "patch_size": 8, "depth": 4, "drop_path_rate": 0.3, "attn_drop_rate": 0.2,
@@ -43,8 +45,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "xcit_nano_12_p8_224": ({"img_size": 32, "depth": 2, "drop_path_rate": 0.3, "eta": 0.5}, 32),
     "poolformerv2_s12": ({"drop_path_rate": 0.3}, 32),
     "gmlp_ti16_224": ({"img_size": 32, "drop_path_rate": 0.3}, 32),
-    "dpn48b": ({}, 32),
-    "repvit_m1": ({}, 64),
+    "dpn48b": ({"k_sec": (2, 2, 2, 2)}, 32),
+    "repvit_m1": ({"depth": (1, 1, 3, 1)}, 64),
     "beit_base_patch16_224": (
         {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 2, "depth": 3,
          "drop_path_rate": 0.3, "init_values": 0.5},
@@ -58,6 +60,8 @@ def test_gradients_equal_stored_activations(name: str) -> None:
     options, size = FAMILIES[name]
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=7, **options).double()
+    if name == "gmlp_ti16_224":
+        model.blocks = model.blocks[:4]  # of thirty that are alike; no option says how many
     x = torch.randn(3, 3, size, size, dtype=torch.float64)
     net = revcompile.reversify(model, x, check="off").train()
     assert net.rewired.couplings, "nothing became reversible, so nothing is tested"
@@ -204,7 +208,9 @@ def test_autocast_is_replayed_and_streams_stay_float32() -> None:
 
 
 def test_low_precision_branches_reconstruct_to_the_bit() -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, num_classes=5)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=6, num_classes=5
+    )
     x = torch.randn(4, 3, 32, 32)
     net, reference = _pair(model, x)
     found = []
@@ -215,7 +221,7 @@ def test_low_precision_branches_reconstruct_to_the_bit() -> None:
         found.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
     with torch.autocast("cpu", torch.bfloat16):
         report = revcompile.check_invertible(net, x)
-    assert len(report.errors) == 24 and report.worst[1] == 0.0
+    assert len(report.errors) == 12 and report.worst[1] == 0.0
     assert worst(found[1], found[0])[0] < 1e-5
 
 
@@ -231,7 +237,8 @@ def test_bfloat16_model_trains_with_float32_streams() -> None:
 
 def test_channels_last_and_non_contiguous_inputs() -> None:
     torch.manual_seed(0)
-    model = timm.create_model("resnet18", num_classes=5, zero_init_last=False).double()
+    sizes = {"num_classes": 5, "channels": (16, 32, 48, 64)}
+    model = timm.create_model("resnet18", **sizes, zero_init_last=False).double()
     x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     net, reference = _pair(model, x)
     for view in (x.contiguous(memory_format=torch.channels_last), x[::2], x.transpose(2, 3)):

@@ -63,7 +63,6 @@ def described(net: Net, report: Report) -> str:
 
 
 SETTINGS = hypothesis.settings(
-    max_examples=25,
     deadline=None,
     database=None,
     print_blob=False,
@@ -71,12 +70,13 @@ SETTINGS = hypothesis.settings(
 )
 
 
+@pytest.mark.parametrize("examples", [10, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(4), indirect=True)
-def test_random_nets_are_right_or_refused(seed: int) -> None:
-    """The seed fixes the nets; several seeds, so that processes can share the work."""
+def test_random_nets_are_right_or_refused(seed: int, examples: int) -> None:
+    """The seed fixes the nets."""
 
     @hypothesis.seed(seed)
-    @SETTINGS
+    @hypothesis.settings(SETTINGS, max_examples=examples)
     @hypothesis.given(nets(), st.sampled_from(METHODS[1:]))
     def right_or_refused(net: Net, other: str) -> None:
         report = examine(net, ["petra", other])

@@ -114,7 +114,7 @@ def wide() -> StagedModel:
     return revcompile.petrafy(model, 4, torch.randn(2, 3, SIZE // 2, SIZE // 2), check="off")
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "delayed"])
 def test_it_does_where_weights_are_most_of_it(method: str, accumulate: int) -> None:
     """Copies of them count: versions, sums of gradients, gradients on their way into sums."""

@@ -261,7 +261,10 @@ def compare(
     assert deviation < 1e-10, where
 
 
-@pytest.fixture(scope="module", params=["resnet18", "resnet34", "resnet50"])
+@pytest.fixture(
+    scope="module",
+    params=["resnet18", pytest.param("resnet34", marks=pytest.mark.slow), "resnet50"],
+)
 def rewired_resnet(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module, Tensor]:
     """A compiled timm ResNet, the RevNet it should be (still without weights), and images."""
     torch.manual_seed(0)

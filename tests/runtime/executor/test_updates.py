@@ -70,7 +70,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "every batch": {"lr_schedule": falling},
     "every third batch": {"accumulate": 3, "lr_schedule": falling},
 }
-STEPS: Final = 40
+STEPS: Final = 30
 BAD: Final = 20
 
 
