@@ -372,15 +372,17 @@ class StageExecutor:
         message = self._receive(action.peer, MessageKind.TIED_GRAD, action)
         if message is None:
             return False
-        for name, gradient in self._gradients_of(message).items():
+        for name, gradient in self._gradients_of(message, gradients).items():
             if gradient is not None:
                 own = gradients.get(name)
                 gradients[name] = gradient if own is None else own + gradient
         return True
 
-    def _gradients_of(self, message: Message) -> Mapping[str, Tensor | None]:
-        """None if they are of micro-batches that a captured step has left out."""
-        return message.resolved().gradients
+    def _gradients_of(
+        self, message: Message, own: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor | None]:
+        """Those of a holder; none if the update is left out, as all micro-batches were here."""
+        return message.resolved().gradients if self.contributed or own else {}
 
     def _send_tied_weight(self, action: Action) -> bool:
         assert action.peer is not None

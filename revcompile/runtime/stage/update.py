@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -184,9 +185,13 @@ class Updater:
     def advance(self) -> None:
         """After an update: the learning rate schedule goes on, whether it was left out or not.
 
-        As with `torch.amp.GradScaler`; but torch wants an optimizer to take the first step.
+        As with `torch.amp.GradScaler`; and so the schedules of all stages stay together.
         """
-        if self.lr_schedule is not None and self.has_updated:
+        if self.lr_schedule is None:
+            return
+        with nullcontext() if self.has_updated else warnings.catch_warnings():
+            if not self.has_updated:  # torch warns if the optimizer has not taken a step before
+                warnings.simplefilter("ignore")
             self.lr_schedule.step()
 
     def _update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
@@ -248,7 +253,6 @@ class Updater:
                     }
         if self.lr_schedule is not None and schedule is not None:
             self.lr_schedule.load_state_dict(_fitted(schedule, self.lr_schedule))
-            self.has_updated = bool(schedule.get("last_epoch", states))
 
     def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Settings that the optimizer needs and saved groups lack, or the other way round."""

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler
 from training import Batch, adam, momentum, same, seeded, weights
 
 import revcompile
+from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.captured.boundary import StaticMessage
 from revcompile.runtime.executor.transport import Message
 from revcompile.runtime.trainer.core import Trainer
@@ -48,6 +50,17 @@ class Detached(Shared):
         for block in self.blocks:
             x = x + torch.tanh(F.linear(x, block.weight.detach(), block.bias))
         return F.linear(x, self.embed.weight.detach())
+
+
+class Steep(Shared):
+    """The gradient of the first stage is not finite where a sentence has the last word."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        x = x + ((0 * x).abs() + (words != 6).unsqueeze(-1)).sqrt()
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return F.linear(x, self.embed.weight)
 
 
 @functools.cache
@@ -168,3 +181,32 @@ def test_gradients_of_another_rank_that_has_not_computed_all_of_them() -> None:
         assert static.flag == 1
     assert not static.copy_if_alike(Message(2, {}, {"c": torch.ones(2)}))
     assert not static.copy_if_alike(Message(2, {"x": torch.ones(2)}))
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_micro_batch_that_the_owner_leaves_out(optimizer: Any, accumulate: int) -> None:
+    """Of an update without any of its own it applies no gradients of holders either."""
+    found = []
+    bad = (0, 1, 2, 13, 16, 17)
+    for backend in ("eager", "static"):
+        settings = {"optimizer": optimizer, "accumulate": accumulate, "lr_schedule": falling}
+        training, reported = Training(Steep, backend, settings), []
+        for index, (words, target) in enumerate(sentences(26)):
+            words = words.clamp(max=5).index_fill(0, torch.tensor(0), 6 if index in bad else 5)
+            try:
+                training.trainer.step(words, target)
+            except NonFiniteError as error:
+                reported.append((error.stage, error.microbatch))
+        assert training.trainer.runner.is_active == (backend == "static")
+        training.trainer.flush()
+        rates = {e.updater.lr for e in training.trainer.executors}
+        assert len(rates) == 1
+        found.append((reported, rates, weights(training.net)))
+    assert reported == [(0, index) for index in bad]
+    assert same(*found)
+    assert all(bool(tensor.isfinite().all()) for tensor in found[0][2].values())
+
+
+def falling(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ExponentialLR(optimizer, 0.9)

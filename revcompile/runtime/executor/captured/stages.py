@@ -205,8 +205,10 @@ class CapturedStageExecutor(StageExecutor):
         message = super().tied_gradients(owner, gradients)
         return replace(message, found_inf=self.updater.found_inf)
 
-    def _gradients_of(self, message: Message) -> Mapping[str, Tensor | None]:
-        return message.gradients  # the update is left out if they are bad
+    def _gradients_of(
+        self, message: Message, own: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor | None]:
+        return message.gradients  # a flag tells if the update is left out
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:
         if self.gradients is not None:
