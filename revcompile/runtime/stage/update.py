@@ -87,6 +87,14 @@ class Updater:
                 f"lr_schedule, {self.where}: ReduceLROnPlateau needs a metric at every step, but "
                 "schedules are stepped at every update; use one that counts updates"
             )
+        assert self.optimizer is not None
+        own = {id(group) for group in self.optimizer.param_groups}
+        scheduled = getattr(schedule, "optimizer", self.optimizer)  # or one of those in it
+        if not all(id(group) in own for group in scheduled.param_groups):
+            raise InputError(
+                f"lr_schedule, {self.where}: it returned the schedule of another optimizer; make "
+                "one of the optimizer that it is given"
+            )
         if not hasattr(schedule, "step"):
             raise InputError(
                 f"lr_schedule, {self.where}: expected a function from an optimizer to a "

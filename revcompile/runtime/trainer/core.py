@@ -146,11 +146,19 @@ class Trainer(TrainerState, ABC):
             yield self.step(*split_batch(batch))
 
     def flush(self) -> None:
-        """Drain the pipeline: every micro-batch comes back, and its gradient is applied."""
+        """Drain the pipeline: every micro-batch comes back, and its gradient is applied.
+
+        Raises:
+            NonFiniteError: Of one on its way back, which was left out; the pipeline is drained.
+        """
         self._check_usable()
         self._check_tree("trainer.flush", self._unseen_change())
         self._drain()
-        self._raise_failures()
+        try:
+            self._raise_failures()
+        except Exception as error:
+            error.add_note("The pipeline is drained; go on without another flush.")
+            raise
 
     def _drain(self) -> None:
         self._sync_stages()
@@ -262,7 +270,7 @@ class Trainer(TrainerState, ABC):
                 raise InputError(f"{where}: {found}")
 
     def _raise_failures(self) -> None:
-        """Raise the first error of a micro-batch left out that has become known by now.
+        """Raise the first error of a micro-batch left out that has become known, and name others.
 
         Bad gradients first: they are of older ones.
         """
@@ -272,6 +280,8 @@ class Trainer(TrainerState, ABC):
         for executor in self.executors:
             failures += executor.forward_errors
             executor.failures, executor.forward_errors = [], []
+        for other in failures[1:]:
+            failures[0].add_note(f"And {other}")
         for failure in failures:
             raise failure
 

@@ -594,6 +594,21 @@ def test_a_gradient_that_is_not_finite_on_its_way_back_is_left_out(method: str) 
     trainer.state_dict()
 
 
+def test_all_that_a_call_finds_bad_is_named() -> None:
+    trainer = trainer_of(fresh(RootFirst))
+    x, y = batches(1, seed=3)[0]
+    feed(trainer, batches(4))
+    for _ in range(3):  # none has come back to the first stage
+        trainer.step(torch.zeros_like(x), y)
+    with pytest.raises(NonFiniteError, match="stage 0, micro-batch 4") as raised:
+        trainer.flush()
+    *others, drained = raised.value.__notes__
+    for microbatch, note in enumerate(others, 5):
+        assert note.startswith(f"And stage 0, micro-batch {microbatch}: the gradient of parameter")
+    assert len(others) == 2 and "drained" in drained
+    feed(trainer, batches(4, seed=2))
+
+
 def test_a_step_that_the_user_interrupts_leaves_no_trace() -> None:
     def loss(output: Tensor, target: Any) -> Tensor:
         if target is None:
@@ -635,6 +650,10 @@ def test_bad_arguments() -> None:
         ({"method": "backprop", "order": "paper"}, "has a fixed order"),
         ({"order": "third"}, 'use "1f1b" or "paper"'),
         ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
+        (
+            {"lr_schedule": lambda o: lr_scheduler.StepLR(momentum(parameters), 1)},
+            "stage 0: it returned the schedule of another optimizer",
+        ),
         ({"lr_schedule": lr_scheduler.ReduceLROnPlateau}, "needs a metric at every step"),
         ({"param_groups": lambda named: []}, "stage 0: .* empty parameter list; .* param_groups= "),
         (
