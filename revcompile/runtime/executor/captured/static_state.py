@@ -254,8 +254,9 @@ class StaticState:
             return False
         # The first step of a full pipeline after a drain receives no tied weights of the first
         # stage, which has not updated since: the only step of its kind, not worth capturing.
-        for owner, holder in ((tie.owner, tie.holder) for tie in schedule.ties):
-            if not (schedule.accumulated[owner] or schedule.waiting_tied(owner, holder)):
+        for tie in schedule.ties:
+            waits = schedule.waiting_tied(tie.owner, tie.holder)
+            if not (schedule.accumulated[tie.owner] or waits):
                 return False
         # One that was left out in its forward pass is not in flight; if all since the last update
         # were left out, there are no gradients.
