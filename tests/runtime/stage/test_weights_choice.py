@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from training import Plain, batches, feed, fresh, momentum, same, through_a_file, weights
 from transcription import Message, Stage, Transcription
 
-from revcompile.errors import InputError
+from revcompile import staged
+from revcompile.errors import InputError, RevcompileWarning
 from revcompile.optim import ErrorFeedback
 from revcompile.runtime.stage.rewound_weights import RewoundWeights
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
@@ -304,6 +305,14 @@ def test_a_refused_trainer_leaves_the_model_where_it_is(monkeypatch: pytest.Monk
         net.trainer(len, F.cross_entropy, device="cpu:0")
     there, back = torch.device("cpu:0"), torch.device("cpu")
     assert moves == [there, there, back]
+
+    def warn(_: Any) -> None:
+        raise RevcompileWarning("late gradients")
+
+    monkeypatch.setattr(staged, "warn_of_delay", warn)  # where warnings are errors
+    with pytest.raises(RevcompileWarning):
+        net.trainer(momentum, F.cross_entropy, device="cpu:0")
+    assert moves == [there, there, back, there, back]
 
 
 def test_a_trainer_of_which_a_warning_is_an_error_changes_no_weights() -> None:
