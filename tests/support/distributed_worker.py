@@ -29,10 +29,25 @@ from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.trainer.core import Trainer
 
 STEPS: Final = 20
+
+
+class Detached(Words):
+    """The ends share a parameter that neither differentiates, and one that only the first does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((8,), 1.5))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.blocks(self.embed(words) * self.factor.detach())
+        return F.linear(x * self.factor.detach(), self.embed.weight.detach()).mean(1)
+
+
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
     "resnet": ResNet,
     "vit": ViT,
     "words": Words,
+    "detached": Detached,
     "wide": functools.partial(ViT, 512, 4),
 }
 
@@ -68,7 +83,7 @@ def compiled(name: str, stages: int, device: str) -> tuple[Any, dict[str, Tensor
 
 
 def inputs(name: str, size: int, device: str = "cpu") -> Tensor:
-    if name == "words":
+    if name in ("words", "detached"):
         return torch.randint(0, 11, (size, 4)).to(device)
     return torch.randn(size, 3, 8, 8).to(device)
 

@@ -38,6 +38,7 @@ UNDISTURBED: Final = {
     Run(order="paper", accumulate=2, clip=0.1, steps=15): {"check_finite": False},
     Run(method="petra_stashed", steps=11, stage_to_rank=(0, 1, 1, 1)): {},
     Run(model="words", accumulate=2, clip=0.1, steps=15): {},
+    Run(model="detached", steps=12): {},
 }
 """The last micro-batch of each is smaller: it goes the ordinary way."""
 
