@@ -187,14 +187,17 @@ class DistributedTrainer(Trainer):
         refusal = problem and f"trainer.step: {problem}"
         for executor in self.executors:
             executor.refusal = refusal
-        values = None
+        values, binder, dense = None, self.binder, self.runner.is_on
         if self.is_first:
             values = self._prepared(
-                self.executors[0], lambda: self.binder.prepare(inputs, replay=self._replay)
+                self.executors[0],
+                lambda: binder.prepare(inputs, replay=self._replay, dense=dense),
             )
         if self.is_last:
             self._given = inputs, target
-            moved = self._prepared(self.executors[-1], lambda: (self.binder.to_device(target),))
+            moved = self._prepared(
+                self.executors[-1], lambda: (binder.to_device(target, dense=dense),)
+            )
             if moved is not None:
                 self.loss_head.targets[microbatch] = moved[0]
         fingerprint = None

@@ -34,10 +34,7 @@ from revcompile.runtime.executor.transport import (
     Transport,
     next_message,
 )
-from revcompile.runtime.stage.static_buffers import (
-    Flat,
-    StaticBuffers,
-)
+from revcompile.runtime.stage.static_buffers import Flat, StaticBuffers
 from revcompile.schedule import Schedule, Tie
 
 

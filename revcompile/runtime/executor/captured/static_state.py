@@ -27,12 +27,7 @@ from revcompile.runtime.executor.captured.static_transport import StaticTranspor
 from revcompile.runtime.executor.captured.streams import StepStreams, largest_tensor
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import (
-    Message,
-    MessageKind,
-    Route,
-    Transport,
-)
+from revcompile.runtime.executor.transport import Message, MessageKind, Route, Transport
 from revcompile.runtime.reversible.overlap import SMALL
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.static_buffers import (
