@@ -31,6 +31,14 @@ from revcompile.runtime.trainer.core import Trainer
 STEPS: Final = 20
 
 
+class TaughtByHead(Words):
+    """The first stage, if it is the embedding alone, owns a parameter that the head trains."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = F.embedding(words, self.embed.weight.detach())
+        return F.linear(self.blocks(x), self.embed.weight).mean(1)
+
+
 class Detached(Words):
     """The ends share a parameter that neither differentiates, and one that only the first does."""
 
@@ -48,6 +56,7 @@ MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
     "vit": ViT,
     "words": Words,
     "detached": Detached,
+    "taught by head": TaughtByHead,
     "wide": functools.partial(ViT, 512, 4),
 }
 
@@ -83,7 +92,7 @@ def compiled(name: str, stages: int, device: str) -> tuple[Any, dict[str, Tensor
 
 
 def inputs(name: str, size: int, device: str = "cpu") -> Tensor:
-    if name in ("words", "detached"):
+    if name in ("words", "detached", "taught by head"):
         return torch.randint(0, 11, (size, 4)).to(device)
     return torch.randn(size, 3, 8, 8).to(device)
 
