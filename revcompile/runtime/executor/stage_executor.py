@@ -343,9 +343,9 @@ class StageExecutor:
         if self.gradients is None:
             if self._sums is None:
                 self._sums = self.stage.take_gradients()
-            self.gradients = self.transport.mean(self.index, self._sums, self.contributed)
-            if self.gradients is not None:
-                self._sums = None
+            mean = self.transport.mean(self.index, self._sums, self.contributed)
+            if mean is not None:
+                (self.gradients, self.contributed), self._sums = mean, None
         return self.gradients
 
     # -- tied parameters ----------------------------------------------------------------------
@@ -372,17 +372,15 @@ class StageExecutor:
         message = self._receive(action.peer, MessageKind.TIED_GRAD, action)
         if message is None:
             return False
-        for name, gradient in self._gradients_of(message, gradients).items():
+        for name, gradient in self._gradients_of(message).items():
             if gradient is not None:
                 own = gradients.get(name)
                 gradients[name] = gradient if own is None else own + gradient
         return True
 
-    def _gradients_of(
-        self, message: Message, own: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor | None]:
+    def _gradients_of(self, message: Message) -> Mapping[str, Tensor | None]:
         """Those of a holder; none if the update is left out, as all micro-batches were here."""
-        return message.resolved().gradients if self.contributed or own else {}
+        return message.resolved().gradients if self.contributed else {}
 
     def _send_tied_weight(self, action: Action) -> bool:
         assert action.peer is not None

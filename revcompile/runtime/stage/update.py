@@ -87,19 +87,19 @@ class Updater:
                 f"lr_schedule, {self.where}: ReduceLROnPlateau needs a metric at every step, but "
                 "schedules are stepped at every update; use one that counts updates"
             )
-        assert self.optimizer is not None
-        own = {id(group) for group in self.optimizer.param_groups}
-        scheduled = getattr(schedule, "optimizer", self.optimizer)  # or one of those in it
-        if not all(id(group) in own for group in scheduled.param_groups):
-            raise InputError(
-                f"lr_schedule, {self.where}: it returned the schedule of another optimizer; make "
-                "one of the optimizer that it is given"
-            )
         if not hasattr(schedule, "step"):
             raise InputError(
                 f"lr_schedule, {self.where}: expected a function from an optimizer to a "
                 f"torch.optim.lr_scheduler, got {_kind(schedule)} from it; write e.g. "
                 "lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)"
+            )
+        # By parameter groups: it may be the schedule of one of several optimizers of the stage.
+        own = {id(group) for group in getattr(self.optimizer, "param_groups", ())}
+        scheduled = getattr(getattr(schedule, "optimizer", None), "param_groups", ())
+        if not all(id(group) in own for group in scheduled):
+            raise InputError(
+                f"lr_schedule, {self.where}: it returned the schedule of another optimizer; make "
+                "one of the optimizer that it is given"
             )
 
     def _build(self, factory: OptimizerFactory, groups: ParamGroups | None) -> Optimizer:
@@ -197,9 +197,8 @@ class Updater:
         """
         if self.lr_schedule is None:
             return
-        with nullcontext() if self.has_updated else warnings.catch_warnings():
-            if not self.has_updated:  # torch warns if the optimizer has not taken a step before
-                warnings.simplefilter("ignore")
+        # torch warns if the optimizer has not taken a step before
+        with nullcontext() if self.has_updated else warnings.catch_warnings(action="ignore"):
             self.lr_schedule.step()
 
     def _update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
