@@ -117,6 +117,13 @@ class DelayAwareMuon(Optimizer):
                 raise InputError("use_muon=True: expected parameters of two or more dimensions")
             super().add_param_group(group)
             _check(self.param_groups[-1])
+            count = self.param_groups[-1]["chunks"]
+            odd = [p for p in group["params"] if p.ndim != 2 or max(p.shape) % count]
+            if group["use_muon"] and count > 1 and odd:
+                raise InputError(
+                    f"chunks={count}: expected matrices whose longer side can be divided by "
+                    f"{count}, got shape {tuple(odd[0].shape)}"
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Groups of a state that was saved before there were these settings are as they were."""

@@ -178,6 +178,15 @@ def test_three_matrices_in_one_are_updated_one_by_one(shape: tuple[int, int]) ->
     torch.testing.assert_close(whole, torch.cat(parts, side))
 
 
+@pytest.mark.parametrize("shape", [(10, 4), (12, 4, 1)])
+def test_what_cannot_be_divided_is_refused(shape: tuple[int, ...]) -> None:
+    group = {"params": [nn.Parameter(torch.ones(shape))], "use_muon": True, "chunks": 3}
+    with pytest.raises(ValueError, match="chunks=3: expected matrices whose longer side"):
+        DelayAwareMuon([group])
+    with pytest.raises(ValueError, match="chunks=0: expected a whole number, at least 1"):
+        DelayAwareMuon([group | {"chunks": 0}])
+
+
 def test_fused_projections_are_found() -> None:
     model = nn.ModuleDict(
         {
