@@ -78,6 +78,8 @@ class DelayAwareMuon(Optimizer):
 
     delay: float = 0.0
     """How many updates late gradients are, on average."""
+    predicted_delay: float = 0.0
+    """The same where the trainer predicts weights, so that no error feedback is needed."""
 
     def __init__(
         self,
@@ -148,8 +150,9 @@ class DelayAwareMuon(Optimizer):
             if group["weight_decay"]:
                 decayed = torch._foreach_mul(params, group["lr"] * group["weight_decay"])
                 torch._foreach_add_(updates, decayed)
-            if group["use_muon"] and group["max_drift"] is not None and self.delay:
-                _limit(updates, params, group["max_drift"] / self.delay)
+            late = self.delay or self.predicted_delay
+            if group["use_muon"] and group["max_drift"] is not None and late:
+                _limit(updates, params, group["max_drift"] / late)
             apply_with_feedback(params, updates, self.state, group["feedback"] * self.delay)
         return loss
 

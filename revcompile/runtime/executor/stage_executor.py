@@ -326,13 +326,12 @@ class StageExecutor:
         self.updater.apply(gradients, scale)
 
     def set_delay(self, update: int) -> None:
-        """Tell the optimizer, or the prediction, by how many updates the given one is late."""
+        """Tell the optimizer and the prediction by how many updates the given one is late."""
         if self.synchronous:
             delay = 0.0 if update < self.synchronous else self.delay
             if self.stage.weights.predicted is not None:
                 self.stage.weights.predicted.delay = delay
-            else:
-                self.updater.set_delay(delay)
+            self.updater.set_delay(delay)
 
     def _count_update(self, scaling: Scaling) -> None:
         if self.contributed:
