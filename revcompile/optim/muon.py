@@ -73,7 +73,7 @@ class DelayAwareMuon(LateOptimizer):
         feedback: error feedback for each update of delay; 0 switches it off.
         max_drift: how far a matrix may move during the delay of its gradients, relative to its
             norm, what error feedback adds not counted; None: any distance. Without delay there is
-            no limit, nor with `weights="predicted"`, where optimizers are told of no delay.
+            no limit.
         ns_steps: Newton-Schulz iterations.
         eps: added to AdamW's denominators.
         capturable: keep counters on the device, as CUDA graphs need it.
@@ -84,7 +84,9 @@ class DelayAwareMuon(LateOptimizer):
     [(1, True, 0.01), (1, False, 0.0005)]
     """
 
-    copied = ("delay", "_adamw_lr")
+    predicted_delay: float = 0.0
+    """The delay where the trainer predicts weights, so that no error feedback is needed."""
+    copied = ("delay", "predicted_delay", "_adamw_lr")
     added_settings: ClassVar[Mapping[str, Any]] = {"max_drift": None, "chunks": 1}
     """Settings of groups that were saved before there were these: as they were."""
 
@@ -148,8 +150,9 @@ class DelayAwareMuon(LateOptimizer):
             if group["weight_decay"]:
                 decayed = torch._foreach_mul(params, group["lr"] * group["weight_decay"])
                 torch._foreach_add_(updates, decayed)
-            if group["use_muon"] and group["max_drift"] is not None and self.delay:
-                _limit(updates, params, group["max_drift"] / self.delay)
+            late = self.delay or self.predicted_delay
+            if group["use_muon"] and group["max_drift"] is not None and late:
+                _limit(updates, params, group["max_drift"] / late)
             apply_with_feedback(params, updates, self.state, group["feedback"] * self.delay)
         return loss
 

@@ -204,7 +204,7 @@ def distribute(
 def _restore(model: nn.Module, contents: Contents, last: RankWeights | None) -> None:
     """A model's tensors are those before, with its hooks, and so is where their values are."""
     contents.restore(model)
-    del _last[model]
+    _last.pop(model, None)
     if last is not None:
         _last[model] = last
 

@@ -47,8 +47,9 @@ class Updater:
         groups: ParamGroups | None = None,
         lr_schedule: ScheduleFactory | None = None,
         delay: float = 0.0,
+        is_predicted: bool = False,
     ) -> None:
-        self.where = where
+        self.where, self.is_predicted = where, is_predicted
         self.parameters: dict[str, nn.Parameter] = {
             name: p  # type: ignore[misc]
             for name, p in parameters.items()
@@ -75,10 +76,14 @@ class Updater:
             ) from error
 
     def set_delay(self, delay: float) -> None:
-        """Tell optimizers that want to know by how many updates gradients are late."""
+        """Tell optimizers that want to know by how many updates gradients are late.
+
+        Predicted weights compensate for the delay: an optimizer must not do so once more.
+        """
+        name = "predicted_delay" if self.is_predicted else "delay"
         for member in members(self.optimizer) if self.optimizer is not None else ():
-            if hasattr(member, "delay"):  # as ours have
-                member.delay = delay
+            if hasattr(member, name):  # as ours have
+                setattr(member, name, delay)
 
     def _check_schedule(self) -> None:
         schedule = self.lr_schedule

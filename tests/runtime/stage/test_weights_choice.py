@@ -16,7 +16,7 @@ from transcription import Message, Stage, Transcription
 
 from revcompile import staged
 from revcompile.errors import InputError, RevcompileWarning
-from revcompile.optim import ErrorFeedback
+from revcompile.optim import DelayAwareMuon, ErrorFeedback
 from revcompile.runtime.stage.rewound_weights import RewoundWeights
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
 
@@ -233,6 +233,26 @@ def test_the_delay_is_compensated_once() -> None:
         assert trainer.delays == (3, 2, 1, 0)
     late = [3, 2, 1, 0]
     assert delays == {"stashed": late, "rewound": late, "predicted": [0, 0, 0, 0]}
+
+
+def test_matrices_are_limited_where_weights_are_predicted_too() -> None:
+    ends = {}
+    for drift, backend in ((None, "eager"), (1e-3, "eager"), (1e-3, "static")):
+        net = fresh(Plain)
+        trainer = net.trainer(
+            lambda p, drift=drift: DelayAwareMuon(p, lr=0.05, max_drift=drift),
+            F.cross_entropy,
+            weights="predicted",
+            synchronous=1,
+            backend=backend,
+        )
+        feed(trainer, STEPS)
+        optimizers = [executor.updater.optimizer for executor in trainer.executors]
+        assert [(o.delay, o.predicted_delay) for o in optimizers] == [(0, n) for n in (3, 2, 1, 0)]
+        trainer.flush()
+        ends[drift, backend] = weights(net)
+    assert same(ends[1e-3, "eager"], ends[1e-3, "static"])
+    assert not same(ends[None, "eager"], ends[1e-3, "eager"])
 
 
 def test_memory_of_each_choice() -> None:
