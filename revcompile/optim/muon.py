@@ -161,8 +161,14 @@ class DelayAwareMuon(LateOptimizer):
         if p.grad.is_sparse or p.grad.is_complex():
             raise RuntimeError("DelayAwareMuon: expected dense, real gradients")
         state = self.state[p]
-        if state:
+        if ("momentum_buffer" if group["use_muon"] else "exp_avg") in state:
             return
+        if state:
+            saved, now = ("AdamW", "Muon") if group["use_muon"] else ("Muon", "AdamW")
+            raise InputError(
+                f"DelayAwareMuon: a parameter of shape {tuple(p.shape)} has the state of {saved}, "
+                f"but is to be updated by {now}; load a state into the groups that it was saved of"
+            )
         if group["use_muon"]:
             state["momentum_buffer"] = torch.zeros_like(p, dtype=wide(p))
         else:

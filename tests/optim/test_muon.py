@@ -344,6 +344,17 @@ def test_a_state_without_the_newer_settings_can_be_loaded() -> None:
     assert optimizer.param_groups[0]["chunks"] == 1
 
 
+@pytest.mark.parametrize(("before", "now"), [("AdamW", "Muon"), ("Muon", "AdamW")])
+def test_a_state_of_the_other_kind_is_refused(before: str, now: str) -> None:
+    group = {"params": [nn.Parameter(torch.eye(3))], "use_muon": before == "Muon"}
+    optimizer = DelayAwareMuon([group])
+    step(optimizer, 0)
+    optimizer.param_groups[0]["use_muon"] = now == "Muon"
+    message = rf"shape \(3, 3\) has the state of {before}, but is to be updated by {now}"
+    with pytest.raises(ValueError, match=message):
+        step(optimizer, 1)
+
+
 def test_a_trainer_loads_a_state_without_the_newer_settings() -> None:
     """Also if it is cut otherwise; it is trained on without a limit, as before."""
     tokens = torch.randint(11, (4, 6))
