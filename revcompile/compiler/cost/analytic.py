@@ -93,7 +93,7 @@ class _Analysis:
         self.counted_parameters: set[int] = set()
         self.saved_before: dict[int, int] = {}
         """Storages that the piece before has saved, with their sizes."""
-        self.alive: list[Tensor] = []  # a storage that is freed could give its address to another
+        self.alive: list[Any] = []  # a storage that is freed could give its address to another
         self.result: list[Cost] = []
         self.largest_op = 0
         """The most bytes that one operation of the current piece and its operands take."""
@@ -117,10 +117,10 @@ class _Analysis:
         self.largest_op = 0
 
         def pack(tensor: Tensor) -> Tensor:
-            key = _storage(tensor)
-            if key not in self.model_storages:
-                saved[key] = tensor.untyped_storage().nbytes()
-                self.alive.append(tensor.detach())
+            storage = tensor.untyped_storage()
+            if (key := int(storage._cdata)) not in self.model_storages:
+                saved[key] = storage.nbytes()
+                self.alive.append(storage)
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
