@@ -193,13 +193,14 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     memo = {} if memo is None else memo
     for module in model.modules():
         for value in vars(module).values():
-            if type(value) is OrderedDict and not value:  # ten of hooks, and slow to copy
-                memo.setdefault(id(value), OrderedDict())
+            if type(value) in _CONTAINERS and not value:  # a dozen in each module, and slow to copy
+                memo.setdefault(id(value), type(value)())
             elif isinstance(value, torch.Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
     return _deep_copy(model, memo)
 
 
+_CONTAINERS: Final = (OrderedDict, dict, list, set)
 _IMMUTABLE: Final = frozenset((bool, bytes, float, int, str, type(None)))
 
 
@@ -249,7 +250,7 @@ def _tables(module: nn.Module, objects: bool) -> Iterator[tuple[Any, Any]]:
     yield vars(module), dict(vars(module))
     for value in vars(module).values():
         if isinstance(value, (dict, list, set)):
-            yield value, copy.copy(value)
+            yield value, value.copy() if type(value) in _CONTAINERS else copy.copy(value)
         elif objects and not isinstance(value, (nn.Module, torch.Tensor, type)):
             own = None if callable(value) else getattr(value, "__dict__", None)
             if isinstance(own, dict):

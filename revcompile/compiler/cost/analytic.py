@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from revcompile.compiler.capture.fake_values import NEEDS_DATA, fake_copy
+from revcompile.compiler.capture.fake_values import NEEDS_DATA, FakeMode, fake_copy
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng, set_mode
 from revcompile.compiler.cost.run_pieces import (
     Code,
@@ -57,7 +57,7 @@ def analytic_costs(
     Data-dependent control flow (`if x.sum() > 0`) cannot run on fake tensors; such a model runs
     once on real ones.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = FakeMode()
     try:
         return _Analysis(rewired, pieces, types, fake).costs()
     except NEEDS_DATA as error:
