@@ -118,7 +118,7 @@ def check_leaf_modules(leaf_modules: Any) -> None:
 
 
 def check_device(caller: str, device: Any, *, allow_meta: bool = False) -> torch.device | None:
-    """The device a user named, if there is one of that name here; None stays None."""
+    """The device a user named, if it can be used here; None stays None."""
     if device is None:
         return None
     try:
@@ -135,14 +135,16 @@ def check_device(caller: str, device: Any, *, allow_meta: bool = False) -> torch
                 f"{caller}: device={str(parsed)!r}, but torch sees {count} CUDA devices here; "
                 "check torch.cuda.is_available(), or leave out device="
             )
+        # Not tried: that would take memory of GPU 0, where ranks may mean one each by "cuda".
+        return parsed
+    cannot = f"{caller}: device={str(parsed)!r} cannot be used here"
+    if parsed.type == "meta" and not allow_meta:
+        raise InputError(f"{cannot}: it holds no values")
     try:
-        is_meta = parsed.type == "meta" and not allow_meta
-        problem = "it holds no values" if is_meta else None
         torch.empty(0, device=parsed)
     except (AssertionError, RuntimeError) as error:  # torch was built without it
-        problem = str(error).partition("\n")[0]
-    if problem is not None:
-        raise InputError(f"{caller}: device={str(parsed)!r} cannot be used here: {problem}")
+        why = str(error).partition("\n")[0]
+        raise InputError(f"{cannot}: {why}") from None
     return parsed
 
 

@@ -56,7 +56,7 @@ class ModifiedError(RevcompileError, RuntimeError):
 
 
 class NonFiniteError(RevcompileError, ArithmeticError):
-    """A loss or gradient is infinite or not a number; the update was not applied."""
+    """A loss or gradient is infinite or not a number; the micro-batch was left out of an update."""
 
     def __init__(self, message: str, *, stage: int, microbatch: int) -> None:
         super().__init__(message)

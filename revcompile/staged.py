@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -384,28 +385,26 @@ class StagedModel(StageReport):
             )
         programs = self._programs(chosen, plan.keeps if plan else None)
         task = Task(self.model, self.partition, programs, optimizer, loss, settings, self._tree)
-        if world_size() > 1:
-            trainer: Trainer = DistributedTrainer(
-                task,
-                default_stage_to_rank=self._default_stage_to_rank,
-                stage_to_rank=stage_to_rank,
-                device=target,
-                timeout=timeout,
-                report_loss=report_loss,
-                average_statistics=average_statistics,
-            )
-        else:
-            before = device_of_model(self.model)
-            try:
+        with ExitStack() as undo:  # a trainer that is refused changes nothing
+            if world_size() > 1:
+                trainer: Trainer = DistributedTrainer(
+                    task,
+                    default_stage_to_rank=self._default_stage_to_rank,
+                    undo=undo,
+                    stage_to_rank=stage_to_rank,
+                    device=target,
+                    timeout=timeout,
+                    report_loss=report_loss,
+                    average_statistics=average_statistics,
+                )
+            else:
                 if target is not None:
+                    undo.callback(self.model.to, device_of_model(self.model))
                     self.model.to(target)
                 trainer = LocalTrainer(task)
-            except BaseException:
-                if target is not None:  # a trainer that is refused changes nothing
-                    self.model.to(before)
-                raise
-        trainer.memory_plan = plan
-        warn_of_delay(trainer)
+            trainer.memory_plan = plan
+            warn_of_delay(trainer)
+            undo.pop_all()
         trainer.take_over()
         return trainer
 

@@ -9,8 +9,9 @@ folder is not trained again. Every row is the best validation loss of its run; w
 learning rates of a setting were trained, `--show` gives the best one and says which.
 
 Tables: weights (8 stages, an update every micro-batch), averaged (the same with averaged
-couplings), start (with a tenth of the updates without delay first), accumulated (micro-batches of 8
-and an update every 8), orders (12 stages, and the paper's order), wide (GPT-2 small's sizes).
+couplings), drift (by how far matrices may move during the delay), start (with a tenth of the
+updates without delay first), accumulated (micro-batches of 8 and an update every 8), orders (12
+stages, and the paper's order), wide (GPT-2 small's sizes).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import revcompile
 from benchmarks.harness import show
+from benchmarks.learning.gpt import GPT, SIZES, next_character_loss
 from benchmarks.learning.planned import seconds_an_update, updates_to
 from benchmarks.learning.results import gather
 from benchmarks.learning.workers import OutOfTime, train
@@ -49,22 +50,10 @@ LAST_RATE = 0.1
 """Share of the peak learning rate at the end of the cosine."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a GPT."""
-
-    blocks: int = 12
-    width: int = 384
-    heads: int = 6
-    context: int = 256
-
-
 POLICIES: dict[str, revcompile.Policy] = {
     "paper": revcompile.Policy(),
     "pretrained": revcompile.Policy.named("pretrained"),
 }
-
-SIZES = {"char": Sizes(), "wide": Sizes(12, 768, 12, 512), "tiny": Sizes(4, 32, 2, 16)}
 
 
 @dataclass(frozen=True)
@@ -102,77 +91,6 @@ class Training:
         """Its name: of its folder, and in tables."""
         until = f"-until{self.until}" if self.until else ""
         return f"{self.setting}-lr{self.rate:g}-{self.updates}u{until}-s{self.seed}"
-
-
-class Attention(nn.Module):
-    """Causal self-attention behind a layer norm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`(batch, tokens, width)` to the same."""
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
-        )
-        out: Tensor = self.proj(mixed.transpose(1, 2).flatten(-2))
-        return out
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.attention = Attention(width, heads)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`(batch, tokens, width)` to the same."""
-        x = x + self.attention(x)
-        out: Tensor = x + self.mlp(x)
-        return out
-
-
-class GPT(nn.Module):
-    """Characters to logits of the next ones."""
-
-    def __init__(self, vocabulary: int, sizes: Sizes) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, sizes.width)
-        self.positions = nn.Parameter(torch.zeros(sizes.context, sizes.width))
-        self.blocks = nn.Sequential(*(Block(sizes.width, sizes.heads) for _ in range(sizes.blocks)))
-        self.norm = nn.LayerNorm(sizes.width)
-        self.head = nn.Linear(sizes.width, vocabulary, bias=False)
-        self.apply(self._initialise)
-        for block in self.blocks:
-            for last in (block.attention.proj, block.mlp[-1]):
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * sizes.blocks))
-
-    @staticmethod
-    def _initialise(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """`(batch, tokens)` to `(batch, tokens, vocabulary)`."""
-        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
-        logits: Tensor = self.head(self.norm(self.blocks(x)))
-        return logits
-
-
-def next_character_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy in nats a character."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
 @dataclass(frozen=True)
@@ -273,20 +191,27 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
     return f"{best:.3f} (train {last['train_loss']:.3f}) in {last['seconds']:.0f} s"
 
 
+def rate_factor(update: int, updates: int) -> float:
+    """The share of the peak learning rate at an update: warm-up, then a cosine."""
+    done = update / updates
+    if done < WARM_UP:
+        return (update + 1) / (WARM_UP * updates)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return LAST_RATE + (1 - LAST_RATE) * cosine
+
+
+def split_parameters(model: nn.Module) -> Callable[[Any], list[dict[str, Any]]]:
+    """`param_groups=` of a GPT for Muon: its output layer and positions are AdamW's."""
+    return muon_groups(model, adamw=["head", "positions"])
+
+
 def _trainer(
     net: revcompile.StagedModel, model: nn.Module, training: Training, device: torch.device
 ) -> Any:
     is_muon = "muon" in training.optimizer
     on_gpu = device.type == "cuda"
     chosen = {"weights": training.weights} if training.weights else {}
-
-    def factor(update: int) -> float:
-        done = update / training.updates
-        if done < WARM_UP:
-            return (update + 1) / (WARM_UP * training.updates)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-        return LAST_RATE + (1 - LAST_RATE) * cosine
-
+    factor = functools.partial(rate_factor, updates=training.updates)
     return net.trainer(
         lambda params: OPTIMIZERS[training.optimizer](params, training.rate, on_gpu),
         next_character_loss,
@@ -294,7 +219,7 @@ def _trainer(
         order=training.order,
         accumulate=training.accumulate,
         lr_schedule=lambda optimizer: LambdaLR(optimizer, factor),
-        param_groups=muon_groups(model, adamw=["head", "positions"]) if is_muon else None,
+        param_groups=split_parameters(model) if is_muon else None,
         autocast=torch.bfloat16 if on_gpu else None,
         seed=training.seed,
         synchronous=training.synchronous,
@@ -314,6 +239,12 @@ OPTIMIZERS: dict[str, Callable[[Any, float, bool], torch.optim.Optimizer]] = {
     ),
     "muon-feedback": lambda params, rate, on_gpu: DelayAwareMuon(
         params, lr=rate, capturable=on_gpu
+    ),
+    "muon-drift0.03": lambda params, rate, on_gpu: DelayAwareMuon(
+        params, lr=rate, max_drift=0.03, capturable=on_gpu
+    ),
+    "muon-unlimited": lambda params, rate, on_gpu: DelayAwareMuon(
+        params, lr=rate, max_drift=None, capturable=on_gpu
     ),
 }
 """From parameters, learning rate and "on a GPU?" to an optimizer."""
@@ -369,6 +300,14 @@ def _averaged(updates: int, size: str) -> Iterator[Training]:
     )
 
 
+def _drift(updates: int, size: str) -> Iterator[Training]:
+    optimizers = "muon-feedback", "muon-drift0.03", "muon-unlimited"
+    same = {"updates": updates, "size": size}
+    averaged = [("petra_stashed", None, optimizer) for optimizer in optimizers]
+    yield from _rows(*averaged, policy="pretrained", **same)
+    yield from _rows(*(("petra", None, o) for o in optimizers), accumulate=8, **same)
+
+
 def _accumulated(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
         ("petra_stashed", None, "muon-feedback"),
@@ -409,6 +348,7 @@ def _wide(updates: int, size: str) -> Iterator[Training]:
 TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
     "weights": _weights,
     "averaged": _averaged,
+    "drift": _drift,
     "start": _start,
     "accumulated": _accumulated,
     "orders": _orders,

@@ -12,10 +12,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Final
+from typing import Final, Never
 
 from revcompile.cli import coverage, draw, inspect, plan
-from revcompile.cli.output import spinner
+from revcompile.cli.output import folded, spinner
 from revcompile.errors import InputError, RevcompileError
 
 __all__ = ["main"]
@@ -40,6 +40,13 @@ examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Folds what it says of wrong arguments."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> Never:
+        super().exit(status, message and folded(message))
+
+
 class _Help(argparse.HelpFormatter):
     """Wraps each paragraph to the terminal's width; those with indented lines stay as written."""
 
@@ -55,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def warn(message: Warning | str, *_: object) -> None:
-        sys.stderr.write(f"revcompile {args.command}: warning: {message}\n")
+        sys.stderr.write(folded(f"revcompile {args.command}: warning: {message}\n"))
 
     try:
         with warnings.catch_warnings(), spinner(f"{args.command} {args.model}"):
@@ -64,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except RevcompileError as error:
-        sys.stderr.write(f"revcompile {args.command}: {error}\n")
+        sys.stderr.write(folded(f"revcompile {args.command}: {error}\n"))
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         sys.stderr.write(f"revcompile {args.command}: stopped\n")
@@ -75,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="revcompile",
         description="Compile residual models into reversible, pipelined ones, and inspect them.",
         epilog=_EPILOG,

@@ -55,14 +55,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> None:
     """Add the options for stages and method; without a default, --stages is required."""
-    told = "" if default is None else f" (default: {default})"
+    if_left_out = "" if default is None else f" (default: {default})"
     parser.add_argument(
         "--stages",
         type=count,
         default=default,
         required=default is None,
         metavar="N",
-        help=f"how many stages to cut it into{told}",
+        help=f"how many stages to cut it into{if_left_out}",
     )
     parser.add_argument("--method", default="petra", help="petra (default), 1f1b, gpipe, ...")
     parser.add_argument("--order", help='"1f1b" (the default: half the delay) or "paper"')

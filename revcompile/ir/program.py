@@ -179,6 +179,8 @@ class StageProgram:
     sends_back: tuple[str, ...]
     """Inputs whose value is sent back: what the stage before needs."""
     parameters: tuple[str, ...]
+    trained: frozenset[str]
+    """Those with a gradient, of this stage or of another that shares them."""
     code: StageCode
     forward: fx.Graph
     backward: fx.Graph

@@ -10,6 +10,11 @@ What delay is left is compensated by error feedback (see `revcompile.optim.error
 
     w <- w - u_n - c (u_n - u_{n-1})        u_n: the update, learning rate and decay included
                                             c = feedback * delay
+
+An update of Muon has the same size whatever the gradient, so a matrix that starts small moves far
+while a gradient is on its way, and the gradient no longer fits it. Updates of matrices are
+therefore limited to `max_drift / delay` of the norm of the matrix. Matrices grow in training, and
+the limit with them.
 """
 
 from __future__ import annotations
@@ -30,6 +35,12 @@ from revcompile.optim.settings import check_settings, two_betas
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: its slope at zero is as steep as it can be (Jordan et al.)."""
 
+_LEAST_SPECTRAL_NORM: Final = 0.1
+"""A matrix counts as at least so large when its update is limited: it may start at zero."""
+
+_FUSED: Final = frozenset(("qkv", "to_qkv", "qkv_proj", "Wqkv", "in_proj_weight", "c_attn"))
+"""Names of layers or parameters that compute queries, keys and values, in this order, as one."""
+
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -40,17 +51,21 @@ class DelayAwareMuon(Optimizer):
     updated as by `torch.optim.Muon` and the rest as by `torch.optim.AdamW`.
 
     Parameters of two or more dimensions count as matrices (convolutions: output channels times
-    all the rest). Embeddings and the output layer train better with AdamW; an optimizer sees only
-    tensors, so use `param_groups=muon_groups(model)`, or give groups with `use_muon` set.
+    all the rest). Embeddings and the output layer train better with AdamW, and the matrices of
+    queries, keys and values one by one; an optimizer sees only tensors, so use
+    `param_groups=muon_groups(model)`, or give groups with `use_muon` and `chunks` set.
 
     Args:
-        params: parameters, or groups of them; a group may set `use_muon=True` or `False`.
+        params: parameters, or groups of them; a group may set `use_muon=True` or `False`, and
+            `chunks=3` for matrices that are three in one, along their longer side.
         lr: learning rate of matrices.
         adamw_lr: learning rate of everything else.
         momentum: of matrices; the step is Nesterov's.
         betas: of AdamW.
         weight_decay: decoupled, times the learning rate, for matrices and everything else.
         feedback: error feedback for each update of delay; 0 switches it off.
+        max_drift: how far a matrix may move during the delay of its gradients, relative to its
+            norm; None: any distance. Without delay there is no limit.
         ns_steps: Newton-Schulz iterations.
         eps: added to AdamW's denominators.
         capturable: keep counters on the device, as CUDA graphs need it.
@@ -63,6 +78,8 @@ class DelayAwareMuon(Optimizer):
 
     delay: float = 0.0
     """How many updates late gradients are, on average."""
+    predicted_delay: float = 0.0
+    """The same where the trainer predicts weights, so that no error feedback is needed."""
 
     def __init__(
         self,
@@ -74,6 +91,7 @@ class DelayAwareMuon(Optimizer):
         weight_decay: float = 0.0,
         *,
         feedback: float = 1.0,
+        max_drift: float | None = 0.015,
         ns_steps: int = 5,
         eps: float = 1e-8,
         capturable: bool = False,
@@ -84,6 +102,8 @@ class DelayAwareMuon(Optimizer):
             "betas": betas,
             "weight_decay": weight_decay,
             "feedback": feedback,
+            "max_drift": max_drift,
+            "chunks": 1,
             "ns_steps": ns_steps,
             "eps": eps,
             "capturable": capturable,
@@ -99,6 +119,20 @@ class DelayAwareMuon(Optimizer):
                 raise InputError("use_muon=True: expected parameters of two or more dimensions")
             super().add_param_group(group)
             _check(self.param_groups[-1])
+            count = self.param_groups[-1]["chunks"]
+            odd = [p for p in group["params"] if p.ndim != 2 or max(p.shape) % count]
+            if group["use_muon"] and count > 1 and odd:
+                raise InputError(
+                    f"chunks={count}: expected matrices whose longer side can be divided by "
+                    f"{count}, got shape {tuple(odd[0].shape)}"
+                )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Groups of a state that was saved before there were these settings are as they were."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("max_drift", None)
+            group.setdefault("chunks", 1)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -116,6 +150,9 @@ class DelayAwareMuon(Optimizer):
             if group["weight_decay"]:
                 decayed = torch._foreach_mul(params, group["lr"] * group["weight_decay"])
                 torch._foreach_add_(updates, decayed)
+            late = self.delay or self.predicted_delay
+            if group["use_muon"] and group["max_drift"] is not None and late:
+                _limit(updates, params, group["max_drift"] / late)
             apply_with_feedback(params, updates, self.state, group["feedback"] * self.delay)
         return loss
 
@@ -140,7 +177,18 @@ class DelayAwareMuon(Optimizer):
         buffers = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         nesterov = torch._foreach_lerp(grads, buffers, momentum)
-        return orthogonalise(nesterov, group["ns_steps"], group["lr"])
+        count = group["chunks"]
+        if count == 1:
+            return orthogonalise(nesterov, group["ns_steps"], group["lr"])
+        sides = [int(matrix.shape[1] > matrix.shape[0]) for matrix in nesterov]
+        parts = [m.chunk(count, side) for m, side in zip(nesterov, sides, strict=True)]
+        flat = orthogonalise(
+            [part for own in parts for part in own], group["ns_steps"], group["lr"]
+        )
+        return [
+            torch.cat(flat[count * index : count * (index + 1)], side)
+            for index, side in enumerate(sides)
+        ]
 
     def _adamw_updates(
         self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
@@ -221,14 +269,27 @@ def _newton_schulz(x: Tensor, steps: int) -> Tensor:
     return x
 
 
+def _limit(updates: list[Tensor], matrices: list[Tensor], share: float) -> None:
+    """Scale updates down, where they are larger than a share of the norm of their matrix."""
+    least = [_LEAST_SPECTRAL_NORM * math.sqrt(min(m.shape[0], m[0].numel())) for m in matrices]
+    scales = list(torch._foreach_norm(matrices))
+    torch._foreach_clamp_min_(scales, least)
+    torch._foreach_mul_(scales, share)
+    torch._foreach_div_(scales, torch._foreach_norm(updates))  # no update: inf
+    torch._foreach_clamp_max_(scales, 1.0)
+    torch._foreach_mul_(updates, scales)
+
+
 def muon_groups(
     model: nn.Module, adamw: Sequence[str] = ()
 ) -> Callable[[NamedParameters], list[dict[str, Any]]]:
-    """`param_groups=` for a trainer: which parameters `DelayAwareMuon` updates by Muon.
+    """`param_groups=` for a trainer: which parameters `DelayAwareMuon` updates by Muon, and how.
 
     AdamW gets parameters of fewer than two dimensions, embeddings (what `no_weight_decay()` of a
     timm model names, and what has a first dimension of 1, included), and the output layer: what the
-    model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging Face) returns.
+    model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging Face) returns. Matrices
+    that compute queries, keys and values as one (by their names, and where one side is three times
+    the other) are updated as three.
 
     Args:
         model: the model the parameters belong to.
@@ -260,10 +321,14 @@ def muon_groups(
 
     def groups(named: NamedParameters) -> list[dict[str, Any]]:
         # By name: a compiled model may hold parameters of its own under the original names.
-        matrices = [p for name, p in named if is_matrix(name, p)]
-        rest = [p for name, p in named if not is_matrix(name, p)]
-        both = ({"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False})
-        return [group for group in both if group["params"]]
+        matrices = [(name, p) for name, p in named if is_matrix(name, p)]
+        split: list[dict[str, Any]] = [
+            {"use_muon": True, "params": [p for name, p in matrices if not _is_fused(name, p)]},
+            {"use_muon": True, "params": [p for name, p in matrices if _is_fused(name, p)]},
+            {"use_muon": False, "params": [p for name, p in named if not is_matrix(name, p)]},
+        ]
+        split[1]["chunks"] = 3
+        return [group for group in split if group["params"]]
 
     return groups
 
@@ -276,6 +341,11 @@ def _not_matrices(model: nn.Module) -> list[nn.Module]:
         heads = head if isinstance(head, tuple | list) else [head]
         modules += [module for module in heads if isinstance(module, nn.Module)]
     return modules
+
+
+def _is_fused(name: str, p: Tensor) -> bool:
+    is_named = not _FUSED.isdisjoint(name.split("."))
+    return is_named and p.ndim == 2 and max(p.shape) == 3 * min(p.shape)
 
 
 def _exists(model: nn.Module, path: str) -> bool:
@@ -303,12 +373,18 @@ def _wide(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-_CHECKED: Final = ("lr", "adamw_lr", "momentum", "weight_decay", "feedback", "eps")
+_CHECKED: Final = ("lr", "adamw_lr", "momentum", "weight_decay", "feedback", "max_drift", "eps")
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    check_settings({name: settings[name] for name in _CHECKED if name in settings})
-    if not (isinstance(settings["ns_steps"], int) and settings["ns_steps"] >= 1):
-        raise InputError(f"ns_steps={settings['ns_steps']!r}: expected a whole number, at least 1")
+    given = {name: settings[name] for name in _CHECKED if name in settings}
+    if given["max_drift"] is None:
+        del given["max_drift"]
+    check_settings(given)
+    if "max_drift" in given and not given["max_drift"]:
+        raise InputError("max_drift=0: matrices could not move; None is no limit")
+    for name in ("ns_steps", "chunks"):
+        if not (isinstance(settings[name], int) and settings[name] >= 1):
+            raise InputError(f"{name}={settings[name]!r}: expected a whole number, at least 1")
     first, second = two_betas(settings["betas"])
     check_settings({"betas[0]": first, "betas[1]": second})

@@ -94,8 +94,9 @@ class StageReport:
     ) -> tuple[StageMemory, ...]:
         """What each stage holds at its peak, in bytes, with PETRA.
 
-        Parameters that are frozen now have no gradients and no optimizer state, and below the first
-        piece that has something to train nothing is kept, unless there are batch norms.
+        Parameters that are frozen now have no gradients, stashed copies or optimizer state, and
+        below the first piece that has something to train nothing is kept, unless there are batch
+        norms.
 
         Args:
             batch_size: Samples in a micro-batch. Default: the example's.

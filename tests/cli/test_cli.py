@@ -150,12 +150,17 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
     ],
 )
 def test_what_cannot_be_done_is_reported_on_stderr_without_a_traceback(
-    called: Called, argv: list[str], message: str
+    called: Called, argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In a line; on a terminal in lines of its width."""
     code, out, err = called(*argv)
     assert (code, out) == (2, "")
     assert message in err and "Traceback" not in err
     assert err.splitlines()[-1].startswith("revcompile")
+    monkeypatch.setenv("COLUMNS", "80")
+    on_terminal = called(*argv)[2]
+    assert on_terminal.split() == err.split()
+    assert max(map(len, on_terminal.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])

@@ -56,7 +56,7 @@ def test_equal_shapes_are_orthogonalised_as_alone() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: DelayAwareMuon(p, weight_decay=0.1),
+        lambda p: DelayAwareMuon(p, weight_decay=0.1, max_drift=None),
         lambda p: ErrorFeedback(torch.optim.AdamW(p, lr=0.01)),
         lambda p: ErrorFeedback(torch.optim.SGD(p, lr=0.1)),
     ],
@@ -144,6 +144,76 @@ def test_embeddings_and_the_output_layer_are_adamws() -> None:
         muon_groups(model, adamw="head")
 
 
+@pytest.mark.parametrize(("size", "distance"), [(3.0, 0.6), (0.0, 0.02), (100.0, None)])
+def test_a_matrix_does_not_drift_away_during_a_delay(size: float, distance: float | None) -> None:
+    """By 20 % of its norm in two updates, if gradients are two late; at zero it counts as 0.2."""
+    weight = nn.Parameter(size * torch.eye(6, 4))
+    optimizer = DelayAwareMuon([weight], lr=1.0, feedback=0.0, max_drift=0.2)
+    optimizer.delay = 2.0
+    before = weight.detach().clone()
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    moved = before - weight.detach()
+    (update,) = orthogonalise([weight.grad], rate=1.0)
+    expected = update if distance is None else update * distance / update.norm()
+    torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (4, 12)], ids=["nn.Linear", "Conv1D"])
+def test_three_matrices_in_one_are_updated_one_by_one(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    side = shape.index(12)
+    whole = nn.Parameter(torch.randn(shape))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().chunk(3, side)]
+    optimizers = [
+        DelayAwareMuon([{"params": [whole], "use_muon": True, "chunks": 3}]),
+        DelayAwareMuon(parts),
+    ]
+    for _ in range(3):
+        whole.grad = torch.randn(shape)
+        for part, grad in zip(parts, whole.grad.chunk(3, side), strict=True):
+            part.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(whole, torch.cat(parts, side))
+
+
+@pytest.mark.parametrize("shape", [(10, 4), (12, 4, 1)])
+def test_what_cannot_be_divided_is_refused(shape: tuple[int, ...]) -> None:
+    group = {"params": [nn.Parameter(torch.ones(shape))], "use_muon": True, "chunks": 3}
+    with pytest.raises(ValueError, match="chunks=3: expected matrices whose longer side"):
+        DelayAwareMuon([group])
+    with pytest.raises(ValueError, match="chunks=0: expected a whole number, at least 1"):
+        DelayAwareMuon([group | {"chunks": 0}])
+
+
+def test_fused_projections_are_found() -> None:
+    model = nn.ModuleDict(
+        {
+            "qkv": nn.Linear(4, 12),
+            "attention": nn.MultiheadAttention(4, 2),
+            "mlp": nn.Linear(4, 12),
+            "grouped": nn.ModuleDict({"qkv": nn.Linear(4, 8)}),
+        }
+    )
+    named = list(model.named_parameters())
+    names = {id(p): name for name, p in named}
+    groups = muon_groups(model)(named)
+    found = {names[id(p)]: group.get("chunks", 1) for group in groups for p in group["params"]}
+    fused = [name for name, chunks in found.items() if chunks == 3]
+    assert fused == ["qkv.weight", "attention.in_proj_weight"]
+
+
+def test_a_state_without_the_newer_settings_can_be_loaded() -> None:
+    optimizer = DelayAwareMuon([nn.Parameter(torch.eye(3))])
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["max_drift"], group["chunks"]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["max_drift"] is None
+    assert optimizer.param_groups[0]["chunks"] == 1
+
+
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "1f1b"])
 def test_a_pipeline_trains_with_it(method: str) -> None:
     model = Tower()
@@ -169,6 +239,8 @@ def test_a_pipeline_trains_with_it(method: str) -> None:
         ({"momentum": 1.0}, "momentum=1.0: expected a number from 0 to below 1"),
         ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5"),
         ({"lr": "0.1"}, "lr='0.1': expected a number of 0 or more"),
+        ({"max_drift": -0.1}, "max_drift=-0.1: expected a number of 0 or more"),
+        ({"max_drift": 0}, "max_drift=0: matrices could not move; None is no limit"),
         ({"ns_steps": 0}, "ns_steps=0: expected a whole number, at least 1"),
     ],
 )

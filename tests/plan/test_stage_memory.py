@@ -154,7 +154,7 @@ def partly_frozen(stages: int, when: str) -> StagedModel:
 @pytest.mark.parametrize(
     ("stages", "when"), [(4, "before it is cut"), (4, "afterwards"), (3, "afterwards")]
 )
-def test_frozen_parameters_have_no_gradients_nor_optimizer_state(
+def test_frozen_parameters_have_no_gradients_nor_copies_nor_optimizer_state(
     method: str, stages: int, when: str
 ) -> None:
     """Below the first block that has something to train nothing is kept or sent back.
@@ -164,11 +164,12 @@ def test_frozen_parameters_have_no_gradients_nor_optimizer_state(
     net = partly_frozen(stages, when)
     found = measure(net, Setting(BATCH, method), images(BATCH, SIZE, CPU))
     for row in found.rows:
-        for kind in ("parameters", "gradients", "optimizer"):
+        for kind in ("parameters", "gradients", "stashed", "optimizer"):
             assert getattr(row.held, kind) == getattr(row.accounted, kind), (kind, row)
     for row in found.rows[:-1]:
         assert row.held.buffers == row.accounted.buffers
     assert found.rows[0].accounted.messages == found.rows[0].held.buffers == 0
+    assert found.rows[0].held.stashed == 0
     trained = [row.accounted.gradients > 0 for row in found.rows]
     assert trained == [False, True, True] if stages == 3 else [False, False, True, True], trained
     assert found.ratio == pytest.approx(1, abs=BAR), found
@@ -224,6 +225,15 @@ def test_stages_cut_for_a_memory_limit_fit_it() -> None:
     assert cuts(bound) != cuts(free)
     found = measure(bound, METHODS["petra"], images(BATCH, SIZE, CPU))
     assert max(row.peak for row in found.rows) <= limit
+
+
+def test_a_limit_counts_no_gradients_of_frozen_parameters() -> None:
+    model = vit().requires_grad_(False)
+    model.head.requires_grad_(True)
+    cut = functools.partial(revcompile.petrafy, model, 4, torch.randn(2, 3, SIZE, SIZE))
+    needed = max(stage.total for stage in cut(check="off").memory(BATCH))
+    bound = cut(check="off", memory_budget=needed, batch_size=BATCH)
+    assert max(stage.total for stage in bound.memory(BATCH)) <= needed
 
 
 def test_a_limit_counts_the_batches_that_the_first_stage_keeps() -> None:

@@ -49,7 +49,7 @@ def holdings(rank: int, options: dict[str, Any]) -> Any:
 
 
 def absent(rank: int, options: dict[str, Any]) -> Any:
-    """Only the first rank has made the weights; and then no rank has."""
+    """Only the first rank has made the weights; and then no rank has, nor those of a new model."""
     run = Run(**options["run"])
     net, _ = compiled(run.model, run.stages, run.device)
     if rank > 0:
@@ -58,13 +58,14 @@ def absent(rank: int, options: dict[str, Any]) -> Any:
     for batch in batches(run):
         fed(trainer, batch)
     trainer.flush()
-    state = final(net, trainer)
-    net.model.to("meta")
-    try:
-        net.trainer(optimizer, F.cross_entropy)
-    except InputError as error:
-        return state, str(error)
-    return state, "nothing"
+    state, errors = final(net, trainer), []
+    for each in (net, compiled(run.model, run.stages - 1, run.device)[0]):
+        each.model.to("meta")
+        try:
+            each.trainer(optimizer, F.cross_entropy)
+        except InputError as error:
+            errors.append(str(error))
+    return state, errors
 
 
 def steady(rank: int, options: dict[str, Any]) -> Any:

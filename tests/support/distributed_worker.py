@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import torch
 from nets import ResNet, ViT, Words
 from torch import Tensor, nn
@@ -28,10 +29,34 @@ from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.trainer.core import Trainer
 
 STEPS: Final = 20
+
+
+class TaughtByHead(Words):
+    """The first stage, if it is the embedding alone, owns a parameter that the head trains."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = F.embedding(words, self.embed.weight.detach())
+        return F.linear(self.blocks(x), self.embed.weight).mean(1)
+
+
+class Detached(Words):
+    """The ends share a parameter that neither differentiates, and one that only the first does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((8,), 1.5))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.blocks(self.embed(words) * self.factor.detach())
+        return F.linear(x * self.factor.detach(), self.embed.weight.detach()).mean(1)
+
+
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
     "resnet": ResNet,
     "vit": ViT,
     "words": Words,
+    "detached": Detached,
+    "taught by head": TaughtByHead,
     "wide": functools.partial(ViT, 512, 4),
 }
 
@@ -67,7 +92,7 @@ def compiled(name: str, stages: int, device: str) -> tuple[Any, dict[str, Tensor
 
 
 def inputs(name: str, size: int, device: str = "cpu") -> Tensor:
-    if name == "words":
+    if name in ("words", "detached", "taught by head"):
         return torch.randint(0, 11, (size, 4)).to(device)
     return torch.randn(size, 3, 8, 8).to(device)
 
@@ -225,18 +250,58 @@ def differ(rank: int, options: dict[str, Any]) -> Any:
 
 
 def refuse(rank: int, options: dict[str, Any]) -> Any:
-    """Rank 1 has no optimizer for its stages; then both train."""
-    run = Run(weights="rewound", steps=2)
+    """Rank 1, which has other weights, has no optimizer for its stages; then both train.
+
+    In the middle of that there is no optimizer once more, for stages that are placed otherwise.
+    """
+    run = Run(weights="rewound", steps=4)
     net, start = compiled(run.model, run.stages, run.device)
-    net.model.load_state_dict(start)
+    before = {name: value + rank for name, value in start.items()}
+    net.model.load_state_dict(before)
+    make = optimizer if rank == 0 else len
     error = ""
     try:
-        net.trainer(optimizer if rank == 0 else len, F.cross_entropy, weights=run.weights)
+        net.trainer(make, F.cross_entropy, weights=run.weights)
     except InputError as refusal:
         error = str(refusal)
-    state = net.module().state_dict()
-    is_same = all(torch.equal(state[name], value) for name, value in start.items())
-    return error, is_same, trained(run)["state"]
+    is_same = True
+    for module in (net.model, net.module()):
+        state = module.state_dict()
+        is_same &= all(torch.equal(state[name], value) for name, value in before.items())
+    net, trainer = trainer_of(run)
+    for number, batch in enumerate(batches(run)):
+        if number == 2:
+            held = list(map(id, net.model.parameters()))
+            with pytest.raises(InputError, match="optimizer, stage"):
+                net.trainer(make, F.cross_entropy, stage_to_rank=(0, 1, 1, 1))
+            is_same &= held == list(map(id, net.model.parameters()))
+        fed(trainer, batch)
+    trainer.flush()
+    return error, is_same, final(net, trainer)
+
+
+def drain_bad(rank: int, options: dict[str, Any]) -> Any:
+    """In a flush, gradients of the first stage are not finite; then all ranks go on."""
+    run = Run(steps=6)
+    net, trainer = trainer_of(run)
+    data, stage, raised = batches(run), trainer.executors[0].stage, []
+    for batch in data[:3]:
+        fed(trainer, batch)
+    honest = stage._backward
+
+    def infinite(*args: Any) -> Any:
+        returned, of_inputs, of_parameters = honest(*args)
+        return returned, of_inputs, [g * torch.inf for g in of_parameters]
+
+    stage._backward = infinite if rank == 0 else honest
+    try:
+        trainer.flush()
+    except NonFiniteError as error:
+        raised = [str(error), error.stage, error.microbatch, error.__notes__[-1]]
+    stage._backward = honest
+    losses = [fed(trainer, batch).loss for batch in data[3:]]
+    trainer.flush()
+    return raised, losses, final(net, trainer)
 
 
 def lose(rank: int, options: dict[str, Any]) -> Any:
@@ -344,6 +409,7 @@ SCENARIOS: Final[dict[str, Callable[[int, dict[str, Any]], Any]]] = {
         report,
         differ,
         refuse,
+        drain_bad,
         lose,
         end,
         trace,

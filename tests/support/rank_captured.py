@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from distributed_worker import Run, batches, fed, final, trainer_of
 
-from revcompile.errors import NonFiniteError
+from revcompile.errors import InputError, NonFiniteError
 
 Found = dict[str, Any]
 
@@ -27,7 +27,7 @@ def undisturbed(run: Run, **options: Any) -> Found:
 
 
 def disturbed(run: Run, folder: str, **options: Any) -> Found:
-    """A bad micro-batch, an odd one, an evaluation, a checkpoint; a rank that may not capture."""
+    """Bad micro-batches, an odd one, an evaluation, a checkpoint; a rank that may not capture."""
     net, trainer = trainer_of(run, **options)
     data = batches(dataclasses.replace(run, steps=24))
     odd, bad = data.pop(), (torch.full_like(data[0][0], torch.nan), data[0][1])
@@ -39,6 +39,8 @@ def disturbed(run: Run, folder: str, **options: Any) -> Found:
             call(*arguments)
         except NonFiniteError as error:
             failed.append((error.stage, error.microbatch))
+        except InputError as error:
+            failed.append(type(error).__name__)
 
     def step(batch: Any) -> None:
         watched(fed, trainer, batch)
@@ -59,6 +61,7 @@ def disturbed(run: Run, folder: str, **options: Any) -> Found:
         handle.remove()
     for batch in data[20:22]:
         step(batch)
+    step((data[0][0].to_sparse(), data[0][1]))  # no convolution takes it, nor do captured steps
     watched(trainer.flush)  # a GPU may tell of bad ones some steps later
     told = {"failed": failed, "captured": captured, "evaluated": evaluated}
     return {**told, "state": final(net, trainer)}
@@ -76,6 +79,22 @@ def copied(run: Run, **options: Any) -> Found:
     with suppress(NonFiniteError):  # a GPU may tell of it some steps later
         trainer.flush()
     return {"captured": captured, "state": final(net, trainer)}
+
+
+def left_out(run: Run, is_mixed: bool, **options: Any) -> Found:
+    """One of the copies of the pipeline leaves some micro-batches out: their loss is not finite.
+
+    The other may have hooks, which captured steps would not call.
+    """
+    net, trainer = trainer_of(run, **options)
+    if is_mixed and trainer.replica == 0:
+        trainer.executors[1].stage.hooks.layers[0].register_forward_hook(lambda *_: None)
+    for number, (x, y) in enumerate(batches(run)[:-1]):
+        is_bad = number in (2, 8, 9) and trainer.replica == 1
+        with suppress(NonFiniteError):
+            fed(trainer, (x, torch.full_like(y, -100) if is_bad else y))
+    trainer.flush()
+    return {"state": final(net, trainer)}
 
 
 def drained(run: Run, **options: Any) -> Found:

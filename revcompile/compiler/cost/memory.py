@@ -146,8 +146,8 @@ class MemoryModel:
             gradients=trained,
             optimizer=round(workload.optimizer_copies * trained),
             summing=trained if workload.accumulate > 1 else 0,
-            stashed=self._stashed(index, weights, trained),
-            newest=self._newest(index, weights, trained, keep),
+            stashed=self._stashed(index, trained),
+            newest=self._newest(index, trained, keep),
             buffers=buffers,
             messages=self._messages(index, start, end, keep),
             working=working,
@@ -156,23 +156,23 @@ class MemoryModel:
             ends=self._ends(index, start, end, keep),
         )
 
-    def _stashed(self, index: int, weights: int, trained: int) -> int:
+    def _stashed(self, index: int, trained: int) -> int:
         """What is kept of the weights of earlier updates; of rewound ones, as if of float32."""
         match self.workload.method.weights:
             case Weights.STASHED:
-                return self._delays[index] * weights
+                return self._delays[index] * trained
             case Weights.REWOUND:
                 return round(self._delays[index] * trained * REWOUND_BYTES / 4)
             case Weights.LATEST | Weights.PREDICTED:
                 return 0
 
-    def _newest(self, index: int, weights: int, trained: int, keep: Keep) -> int:
+    def _newest(self, index: int, trained: int, keep: Keep) -> int:
         """A copy of the parameters beside stashed ones, or the one that backward uses."""
         if not self._delays[index]:
             return 0
         match self.workload.method.weights:
             case Weights.STASHED:
-                return weights if keep is Keep.GRAPH else 0
+                return trained if keep is Keep.GRAPH else 0
             case Weights.PREDICTED | Weights.REWOUND:
                 return trained
             case Weights.LATEST:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from revcompile.compiler.gradient_paths import frozen_values
+from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.compiler.lower.backward import BackwardWriter
 from revcompile.compiler.lower.flatten import flatten
 from revcompile.compiler.lower.forward import forward_program, inverse_program
@@ -45,6 +45,7 @@ def lower(
     keeps = keeps or [method.keep] * len(partition.parts)
     _refuse_amplified_errors(partition, method, keeps)
     partition = replace(partition, frozen=frozen_values(partition))
+    trained = frozenset(trained_parameters(partition.rewired))
     programs: list[StageProgram] = []
     sends_back: tuple[str, ...] = ()
 
@@ -72,6 +73,7 @@ def lower(
                 needs_back=tuple(walk.needs_back),
                 sends_back=sends_back,
                 parameters=walk.parameters,
+                trained=trained.intersection(walk.parameters),
                 code=StageCode(forward, inverse, backward),
                 forward=flatten(forward, partition),
                 backward=flatten(backward, partition),

@@ -125,14 +125,7 @@ class _Row:
     @functools.cached_property
     def memory(self) -> MemoryModel:
         """What any stage of the row would hold in our trainer."""
-        return MemoryModel(
-            self.pieces,
-            self.types,
-            self.costs,
-            self.stages,
-            self.workload,
-            first_input_free=False,
-        )
+        return MemoryModel.of(_assemble(self, [len(self.pieces)]), self.workload, self.stages)
 
     def work(self, *, is_last: bool = False) -> list[float]:
         """Work of each piece in any stage, or in the last one."""

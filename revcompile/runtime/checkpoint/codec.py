@@ -27,21 +27,12 @@ from revcompile.runtime.stage.tensors import overlaps, span
 Special = Callable[[Any], dict[str, Any] | None]
 """Encodes values that the caller treats itself (tensors); None: encode as usual."""
 
-_TORCH: Final = {
-    "dtype": torch.dtype,
-    "layout": torch.layout,
-    "memory_format": torch.memory_format,
-}
+_TORCH: Final = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _KEY_BITS: Final = 64
 """Larger integers can be chosen so that all have one hash, which makes dictionaries slow."""
 _GAPS: Final = 64
 """How many times as much memory as its elements a tensor with gaps may take."""
-_SEQUENCES: Final = {
-    "tuple": tuple,
-    "size": torch.Size,
-    "set": set,
-    "frozenset": frozenset,
-}
+_SEQUENCES: Final = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
 
 
 def parse_json(text: str | bytes) -> Any:

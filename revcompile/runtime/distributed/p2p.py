@@ -27,13 +27,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from revcompile.runtime.distributed.message_format import (
-    HEADER,
-    Description,
-    Flag,
-    Header,
-    Packing,
-)
+from revcompile.runtime.distributed.message_format import HEADER, Description, Flag, Header, Packing
 from revcompile.runtime.executor.captured.streams import current_stream, stream_for
 from revcompile.runtime.executor.transport import Message, MessageKind, Packet
 from revcompile.runtime.stage.static_buffers import BufferPool

@@ -8,7 +8,7 @@ that `whole_model` returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import TreeReads, copy_module
+from revcompile.ir.module_tree import Contents, TreeReads, copy_module
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.distributed.collectives import gather_plain
 from revcompile.runtime.distributed.process_groups import Layout, Ranks
@@ -164,13 +164,18 @@ def whole_model(model: Reversible, device: torch.device | None = None) -> Revers
 
 
 def distribute(
-    model: Reversible, programs: Sequence[StageProgram], ranks: Ranks, device: torch.device
+    model: Reversible,
+    programs: Sequence[StageProgram],
+    ranks: Ranks,
+    device: torch.device,
+    undo: ExitStack,
 ) -> RankWeights:
     """Move to every rank's device what its stages use, and free the rest. Every rank calls it.
 
     All start with rank 0's weights; what rank 0 has freed for an earlier trainer comes from a rank
-    that has it.
+    that has it. `undo` is told how to make the model what it was.
     """
+    undo.callback(_restore, model, Contents(model), _last.get(model))
     tensors, layout, users = _named_tensors(model), ranks.layout, _users(model, programs)
     owners = owning_stages(model, programs)
     # Tensors that no stage uses never change; they stay with the first stage.
@@ -184,6 +189,8 @@ def distribute(
             changes[id(tensor)] = _empty_like(tensor, _META)
         elif received is not None or tensor.device != device:
             values = tensor if received is None else received
+            if tensor.device == device:  # written to in place
+                undo.callback(tensor.detach().copy_, tensor.detach().clone())
             changes[id(tensor)] = _with_values(tensor, values, device)
         if ranks.owner(weights.owners[name]) != ranks.rank:
             weights.borrowed.add(name)
@@ -192,6 +199,14 @@ def distribute(
         model.register_load_state_dict_pre_hook(_bring_back)  # type: ignore[no-untyped-call]
     _last[model] = weights
     return weights
+
+
+def _restore(model: nn.Module, contents: Contents, last: RankWeights | None) -> None:
+    """A model's tensors are those before, with its hooks, and so is where their values are."""
+    contents.restore(model)
+    _last.pop(model, None)
+    if last is not None:
+        _last[model] = last
 
 
 def _sources(model: nn.Module, tensors: Mapping[str, Tensor], ranks: Ranks) -> list[int]:

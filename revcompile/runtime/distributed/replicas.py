@@ -21,6 +21,7 @@ from torch import Tensor, distributed
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.runtime.distributed.liveness import Worker
 from revcompile.runtime.distributed.process_groups import Ranks, new_group
+from revcompile.runtime.executor.transport import Mean
 
 
 def open_replica_groups(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any]:
@@ -65,7 +66,7 @@ class ReplicaAverage:
         self._finished = threading.Event()
         self._thread = Worker(self._run, on_failure)
 
-    def mean(self, gradients: dict[str, Tensor], count: int) -> dict[str, Tensor] | None:
+    def mean(self, gradients: dict[str, Tensor], count: int) -> Mean | None:
         """The mean over the micro-batches of all replicas; None until all have contributed.
 
         It is written into `gradients`, which are sums over this replica's `count` micro-batches.
@@ -88,6 +89,9 @@ class ReplicaAverage:
     def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
         """Take over sums over `count` micro-batches here."""
         self._presence.copy_((count > 0).expand_as(self._presence))
+        for row, name in enumerate(self._sums, 1):
+            if name not in gradients:  # nothing differentiates it
+                self._presence[row].zero_()
         self._presence[0].copy_(count)
         self._fill_sums(gradients)
 
@@ -120,7 +124,7 @@ class ReplicaAverage:
         for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
             total.copy_(statistic.detach())
 
-    def _read(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _read(self, gradients: dict[str, Tensor]) -> Mean:
         count, *presence = self._presence.tolist()
         self._read_statistics()
         for (name, total), is_present in zip(self._sums.items(), presence, strict=True):
@@ -128,7 +132,7 @@ class ReplicaAverage:
                 gradients[name] = torch.empty_like(self._parameters[name].detach())
             if is_present:
                 gradients[name].copy_(total.div_(count))
-        return gradients
+        return gradients, int(count)
 
     def _read_statistics(self) -> None:
         replicas = distributed.get_world_size(self._group)

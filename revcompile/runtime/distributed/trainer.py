@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import InputError, NonFiniteError, RankError, RevcompileError
+from revcompile.errors import InputError, RankError, RevcompileError
 from revcompile.ir.types import Live
 from revcompile.runtime.checkpoint.codec import located, well_formed
 from revcompile.runtime.checkpoint.training import (
@@ -83,6 +84,7 @@ class DistributedTrainer(Trainer):
 
     Args:
         default_stage_to_rank: from the ranks of one pipeline to the rank of each stage.
+        undo: is told how to make the model what it was, should the trainer be refused.
         stage_to_rank: the rank of each stage, within one copy of the pipeline.
         device: where this rank trains.
         timeout: after how many seconds without a message a rank gives up.
@@ -98,6 +100,7 @@ class DistributedTrainer(Trainer):
         task: Task,
         *,
         default_stage_to_rank: Callable[[int], Sequence[int]],
+        undo: ExitStack,
         stage_to_rank: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         timeout: float = 600.0,
@@ -122,16 +125,16 @@ class DistributedTrainer(Trainer):
         self._shared_buffers = SharedBuffers(model, programs, layout)
         self._shared_buffers.check_statistics(model)
         self.ranks = Ranks.arrange(layout, self.device, control)
-        weights = distribute(model, programs, self.ranks, self.device)
+        weights = distribute(model, programs, self.ranks, self.device, undo)
         method, accumulate = programs[0].method, settings.accumulate
         windows = [window(method, stages, stage, accumulate) for stage in range(stages)]
         channels = open_channels(self.ranks, list(partition.ties), self.device, limit, windows)
-        transport = DistributedTransport(self.ranks, channels, timeout)
+        self.transport = DistributedTransport(self.ranks, channels, timeout)
         refusal: Exception | None = None
         try:
             super().__init__(
                 task,
-                transport=transport,
+                transport=self.transport,
                 device=self.device,
                 stages=self.ranks.stages,
                 rank=self.ranks.rank,
@@ -140,7 +143,7 @@ class DistributedTrainer(Trainer):
             )
         except Exception as error:
             refusal = error
-        _raise_refusals(transport, refusal)
+        self._raise_refusals(refusal)
         weights.collective, weights.stop_all = self.transport.collective, self.transport.stop_all
         for executor in self.executors:
             executor.stage.device = self.device
@@ -161,6 +164,14 @@ class DistributedTrainer(Trainer):
         """Samples of the last micro-batch, if its step was captured."""
         _open.append(self.transport)
 
+    def _raise_refusals(self, refusal: Exception | None) -> None:
+        """Raise on all ranks if one could not build its stages. Every rank calls it."""
+        text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        for rank, found in enumerate(self.everyone(text)):
+            if found is not None:
+                self.transport.close()
+                raise refusal or InputError(f"net.trainer, {self.ranks.named(rank)}: {found}")
+
     def everyone(self, value: Any) -> Sequence[Any]:
         with self.transport.collective():
             return gather_plain(value, self.ranks.control)
@@ -176,14 +187,17 @@ class DistributedTrainer(Trainer):
         refusal = problem and f"trainer.step: {problem}"
         for executor in self.executors:
             executor.refusal = refusal
-        values = None
+        values, binder, dense = None, self.binder, self.runner.is_on
         if self.is_first:
             values = self._prepared(
-                self.executors[0], lambda: self.binder.prepare(inputs, replay=self._replay)
+                self.executors[0],
+                lambda: binder.prepare(inputs, replay=self._replay, dense=dense),
             )
         if self.is_last:
             self._given = inputs, target
-            moved = self._prepared(self.executors[-1], lambda: (self.binder.to_device(target),))
+            moved = self._prepared(
+                self.executors[-1], lambda: (binder.to_device(target, dense=dense),)
+            )
             if moved is not None:
                 self.loss_head.targets[microbatch] = moved[0]
         fingerprint = None
@@ -274,19 +288,19 @@ class DistributedTrainer(Trainer):
         outputs = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
         return self.binder.count_samples(outputs)
 
-    def _raise_failures(self) -> None:
-        try:
-            super()._raise_failures()
-        except RevcompileError as error:
-            if isinstance(error, InputError):
-                error.add_note("All ranks have left the micro-batch out.")
-            raise
-        except Exception as error:
-            raise InputError(
-                f"trainer.step: the model failed on this micro-batch: {type(error).__name__}: "
-                f"{error}\nAll ranks have left the micro-batch out; feed inputs of the captured "
-                "form (any batch size)."
-            ) from error
+    def _failure(self) -> Any:
+        failure = super()._failure()
+        if isinstance(failure, InputError):
+            failure.add_note("All ranks have left the micro-batch out.")
+        if failure is None or isinstance(failure, RevcompileError):
+            return failure
+        error = InputError(
+            f"trainer.step: the model failed on this micro-batch: {type(failure).__name__}: "
+            f"{failure}\nAll ranks have left the micro-batch out; feed inputs of the captured "
+            "form (any batch size)."
+        )
+        error.__cause__ = failure
+        return error
 
     def _stop(self, error: BaseException) -> None:
         super()._stop(error)
@@ -341,20 +355,6 @@ class DistributedTrainer(Trainer):
         return merged.evaluation()
 
     # -- checkpoints --------------------------------------------------------------------------
-
-    def _flush_to_save(self) -> None:
-        """Flush; a gradient that turns out bad on one rank keeps all of them from saving."""
-        failure: NonFiniteError | None = None
-        try:
-            self.flush()
-        except NonFiniteError as error:
-            failure = error
-        texts = self.everyone(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise InputError(f"trainer.save: not saved, {self.ranks.named(rank)}: {text}")
 
     def _write_checkpoint(self, folder: str | Path, keep: int) -> Path:
         """Every rank writes its own stages; if one cannot, all raise and training can go on."""
@@ -445,18 +445,6 @@ class DistributedTrainer(Trainer):
             _open.remove(self.transport)
         if not self.transport.close():
             raise RankError("trainer.close: another rank has not closed its trainer")
-
-
-def _raise_refusals(transport: DistributedTransport, refusal: Exception | None) -> None:
-    """Raise on all ranks if one could not build its stages. Every rank calls it."""
-    ranks = transport.ranks
-    text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-    with transport.collective():
-        texts = gather_plain(text, ranks.control)
-    for rank, found in enumerate(texts):
-        if found is not None:
-            transport.close()
-            raise refusal or InputError(f"net.trainer, {ranks.named(rank)}: {found}")
 
 
 @atexit.register

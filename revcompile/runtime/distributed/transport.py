@@ -50,6 +50,7 @@ from revcompile.runtime.distributed.p2p import (
 from revcompile.runtime.distributed.process_groups import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
 from revcompile.runtime.executor.transport import (
+    Mean,
     Message,
     MessageKind,
     Route,
@@ -305,9 +306,7 @@ class DistributedTransport(Transport):
             self.collective,
         )
 
-    def mean(
-        self, stage: int, gradients: dict[str, Tensor], count: int
-    ) -> dict[str, Tensor] | None:
+    def mean(self, stage: int, gradients: dict[str, Tensor], count: int) -> Mean | None:
         average = self.averages.get(stage)
         if average is None:
             return super().mean(stage, gradients, count)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, not_finite
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Order
+
+_NO_SNAPSHOT: Final[tuple[int, Sequence[BufferSnapshot]]] = (-1, ())
 
 
 class StageExecutor:
@@ -109,7 +111,7 @@ class StageExecutor:
         self.measured: set[int] = set()
         """Micro-batches whose reconstruction error is to be measured."""
         self.observer: Trace | None = None
-        self._last_snapshot: tuple[int, Sequence[BufferSnapshot]] = (-1, ())
+        self._last_snapshot = _NO_SNAPSHOT
         """The latest micro-batch, and buffers as they were before its forward pass."""
 
     @property
@@ -143,6 +145,7 @@ class StageExecutor:
         for messages in self._messages():
             messages.clear()
         self.gradients, self._sums, self.contributed = None, None, 0
+        self._last_snapshot = _NO_SNAPSHOT
 
     def _messages(self) -> tuple[dict[int, Any], ...]:
         return self.inputs, self.outputs, self.incoming, self.outgoing, self.fingerprints
@@ -224,6 +227,7 @@ class StageExecutor:
         latest, snapshot = self._last_snapshot
         if latest == microbatch:
             restore(snapshot)
+            self._last_snapshot = _NO_SNAPSHOT
 
     def _send_y(self, action: Action) -> bool:
         keep = self.gradient_predictor is not None
@@ -326,13 +330,12 @@ class StageExecutor:
         self.updater.apply(gradients, scale)
 
     def set_delay(self, update: int) -> None:
-        """Tell the optimizer, or the prediction, by how many updates the given one is late."""
+        """Tell the optimizer and the prediction by how many updates the given one is late."""
         if self.synchronous:
             delay = 0.0 if update < self.synchronous else self.delay
             if self.stage.weights.predicted is not None:
                 self.stage.weights.predicted.delay = delay
-            else:
-                self.updater.set_delay(delay)
+            self.updater.set_delay(delay)
 
     def _count_update(self, scaling: Scaling) -> None:
         if self.contributed:
@@ -343,9 +346,9 @@ class StageExecutor:
         if self.gradients is None:
             if self._sums is None:
                 self._sums = self.stage.take_gradients()
-            self.gradients = self.transport.mean(self.index, self._sums, self.contributed)
-            if self.gradients is not None:
-                self._sums = None
+            mean = self.transport.mean(self.index, self._sums, self.contributed)
+            if mean is not None:
+                (self.gradients, self.contributed), self._sums = mean, None
         return self.gradients
 
     # -- tied parameters ----------------------------------------------------------------------
@@ -372,17 +375,15 @@ class StageExecutor:
         message = self._receive(action.peer, MessageKind.TIED_GRAD, action)
         if message is None:
             return False
-        for name, gradient in self._gradients_of(message, gradients).items():
+        for name, gradient in self._gradients_of(message).items():
             if gradient is not None:
                 own = gradients.get(name)
                 gradients[name] = gradient if own is None else own + gradient
         return True
 
-    def _gradients_of(
-        self, message: Message, own: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor | None]:
+    def _gradients_of(self, message: Message) -> Mapping[str, Tensor | None]:
         """Those of a holder; none if the update is left out, as all micro-batches were here."""
-        return message.resolved().gradients if self.contributed or own else {}
+        return message.resolved().gradients if self.contributed else {}
 
     def _send_tied_weight(self, action: Action) -> bool:
         assert action.peer is not None

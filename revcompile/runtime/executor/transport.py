@@ -130,6 +130,10 @@ Route = tuple[int, int, MessageKind]
 """Sender, receiver, kind of message."""
 
 
+Mean = tuple[dict[str, Tensor], int]
+"""Of gradients, and over how many micro-batches."""
+
+
 class Sending(Protocol):
     """A message on its way to another rank."""
 
@@ -216,9 +220,7 @@ class Transport:
         """Is it a stage of this process?"""
         return True
 
-    def mean(
-        self, stage: int, gradients: dict[str, Tensor], count: int
-    ) -> dict[str, Tensor] | None:
+    def mean(self, stage: int, gradients: dict[str, Tensor], count: int) -> Mean | None:
         """The mean of a stage's gradients over the micro-batches of all its replicas.
 
         Args:
@@ -230,7 +232,7 @@ class Transport:
         """
         if count > 1 and gradients:
             torch._foreach_div_(list(gradients.values()), float(count))
-        return gradients
+        return gradients, count
 
     def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         """The sum over all stages of the squared norm of a gradient; None until all are known."""

@@ -155,7 +155,8 @@ class PassWeights:
         """
         each = [None if self.stash is None else self.backward(used) for used in in_flight]
         versions = _distinct(each)
-        state: dict[str, Any] = {"versions": [copy(dict(version)) for version in versions]}
+        trained = [n for n, p in self._parameters.items() if p.requires_grad]
+        state: dict[str, Any] = {"versions": [copy({n: v[n] for n in trained}) for v in versions]}
         if self.predicted is not None and (predicted := self.predicted.state()) is not None:
             state["predicted"] = copy(predicted)
         if self.rewound is not None:
@@ -174,7 +175,8 @@ class PassWeights:
         if self.rewound is not None:
             self.rewound.load(state["rewound"])
         versions = [
-            {n: t.clone().requires_grad_(self._parameters[n].requires_grad) for n, t in v.items()}
+            detached_copies({n: p for n, p in self._parameters.items() if n not in v})
+            | {n: t.clone().requires_grad_(self._parameters[n].requires_grad) for n, t in v.items()}
             for v in state["versions"]
         ]
         if self.stash is not None:

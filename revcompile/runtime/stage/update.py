@@ -47,8 +47,9 @@ class Updater:
         groups: ParamGroups | None = None,
         lr_schedule: ScheduleFactory | None = None,
         delay: float = 0.0,
+        is_predicted: bool = False,
     ) -> None:
-        self.where = where
+        self.where, self.is_predicted = where, is_predicted
         self.parameters: dict[str, nn.Parameter] = {
             name: p  # type: ignore[misc]
             for name, p in parameters.items()
@@ -75,10 +76,14 @@ class Updater:
             ) from error
 
     def set_delay(self, delay: float) -> None:
-        """Tell optimizers that want to know by how many updates gradients are late."""
+        """Tell optimizers that want to know by how many updates gradients are late.
+
+        Predicted weights compensate for the delay: an optimizer must not do so once more.
+        """
+        name = "predicted_delay" if self.is_predicted else "delay"
         for member in members(self.optimizer) if self.optimizer is not None else ():
-            if hasattr(member, "delay"):  # as ours have
-                member.delay = delay
+            if hasattr(member, name):  # as ours have
+                setattr(member, name, delay)
 
     def _check_schedule(self) -> None:
         schedule = self.lr_schedule
@@ -87,19 +92,19 @@ class Updater:
                 f"lr_schedule, {self.where}: ReduceLROnPlateau needs a metric at every step, but "
                 "schedules are stepped at every update; use one that counts updates"
             )
-        assert self.optimizer is not None
-        own = {id(group) for group in self.optimizer.param_groups}
-        scheduled = getattr(schedule, "optimizer", self.optimizer)  # or one of those in it
-        if not all(id(group) in own for group in scheduled.param_groups):
-            raise InputError(
-                f"lr_schedule, {self.where}: it returned the schedule of another optimizer; make "
-                "one of the optimizer that it is given"
-            )
         if not hasattr(schedule, "step"):
             raise InputError(
                 f"lr_schedule, {self.where}: expected a function from an optimizer to a "
                 f"torch.optim.lr_scheduler, got {_kind(schedule)} from it; write e.g. "
                 "lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)"
+            )
+        # By parameter groups: it may be the schedule of one of several optimizers of the stage.
+        own = {id(group) for group in getattr(self.optimizer, "param_groups", ())}
+        scheduled = getattr(getattr(schedule, "optimizer", None), "param_groups", ())
+        if not all(id(group) in own for group in scheduled):
+            raise InputError(
+                f"lr_schedule, {self.where}: it returned the schedule of another optimizer; make "
+                "one of the optimizer that it is given"
             )
 
     def _build(self, factory: OptimizerFactory, groups: ParamGroups | None) -> Optimizer:
@@ -197,9 +202,8 @@ class Updater:
         """
         if self.lr_schedule is None:
             return
-        with nullcontext() if self.has_updated else warnings.catch_warnings():
-            if not self.has_updated:  # torch warns if the optimizer has not taken a step before
-                warnings.simplefilter("ignore")
+        # torch warns if the optimizer has not taken a step before
+        with nullcontext() if self.has_updated else warnings.catch_warnings(action="ignore"):
             self.lr_schedule.step()
 
     def _update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:

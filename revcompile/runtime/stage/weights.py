@@ -92,8 +92,7 @@ class StashedWeights:
 
 
 def _copy_weights(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    if target:
-        names = list(target)
+    if names := [name for name, weight in target.items() if weight.requires_grad]:
         targets = [target[name].detach() for name in names]
         torch._foreach_copy_(targets, [source[name].detach() for name in names])
 
@@ -170,8 +169,10 @@ def parameter_slots(root: nn.Module, parameters: Mapping[str, Tensor]) -> list[t
 
 
 def detached_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that no optimizer updates."""
-    return {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in weights.items()}
+    """Copies that no optimizer updates; frozen weights are themselves, as none does."""
+    return {
+        n: p.detach().clone().requires_grad_() if p.requires_grad else p for n, p in weights.items()
+    }
 
 
 @contextmanager

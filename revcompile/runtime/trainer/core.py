@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from revcompile.errors import InputError, TrainerStoppedError
+from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
 from revcompile.runtime.checkpoint.training import until_signal
 from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
@@ -146,19 +146,21 @@ class Trainer(TrainerState, ABC):
             yield self.step(*split_batch(batch))
 
     def flush(self) -> None:
-        """Drain the pipeline: every micro-batch comes back, and its gradient is applied.
+        """Drain the pipeline: all gradients come back and are applied. Every rank calls it.
 
         Raises:
             NonFiniteError: Of one on its way back, which was left out; the pipeline is drained.
+                On all ranks, whichever has met it.
         """
         self._check_usable()
         self._check_tree("trainer.flush", self._unseen_change())
         self._drain()
-        try:
-            self._raise_failures()
-        except Exception as error:
-            error.add_note("The pipeline is drained; go on without another flush.")
-            raise
+        failure = self._failure()
+        own = None if failure is None else (str(failure), failure.stage, failure.microbatch)
+        for text, stage, microbatch in filter(None, self.everyone(own)):
+            failure = failure or NonFiniteError(text, stage=stage, microbatch=microbatch)
+            failure.add_note("The pipeline is drained; go on without another flush.")
+            raise failure
 
     def _drain(self) -> None:
         self._sync_stages()
@@ -241,12 +243,9 @@ class Trainer(TrainerState, ABC):
             return self.tree.problem() or self.parameter_guard.problem()
         turn, phase = divmod(step, 4)
         parts = self.parameter_guard.parts
-        match phase:
-            case 0:
-                return self.tree.problem(turn)
-            case 2:
-                return parts[turn % len(parts)].problem()
-        return None
+        if phase == 0:
+            return self.tree.problem(turn)
+        return parts[turn % len(parts)].problem() if phase == 2 else None
 
     @property
     def _replay(self) -> int | None:
@@ -269,10 +268,10 @@ class Trainer(TrainerState, ABC):
             if found is not None:
                 raise InputError(f"{where}: {found}")
 
-    def _raise_failures(self) -> None:
-        """Raise the first error of a micro-batch left out that has become known, and name others.
+    def _failure(self) -> Any:
+        """An error of a micro-batch left out, if one has become known; it names the others.
 
-        Bad gradients first: they are of older ones.
+        That of a bad gradient comes first: it is of an older one. Between steps there are no other.
         """
         failures: list[Exception] = [*self.runner.failures()]
         for executor in self.executors:
@@ -282,8 +281,7 @@ class Trainer(TrainerState, ABC):
             executor.failures, executor.forward_errors = [], []
         for other in failures[1:]:
             failures[0].add_note(f"And {other}")
-        for failure in failures:
-            raise failure
+        return failures[0] if failures else None
 
     # -- evaluation and diagnostics -----------------------------------------------------------
 
@@ -355,7 +353,8 @@ class Trainer(TrainerState, ABC):
         self.metrics = metrics
         if self._trace is not None:
             self._trace.stepped()
-        self._raise_failures()
+        if (failure := self._failure()) is not None:
+            raise failure
         return metrics
 
     def trace(self, path: str | Path, *, steps: int | None = None) -> Trace:
@@ -442,12 +441,9 @@ class Trainer(TrainerState, ABC):
         self._raise_on_all("trainer.save", self._unseen_change())
         self._sync_stages()
         if drain:
-            self._flush_to_save()
+            self.flush()
         self._check_savable()
         return self._write_checkpoint(folder, keep)
-
-    def _flush_to_save(self) -> None:
-        self.flush()
 
     @abstractmethod
     def _write_checkpoint(self, folder: str | Path, keep: int) -> Path: ...

@@ -42,10 +42,15 @@ class InputBinder:
         """Have guards been looked at since the last step?"""
 
     def prepare(
-        self, inputs: Any, where: str = "trainer.step", replay: int | None = None
+        self,
+        inputs: Any,
+        where: str = "trainer.step",
+        replay: int | None = None,
+        dense: bool = False,
     ) -> dict[str, Any]:
         """Inputs by argument name, on the device, and such that every guard holds."""
-        return self.check_guards(self.bind(self.to_device(inputs, where), where), where, replay)
+        moved = self.to_device(inputs, where, dense)
+        return self.check_guards(self.bind(moved, where), where, replay)
 
     def bind(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
         """Inputs by the names of the model's arguments; not moved."""
@@ -103,17 +108,28 @@ class InputBinder:
             "or call petrafy with an example of this case"
         )
 
-    def to_device(self, tree: Any, where: str = "trainer.step") -> Any:
+    def to_device(self, tree: Any, where: str = "trainer.step", dense: bool = False) -> Any:
+        self.check_tensors(tree, where, dense)
+        if isinstance(tree, Tensor):
+            return tree.to(self.device, non_blocking=True)
+        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), tree)
 
-        def move(tensor: Tensor) -> Tensor:
+    def check_tensors(self, tree: Any, where: str = "trainer.step", dense: bool = False) -> None:
+        """Refuse tensors without values and, if `dense` (for static buffers), sparse ones."""
+        tensors = [tree]
+        if not isinstance(tree, Tensor):
+            tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
             if tensor.is_meta and self.device.type != "meta":
                 raise InputError(
                     f"{where}: got a tensor on the meta device, which has no values "
                     f"({described(tree)}); feed data from the CPU or a GPU"
                 )
-            return tensor.to(self.device, non_blocking=True)
-
-        return move(tree) if isinstance(tree, Tensor) else pytree.tree_map_only(Tensor, move, tree)
+            if dense and tensor.layout is not torch.strided:
+                raise InputError(
+                    f"{where}: got a tensor of layout {tensor.layout}, but captured steps take "
+                    "dense ones; feed tensor.to_dense(), or pass backend='eager'"
+                )
 
     def count_samples(self, values: Mapping[str, Any]) -> int:
         """The size of the dimension that grows with the batch."""

@@ -91,6 +91,8 @@ class LocalTrainer(Trainer):
         if not self.runner.is_on:
             return None
         microbatch = self.schedule.injected
+        for given in (inputs, target):
+            self.binder.check_tensors(given, dense=True)
         values = self.binder.check_guards(self.binder.bind(inputs), replay=self._replay)
         is_observed = bool(self.probes or self._trace) or self._is_measured(microbatch)
         batch = values, target

@@ -145,8 +145,8 @@ def _build_executor(
         optimizer,
         groups=settings.param_groups,
         lr_schedule=settings.lr_schedule,
-        # Predicted weights compensate for the delay: an optimizer must not do so once more.
-        delay=0.0 if settings.synchronous or stage.weights.predicted is not None else delay,
+        delay=0.0 if settings.synchronous else delay,
+        is_predicted=stage.weights.predicted is not None,
     )
     gradient_predictor = None
     if program.method.order is Order.SYNTHETIC and not program.is_last:

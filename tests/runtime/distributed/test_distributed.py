@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import re
 import subprocess
@@ -170,9 +171,11 @@ def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
     run = Run(model="vit", steps=4)
     results, codes = launch(tmp_path, 2, absent, run=dataclasses.asdict(run))
     assert codes == [0, 0]
-    for state, error in results:
+    for state, errors in results:
         assert not differences(alone(run)["state"], state)
-        assert "no rank has the values of token" in error and "load weights" in error
+        assert len(errors) == 2
+        for error in errors:
+            assert "no rank has the values of token" in error and "load weights" in error
 
 
 def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
@@ -387,14 +390,25 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_one_rank_cannot_build_is_refused_by_all(tmp_path: Path) -> None:
-    """No rank has rounded its weights by then."""
+    """No rank has rounded or freed weights, or changed what the trainer before has."""
     results, codes = launch(tmp_path, 2, "refuse")
     assert codes == [0, 0]
     assert "net.trainer, rank 1 (stages 2, 3): InputError: optimizer, stage 2" in results[0][0]
     assert results[1][0].startswith("optimizer, stage 2: expected a torch.optim.Optimizer")
     for _, is_same, state in results:
         assert is_same
-        assert not differences(alone(Run(weights="rewound", steps=2))["state"], state)
+        assert not differences(alone(Run(weights="rewound", steps=4))["state"], state)
+
+
+def test_a_bad_gradient_that_a_flush_finds_is_raised_by_all(tmp_path: Path) -> None:
+    results, codes = launch(tmp_path, 2, "drain_bad")
+    assert codes == [0, 0]
+    (raised, _, state), (elsewhere, losses, other) = results
+    assert raised == elsewhere
+    text, *where, note = raised
+    assert text.startswith("stage 0, micro-batch 0: the gradient of parameter") and where == [0, 0]
+    assert note == "The pipeline is drained; go on without another flush."
+    assert all(map(math.isfinite, losses)) and not differences(state, other)
 
 
 def test_the_difference_names_the_ranks() -> None:

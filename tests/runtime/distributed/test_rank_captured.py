@@ -38,6 +38,7 @@ UNDISTURBED: Final = {
     Run(order="paper", accumulate=2, clip=0.1, steps=15): {"check_finite": False},
     Run(method="petra_stashed", steps=11, stage_to_rank=(0, 1, 1, 1)): {},
     Run(model="words", accumulate=2, clip=0.1, steps=15): {},
+    Run(model="detached", steps=12): {},
 }
 """The last micro-batch of each is smaller: it goes the ordinary way."""
 
@@ -55,6 +56,25 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
         for static, eager in zip(each[::2], each[1::2], strict=True):
             assert not differences(eager["state"], static["state"])
             assert all(static["captured"][5:]) and not any(eager["captured"])
+
+
+def test_copies_that_leave_micro_batches_out_share_the_same_weights(tmp_path: Path) -> None:
+    """Also where the stage that owns a shared weight has no gradient of its own.
+
+    Captured or not, or one of them: then no copy lets a parameter decay that none differentiates.
+    """
+    runs = [
+        Run(model="taught by head", stages=5, stage_to_rank=(0,) * 5, steps=13),
+        Run(model="detached", stage_to_rank=(0,) * 4, steps=13),
+    ]
+    backends = [("static", False), ("eager", False), ("static", True)]
+    each = [todo("left_out", run, mixed, backend=b) for run in runs for b, mixed in backends]
+    results, codes = launch(tmp_path, 2, several, todo=each)
+    assert codes == [0, 0]
+    for number in range(len(each)):
+        expected = results[0][number - number % len(backends)]["state"]
+        for of_rank in results:
+            assert not differences(expected, of_rank[number]["state"]), each[number]
 
 
 def test_captured_ranks_share_weights_after_a_flush(tmp_path: Path) -> None:

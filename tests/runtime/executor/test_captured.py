@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -353,6 +354,33 @@ def test_a_batch_that_cannot_run_changes_nothing() -> None:
             if spoiled and index == 5:
                 with pytest.raises(InputError, match="captured with"):
                     trainer.step(x[:, :3], y)
+            trainer.step(x, y)
+        assert is_active(trainer)
+        found.append(weights(net))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("is_target", [False, True])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.to("meta"), "on the meta device, which has no values"),
+        (Tensor.to_sparse, r"of layout torch.sparse_coo, .* feed tensor.to_dense\(\)"),
+    ],
+)
+def test_data_that_static_buffers_cannot_hold_changes_nothing(
+    change: Callable[[Tensor], Tensor], said: str, is_target: bool
+) -> None:
+    """Before steps are captured, and when they are."""
+    found = []
+    for spoiled in (False, True):
+        net, trainer = made("static")
+        for index, (x, y) in enumerate(even(FULL + 2)):
+            y = F.one_hot(y, 3).double()
+            if spoiled and index in (1, FULL + 1):
+                assert is_active(trainer) == (index > FULL)
+                with pytest.raises(InputError, match=f"trainer.step: got a tensor {said}"):
+                    trainer.step(*((x, change(y)) if is_target else (change(x), y)))
             trainer.step(x, y)
         assert is_active(trainer)
         found.append(weights(net))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from training import Batch, adam, momentum, same, seeded, weights
+from training import adam, momentum, next_word, same, seeded, sentences, weights
 
 import revcompile
 from revcompile.errors import NonFiniteError
@@ -76,7 +77,7 @@ class Training:
 
     def __init__(self, make: type[Shared], backend: str, settings: dict[str, Any]) -> None:
         self._made, self._settings = compiled(make), {"backend": backend, **settings}
-        self._data = iter(sentences(40))
+        self._data = iter(sentences(40, 7, (2, 4)))
         self.losses: list[float] = []
         self.trainer = self._new()
 
@@ -103,16 +104,6 @@ class Training:
         return self.losses, state["stages"], state["messages"], weights(self.net)
 
 
-def next_word(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def sentences(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(2)
-    found = [torch.randint(0, 7, (2, 4), generator=generator) for _ in range(count)]
-    return [(words[:, :-1], words[:, 1:]) for words in found]
-
-
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "petra": {},
     "adam, synchronous": {"optimizer": adam, "accumulate": 2, "synchronous": 2},
@@ -126,46 +117,54 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
+def alike(make: type[Shared], name: str, run: Callable[[Training], bool]) -> dict[str, Tensor]:
+    """The weights that a training ends with, which is the same with captured steps.
+
+    Args:
+        run: Trains; was the last step captured?
+    """
+    found = []
+    for backend in ("eager", "static"):
+        training = Training(make, backend, SETTINGS[name])
+        assert run(training) == (backend == "static")
+        found.append(training.end())
+    assert same(*found)
+    end: dict[str, Tensor] = found[0][-1]
+    return end
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_pipeline_that_is_drained_at_any_moment(name: str) -> None:
     """By a flush; after some of them training goes on in a new trainer."""
-    found = []
-    for backend in ("eager", "static"):
-        training = Training(Shared, backend, SETTINGS[name])
+
+    def run(training: Training) -> bool:
         for steps in range(1, MOST + 1):
             is_captured = training.steps(steps)
             training.trainer.flush()
             if steps % 3 == 0:
                 training.restart()
-        assert is_captured == (backend == "static")
-        found.append(training.end())
-    assert same(*found)
+        return is_captured
+
+    alike(Shared, name, run)
 
 
 @pytest.mark.parametrize("name", ["petra", "clipped", "stashed", "reversible"])
 def test_a_state_taken_at_any_moment(name: str) -> None:
-    found = []
-    for backend in ("eager", "static"):
-        training = Training(Shared, backend, SETTINGS[name])
+    def run(training: Training) -> bool:
         for steps in (3, 4, 5, 6):
             is_captured = training.steps(steps)
             training.restart()
-        assert is_captured == (backend == "static")
-        found.append(training.end())
-    assert same(*found)
+        return is_captured
+
+    alike(Shared, name, run)
 
 
 @pytest.mark.parametrize("name", ["petra", "clipped", "paper order", "backprop"])
 def test_parameters_without_gradients_in_some_stages(name: str) -> None:
     """What no stage differentiates is never updated, and does not decay."""
-    found = []
-    for backend in ("eager", "static"):
-        training = Training(Detached, backend, SETTINGS[name])
-        assert training.steps(MOST + 1) == (backend == "static")
-        found.append(training.end())
+    end = alike(Detached, name, lambda training: training.steps(MOST + 1))
     start = compiled(Detached).model.get_parameter("blocks.0.weight")
-    assert torch.equal(found[1][-1]["blocks.0.weight"], start)
-    assert same(*found)
+    assert torch.equal(end["blocks.0.weight"], start)
 
 
 def test_gradients_of_another_rank_that_has_not_computed_all_of_them() -> None:
@@ -192,7 +191,7 @@ def test_a_micro_batch_that_the_owner_leaves_out(optimizer: Any, accumulate: int
     for backend in ("eager", "static"):
         settings = {"optimizer": optimizer, "accumulate": accumulate, "lr_schedule": falling}
         training, reported = Training(Steep, backend, settings), []
-        for index, (words, target) in enumerate(sentences(26)):
+        for index, (words, target) in enumerate(sentences(26, 7, (2, 4))):
             words = words.clamp(max=5).index_fill(0, torch.tensor(0), 6 if index in bad else 5)
             try:
                 training.trainer.step(words, target)

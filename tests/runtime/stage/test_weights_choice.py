@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from training import Plain, batches, feed, fresh, momentum, same, through_a_file, weights
 from transcription import Message, Stage, Transcription
 
-from revcompile.errors import InputError
-from revcompile.optim import ErrorFeedback
+from revcompile import staged
+from revcompile.errors import InputError, RevcompileWarning
+from revcompile.optim import DelayAwareMuon, ErrorFeedback
 from revcompile.runtime.stage.rewound_weights import RewoundWeights
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
 
@@ -189,6 +190,39 @@ def test_static_steps_and_checkpoints(kind: str, accumulate: int) -> None:
     assert same(*ends)
 
 
+class PartlyFrozen(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize("method", ["petra_stashed", "ddg"])
+def test_stashed_weights_are_copies_of_what_is_trained(method: str) -> None:
+    """Frozen ones are themselves, in checkpoints too; as if they were copied."""
+    ends = []
+    for backend in ("eager", "static") if method == "petra_stashed" else ("eager",):
+        net = fresh(PartlyFrozen)
+        trainer = net.trainer(momentum, F.cross_entropy, method=method, backend=backend)
+        feed(trainer, STEPS[:6])
+        if method == "petra_stashed":
+            state = through_a_file(trainer.state_dict())
+            saved = {name for stage in state["stages"] for v in stage["versions"] for name in v}
+            assert saved and all(net.model.get_parameter(name).requires_grad for name in saved)
+            net = fresh(PartlyFrozen)
+            trainer = net.trainer(momentum, F.cross_entropy, method=method, backend=backend)
+            trainer.load_state_dict(state)
+        feed(trainer, STEPS[6:9])
+        stages = [executor.stage for executor in trainer.executors]
+        copies = [(stage.parameters, copy) for stage in stages for copy in stage.stashed()]
+        assert copies
+        for parameters, copy in copies:
+            assert all((copy[n] is p) != p.requires_grad for n, p in parameters.items())
+        trainer.flush()
+        ends.append(weights(net))
+    assert same(ends[0], ends[-1])
+
+
 def test_the_delay_is_compensated_once() -> None:
     delays = {}
     for kind in ("stashed", "rewound", "predicted"):
@@ -199,6 +233,26 @@ def test_the_delay_is_compensated_once() -> None:
         assert trainer.delays == (3, 2, 1, 0)
     late = [3, 2, 1, 0]
     assert delays == {"stashed": late, "rewound": late, "predicted": [0, 0, 0, 0]}
+
+
+def test_matrices_are_limited_where_weights_are_predicted_too() -> None:
+    ends = {}
+    for drift, backend in ((None, "eager"), (1e-3, "eager"), (1e-3, "static")):
+        net = fresh(Plain)
+        trainer = net.trainer(
+            lambda p, drift=drift: DelayAwareMuon(p, lr=0.05, max_drift=drift),
+            F.cross_entropy,
+            weights="predicted",
+            synchronous=1,
+            backend=backend,
+        )
+        feed(trainer, STEPS)
+        optimizers = [executor.updater.optimizer for executor in trainer.executors]
+        assert [(o.delay, o.predicted_delay) for o in optimizers] == [(0, n) for n in (3, 2, 1, 0)]
+        trainer.flush()
+        ends[drift, backend] = weights(net)
+    assert same(ends[1e-3, "eager"], ends[1e-3, "static"])
+    assert not same(ends[None, "eager"], ends[1e-3, "eager"])
 
 
 def test_memory_of_each_choice() -> None:
@@ -304,6 +358,14 @@ def test_a_refused_trainer_leaves_the_model_where_it_is(monkeypatch: pytest.Monk
         net.trainer(len, F.cross_entropy, device="cpu:0")
     there, back = torch.device("cpu:0"), torch.device("cpu")
     assert moves == [there, there, back]
+
+    def warn(_: Any) -> None:
+        raise RevcompileWarning("late gradients")
+
+    monkeypatch.setattr(staged, "warn_of_delay", warn)  # where warnings are errors
+    with pytest.raises(RevcompileWarning):
+        net.trainer(momentum, F.cross_entropy, device="cpu:0")
+    assert moves == [there, there, back, there, back]
 
 
 def test_a_trainer_of_which_a_warning_is_an_error_changes_no_weights() -> None:

@@ -25,10 +25,12 @@ from training import (
     feed,
     fresh,
     momentum,
+    next_word,
     plain_loop,
     plain_sgd,
     same,
     seeded,
+    sentences,
     trainer_of,
     weights,
 )
@@ -320,16 +322,6 @@ class Language(nn.Module):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return self.head(x)
-
-
-def next_word(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def sentences(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(2)
-    found = [torch.randint(0, 11, (3, 6), generator=generator) for _ in range(count)]
-    return [(words[:, :-1], words[:, 1:]) for words in found]
 
 
 def language(stages: int) -> revcompile.StagedModel:

@@ -525,6 +525,28 @@ def test_an_update_is_the_mean_over_what_is_not_left_out(accumulate: int) -> Non
     assert worst(dict(model.state_dict()), dict(net.module().state_dict()))[0] < 1e-12
 
 
+def test_a_step_that_is_undone_leaves_what_was_loaded_since() -> None:
+    """Also by stages that have not run: what they would restore is from an attempt before."""
+    net = fresh()
+    trainer = trainer_of(net, method="backprop")
+    start, (x, y) = trainer.state_dict(), batches(1)[0]
+
+    def fail_at_the_first_stage() -> dict[str, Tensor]:
+        with pytest.raises(InputError, match="captured with"):
+            trainer.step(x[:, :3], y)
+        return dict(net.model.state_dict())
+
+    with pytest.raises(InputError, match="check that the target fits"):
+        trainer.step(x, y[:1])  # after the forward passes, which move running statistics
+    loaded = {name: value + 1 for name, value in net.model.state_dict().items()}
+    net.model.load_state_dict(loaded)
+    assert same(fail_at_the_first_stage(), loaded)
+    trainer.step(x, y)
+    start["model"] = {name: value + 2 for name, value in start["model"].items()}
+    trainer.load_state_dict(start)
+    assert same(fail_at_the_first_stage(), dict(start["model"]))
+
+
 class Root(nn.Module):
     """Its value is fine at zero, its gradient is not."""
 

@@ -34,10 +34,7 @@ from revcompile.runtime.executor.transport import (
     Transport,
     next_message,
 )
-from revcompile.runtime.stage.static_buffers import (
-    Flat,
-    StaticBuffers,
-)
+from revcompile.runtime.stage.static_buffers import Flat, StaticBuffers
 from revcompile.schedule import Schedule, Tie
 
 
@@ -204,8 +201,8 @@ class Boundary:
             names = (executor.tied_replicas if is_grad else executor.tied_owners)[source]
             shared = {name: executor.stage.parameters[name] for name in names}
             message = Message(0, shared)
-            if is_grad:
-                trained = {name: p for name, p in shared.items() if p.requires_grad}
+            if is_grad:  # an update with zeros would let a parameter decay that nothing trains
+                trained = {n: p for n, p in shared.items() if n in executor.program.trained}
                 message = Message(0, {}, trained).flagged(flag)
             self._incoming[route] = StaticMessage(message)
 

@@ -83,7 +83,7 @@ class CapturedUpdater(Updater):
     def __init__(self, updater: Updater) -> None:
         self.where, self.parameters = updater.where, updater.parameters
         self.optimizer, self.lr_schedule = updater.optimizer, updater.lr_schedule
-        self.has_updated = updater.has_updated
+        self.has_updated, self.is_predicted = updater.has_updated, updater.is_predicted
         self.found_inf: Tensor | None = None
         """A flag; if it is set, `apply_captured` changes nothing."""
         groups = self._groups
@@ -249,7 +249,6 @@ class FixedSettings:
         self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
         self._members = [member for o in self._optimizers for member in members(o)]
         self._states = [member.state for member in self._members]
-        self._late = [member for member in self._members if hasattr(member, "delay")]
         names = [[n for n in group if n not in _NOT_FIXED] for group in self._groups()]
         # One call reads all settings of a group: they are compared before every step.
         self._read = [itemgetter(*fixed) if fixed else len for fixed in names]
@@ -263,7 +262,7 @@ class FixedSettings:
             (len(group) - ("initial_lr" in group), read(group))
             for read, group in zip(self._read, self._groups(), strict=True)
         ]
-        delays = [member.delay for member in self._late]
+        delays = [(getattr(m, "delay", 0), getattr(m, "predicted_delay", 0)) for m in self._members]
         return groups, delays, list(map(Tensor.data_ptr, self._parameters))
 
     def have_changed(self) -> bool:

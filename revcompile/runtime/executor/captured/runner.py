@@ -209,9 +209,8 @@ class GraphRunner:
         if self._changes > _MOST_CHANGES:
             self._give_up(
                 "the optimizer's settings or state, or where parameters lie in memory, change all "
-                "the time "
-                "(of schedules only learning rates may: OneCycleLR takes cycle_momentum=False; "
-                "write weights with copy_, not by .data = ...)"
+                "the time (of schedules only learning rates may: OneCycleLR takes "
+                "cycle_momentum=False; write weights with copy_, not by .data = ...)"
             )
             return False
         try:

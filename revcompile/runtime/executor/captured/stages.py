@@ -12,10 +12,7 @@ from torch import Tensor
 
 from revcompile.ir.precision_rewrites import taking_stored
 from revcompile.ir.python_code import compile_graph
-from revcompile.runtime.executor.captured.found_inf import (
-    found_inf,
-    zero_if,
-)
+from revcompile.runtime.executor.captured.found_inf import found_inf, zero_if
 from revcompile.runtime.executor.captured.fusion import FusedOps, fuse, write_results
 from revcompile.runtime.executor.captured.optimizers import CapturedUpdater
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
@@ -205,9 +202,7 @@ class CapturedStageExecutor(StageExecutor):
         message = super().tied_gradients(owner, gradients)
         return replace(message, found_inf=self.updater.found_inf)
 
-    def _gradients_of(
-        self, message: Message, own: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor | None]:
+    def _gradients_of(self, message: Message) -> Mapping[str, Tensor | None]:
         return message.gradients  # a flag tells if the update is left out
 
     def _mean_gradients(self) -> dict[str, Tensor] | None:

@@ -27,12 +27,7 @@ from revcompile.runtime.executor.captured.static_transport import StaticTranspor
 from revcompile.runtime.executor.captured.streams import StepStreams, largest_tensor
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import (
-    Message,
-    MessageKind,
-    Route,
-    Transport,
-)
+from revcompile.runtime.executor.transport import Message, MessageKind, Route, Transport
 from revcompile.runtime.reversible.overlap import SMALL
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.static_buffers import (
@@ -254,8 +249,9 @@ class StaticState:
             return False
         # The first step of a full pipeline after a drain receives no tied weights of the first
         # stage, which has not updated since: the only step of its kind, not worth capturing.
-        for owner, holder in ((tie.owner, tie.holder) for tie in schedule.ties):
-            if not (schedule.accumulated[owner] or schedule.waiting_tied(owner, holder)):
+        for tie in schedule.ties:
+            waits = schedule.waiting_tied(tie.owner, tie.holder)
+            if not (schedule.accumulated[tie.owner] or waits):
                 return False
         # One that was left out in its forward pass is not in flight; if all since the last update
         # were left out, there are no gradients.
