@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from revcompile.optim.closures import loss_of
 from revcompile.optim.error_feedback import ErrorFeedback
+from revcompile.optim.late import LateOptimizer, load_precise
 
 
 class CombinedOptimizer(Optimizer):
@@ -38,6 +39,9 @@ class CombinedOptimizer(Optimizer):
             self.state.update(optimizer.state)
         self._share()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"optimizers": self.optimizers}
+
     def _share(self) -> None:
         """Let the optimizers use this one's groups and state."""
         groups = iter(self.param_groups)
@@ -65,6 +69,9 @@ class CombinedOptimizer(Optimizer):
         """Load what `state_dict` returned, for all optimizers."""
         super().load_state_dict(state_dict)
         self._share()
+        late = [part for part in elementary(self) if isinstance(part, LateOptimizer)]
+        groups = [group for part in late for group in part.param_groups]
+        load_precise(self, state_dict, [p for group in groups for p in group["params"]])
 
 
 def members(optimizer: Optimizer) -> list[Optimizer]:
@@ -81,3 +88,19 @@ def elementary(optimizer: Optimizer) -> Iterator[Optimizer]:
         yield from elementary(optimizer.optimizer)
     else:
         yield optimizer
+
+
+def completed(
+    optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A group's saved settings, with those that its optimizer had not when they were saved.
+
+    >>> from revcompile.optim import DelayAwareMuon
+    >>> optimizer = DelayAwareMuon([torch.eye(2)])
+    >>> completed(optimizer, optimizer.param_groups[0], {"lr": 0.1, "chunks": 3})
+    {'max_drift': None, 'chunks': 3, 'lr': 0.1}
+    """
+    added: dict[str, Any] = {}
+    for part in elementary(optimizer):
+        added |= getattr(part, "added_settings", {})
+    return {name: value for name, value in added.items() if name in group} | dict(saved)

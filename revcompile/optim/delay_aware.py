@@ -28,9 +28,9 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from revcompile.optim.closures import loss_of
+from revcompile.optim.late import LateOptimizer, wide
 from revcompile.optim.settings import check_settings, two_betas
 
 LOOK_AHEAD_PER_DELAY: Final = 1.25
@@ -58,11 +58,9 @@ def look_ahead(delay: float) -> float:
     return 1 + LOOK_AHEAD_PER_DELAY * delay
 
 
-class _DelayAware(Optimizer):
+class _DelayAware(LateOptimizer):
     """The running mean of gradients, and the look-ahead from it."""
 
-    delay: float = 0.0
-    """How many updates late gradients are, on average. A trainer sets it for each stage."""
     _means: ClassVar[tuple[str, ...]] = ("mean",)
     """Names of the running means of each parameter, the first of gradients; in float32 at least."""
 
@@ -95,8 +93,7 @@ class _DelayAware(Optimizer):
             if "step" not in state:
                 device = p.device if group["capturable"] else "cpu"
                 state["step"] = torch.zeros((), device=device)
-                dtype = torch.promote_types(p.dtype, torch.float32)
-                state.update({name: torch.zeros_like(p, dtype=dtype) for name in self._means})
+                state.update({name: torch.zeros_like(p, dtype=wide(p)) for name in self._means})
             number = None if group["capturable"] else state["step"].item()
             batches.setdefault((p.device, p.dtype, number), []).append(p)
         return batches.values()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from revcompile.optim.closures import loss_of
+from revcompile.optim.late import LateOptimizer
 from revcompile.optim.settings import check_settings
 
 PREVIOUS = "previous_update"
@@ -45,7 +46,7 @@ def apply_with_feedback(
     torch._foreach_copy_(previous, updates)
 
 
-class ErrorFeedback(Optimizer):
+class ErrorFeedback(LateOptimizer):
     """Any torch optimizer, with error feedback proportional to the delay of its gradients.
 
     A trainer sets `delay` (in updates) for each stage's optimizer. Without delay this is the
@@ -67,8 +68,7 @@ class ErrorFeedback(Optimizer):
     0.6
     """
 
-    delay: float = 0.0
-    """How many updates late gradients are, on average."""
+    copied = ("delay", "optimizer", "feedback")
 
     def __init__(self, optimizer: Optimizer, feedback: float = 1.0) -> None:
         if not isinstance(optimizer, Optimizer):

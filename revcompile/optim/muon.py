@@ -20,16 +20,17 @@ the limit with them.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from revcompile.errors import InputError
 from revcompile.optim.closures import loss_of
 from revcompile.optim.error_feedback import apply_with_feedback
+from revcompile.optim.late import LateOptimizer, wide
 from revcompile.optim.settings import check_settings, two_betas
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
@@ -38,13 +39,18 @@ _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _LEAST_SPECTRAL_NORM: Final = 0.1
 """A matrix counts as at least so large when its update is limited: it may start at zero."""
 
-_FUSED: Final = frozenset(("qkv", "to_qkv", "qkv_proj", "Wqkv", "in_proj_weight", "c_attn"))
-"""Names of layers or parameters that compute queries, keys and values, in this order, as one."""
+_FUSED: Final = frozenset(("qkv", "to_qkv", "qkv_proj", "Wqkv", "c_attn"))
+"""Names of layers that compute queries, keys and values as one, usually in this order."""
+
+_BY_HEAD: Final = frozenset(
+    ("tiny_vit", "levit", "modeling_codegen", "modeling_gpt_bigcode", "modeling_minimax")
+)
+"""Modules of timm and transformers whose layers of these names have other orders: head by head."""
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
-class DelayAwareMuon(Optimizer):
+class DelayAwareMuon(LateOptimizer):
     """Muon for weight matrices, AdamW for the rest, and error feedback for the delay of a stage.
 
     A trainer sets `delay` (in updates) for each stage's optimizer. With `delay` 0 matrices are
@@ -57,7 +63,8 @@ class DelayAwareMuon(Optimizer):
 
     Args:
         params: parameters, or groups of them; a group may set `use_muon=True` or `False`, and
-            `chunks=3` for matrices that are three in one, along their longer side.
+            `chunks=3` for matrices that are three in one, along their longer side (`max_drift`
+            limits them as one).
         lr: learning rate of matrices.
         adamw_lr: learning rate of everything else.
         momentum: of matrices; the step is Nesterov's.
@@ -65,7 +72,8 @@ class DelayAwareMuon(Optimizer):
         weight_decay: decoupled, times the learning rate, for matrices and everything else.
         feedback: error feedback for each update of delay; 0 switches it off.
         max_drift: how far a matrix may move during the delay of its gradients, relative to its
-            norm; None: any distance. Without delay there is no limit.
+            norm, what error feedback adds not counted; None: any distance. Without delay there is
+            no limit.
         ns_steps: Newton-Schulz iterations.
         eps: added to AdamW's denominators.
         capturable: keep counters on the device, as CUDA graphs need it.
@@ -76,10 +84,11 @@ class DelayAwareMuon(Optimizer):
     [(1, True, 0.01), (1, False, 0.0005)]
     """
 
-    delay: float = 0.0
-    """How many updates late gradients are, on average."""
     predicted_delay: float = 0.0
-    """The same where the trainer predicts weights, so that no error feedback is needed."""
+    """The delay where the trainer predicts weights, so that no error feedback is needed."""
+    copied = ("delay", "predicted_delay", "_adamw_lr")
+    added_settings: ClassVar[Mapping[str, Any]] = {"max_drift": None, "chunks": 1}
+    """Settings of groups that were saved before there were these: as they were."""
 
     def __init__(
         self,
@@ -114,37 +123,28 @@ class DelayAwareMuon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; without `use_muon` they are split by their dimensions."""
-        for group in _split(param_group, self._adamw_lr):
-            if group["use_muon"] and any(p.ndim < 2 for p in group["params"]):
-                raise InputError("use_muon=True: expected parameters of two or more dimensions")
+        # All are checked before any is added: a group that is refused changes nothing.
+        groups = [_checked(g, self.defaults) for g in _split(param_group, self._adamw_lr)]
+        for group in groups:
             super().add_param_group(group)
-            _check(self.param_groups[-1])
-            count = self.param_groups[-1]["chunks"]
-            odd = [p for p in group["params"] if p.ndim != 2 or max(p.shape) % count]
-            if group["use_muon"] and count > 1 and odd:
-                raise InputError(
-                    f"chunks={count}: expected matrices whose longer side can be divided by "
-                    f"{count}, got shape {tuple(odd[0].shape)}"
-                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Groups of a state that was saved before there were these settings are as they were."""
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("max_drift", None)
-            group.setdefault("chunks", 1)
+            group.update({**self.added_settings, **group})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update of all parameters that have a gradient."""
         loss = loss_of(closure)
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            params = [p for p in group["params"] if p.grad is not None and p.numel()]
             if not params:
                 continue
             for p in params:
                 self._initialise(p, group)
-            grads = [p.grad.to(_wide(p)) for p in params]
+            grads = [p.grad.to(wide(p)) for p in params]
             compute = self._muon_updates if group["use_muon"] else self._adamw_updates
             updates = compute(group, params, grads)
             if group["weight_decay"]:
@@ -164,11 +164,11 @@ class DelayAwareMuon(Optimizer):
         if state:
             return
         if group["use_muon"]:
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=_wide(p))
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=wide(p))
         else:
             state["step"] = torch.zeros((), device=p.device if group["capturable"] else "cpu")
-            state["exp_avg"] = torch.zeros_like(p, dtype=_wide(p))
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=_wide(p))
+            state["exp_avg"] = torch.zeros_like(p, dtype=wide(p))
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=wide(p))
 
     def _muon_updates(
         self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
@@ -272,7 +272,9 @@ def _newton_schulz(x: Tensor, steps: int) -> Tensor:
 def _limit(updates: list[Tensor], matrices: list[Tensor], share: float) -> None:
     """Scale updates down, where they are larger than a share of the norm of their matrix."""
     least = [_LEAST_SPECTRAL_NORM * math.sqrt(min(m.shape[0], m[0].numel())) for m in matrices]
-    scales = list(torch._foreach_norm(matrices))
+    # In the precision of updates: a norm may be too large for float16.
+    same = [matrix.to(update) for matrix, update in zip(matrices, updates, strict=True)]
+    scales = list(torch._foreach_norm(same))
     torch._foreach_clamp_min_(scales, least)
     torch._foreach_mul_(scales, share)
     torch._foreach_div_(scales, torch._foreach_norm(updates))  # no update: inf
@@ -285,11 +287,13 @@ def muon_groups(
 ) -> Callable[[NamedParameters], list[dict[str, Any]]]:
     """`param_groups=` for a trainer: which parameters `DelayAwareMuon` updates by Muon, and how.
 
-    AdamW gets parameters of fewer than two dimensions, embeddings (what `no_weight_decay()` of a
-    timm model names, and what has a first dimension of 1, included), and the output layer: what the
+    AdamW gets vectors (of any number of dimensions), embeddings (what `no_weight_decay()` of a timm
+    model names, and what has a first dimension of 1, included), and the output layer: what the
     model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging Face) returns. Matrices
-    that compute queries, keys and values as one (by their names, and where one side is three times
-    the other) are updated as three.
+    that compute queries, keys and values as one are updated as three: those of layers that are
+    called `qkv`, `to_qkv`, `qkv_proj`, `Wqkv` or `c_attn` and have three outputs for each input,
+    and of `nn.MultiheadAttention`. Those whose outputs are known to be ordered by head stay one
+    matrix; if those of your own layer are, set `chunks` of its group to 1.
 
     Args:
         model: the model the parameters belong to.
@@ -304,27 +308,35 @@ def muon_groups(
         raise InputError(f"muon_groups: expected the model, got {model!r}; muon_groups(model)")
     if isinstance(adamw, str):
         raise InputError(f"adamw={adamw!r}: expected a list of paths; write adamw=[{adamw!r}]")
-    excluded = {id(p) for module in _not_matrices(model) for p in module.parameters()}
-    excluded |= {
-        id(p)
-        for name, p in model.named_parameters()
-        if any(name == path or name.startswith(f"{path}.") for path in adamw)
-    }
-    unknown = [path for path in adamw if not _exists(model, path)]
+    # By all its names: a stage may know a tied weight by that of the output layer.
+    every = list(model.named_parameters(remove_duplicate=False))
+    unknown = [path for path in adamw if not any(_is_in(name, path) for name, _ in every)]
     if unknown:
         raise InputError(f"adamw={list(adamw)!r}: the model has no {unknown[0]!r}")
-    names = {name for name, p in model.named_parameters() if id(p) in excluded}
-    names |= set(getattr(model, "no_weight_decay", tuple)())
+    paths = (*adamw, *getattr(model, "no_weight_decay", tuple)())
+    excluded = {id(p) for module in _not_matrices(model) for p in module.parameters()}
+    excluded |= {id(p) for name, p in every if any(_is_in(name, path) for path in paths)}
+    names = {name for name, p in every if id(p) in excluded}
+    fused = {name for name, _ in every if _is_fused(model, name)}
+    known = {name for name, _ in every}
 
     def is_matrix(name: str, p: Tensor) -> bool:
-        return p.ndim >= 2 and p.shape[0] > 1 and name not in names
+        return p.ndim >= 2 and 1 < p.shape[0] < p.numel() and name not in names
+
+    def is_fused(name: str, p: Tensor) -> bool:
+        return name in fused and max(p.shape) == 3 * min(p.shape)
 
     def groups(named: NamedParameters) -> list[dict[str, Any]]:
         # By name: a compiled model may hold parameters of its own under the original names.
+        if named and known.isdisjoint(name for name, _ in named):
+            raise InputError(
+                f"muon_groups: the model has no {named[0][0]!r}; give it the model whose "
+                "parameters are trained"
+            )
         matrices = [(name, p) for name, p in named if is_matrix(name, p)]
         split: list[dict[str, Any]] = [
-            {"use_muon": True, "params": [p for name, p in matrices if not _is_fused(name, p)]},
-            {"use_muon": True, "params": [p for name, p in matrices if _is_fused(name, p)]},
+            {"use_muon": True, "params": [p for name, p in matrices if not is_fused(name, p)]},
+            {"use_muon": True, "params": [p for name, p in matrices if is_fused(name, p)]},
             {"use_muon": False, "params": [p for name, p in named if not is_matrix(name, p)]},
         ]
         split[1]["chunks"] = 3
@@ -343,24 +355,39 @@ def _not_matrices(model: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def _is_fused(name: str, p: Tensor) -> bool:
-    is_named = not _FUSED.isdisjoint(name.split("."))
-    return is_named and p.ndim == 2 and max(p.shape) == 3 * min(p.shape)
+def _is_fused(model: nn.Module, name: str) -> bool:
+    """Does a parameter compute queries, keys and values, one after the other?"""
+    path, _, own_name = name.rpartition(".")
+    layer = model.get_submodule(path)
+    if isinstance(layer, nn.MultiheadAttention):
+        return own_name == "in_proj_weight"
+    of_layer, _, layer_name = path.rpartition(".")
+    shape = getattr(layer, own_name).shape
+    if own_name != "weight" or layer_name not in _FUSED or len(shape) != 2:
+        return False
+    outputs, inputs = shape if isinstance(layer, nn.Linear) else sorted(shape, reverse=True)
+    attention = model.get_submodule(of_layer)
+    is_by_head = (
+        getattr(attention, "head_first", False)
+        or type(attention).__module__.rpartition(".")[2] in _BY_HEAD
+    )
+    has_fewer_keys = getattr(attention, "num_key_value_groups", 1) != 1
+    return outputs == 3 * inputs and not is_by_head and not has_fewer_keys
 
 
-def _exists(model: nn.Module, path: str) -> bool:
-    return any(name == path or name.startswith(f"{path}.") for name, _ in model.named_parameters())
+def _is_in(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
 
 
 def _split(group: Mapping[str, Any], adamw_lr: float) -> list[dict[str, Any]]:
     """A group as groups of which each is updated by Muon or by AdamW."""
     given = group["params"]
-    params: list[Tensor] = [given] if isinstance(given, Tensor) else list(given)
+    params: list[Any] = [given] if isinstance(given, Tensor) else list(given)
     if "use_muon" in group:
         kinds = [(bool(group["use_muon"]), params)]
     else:
-        vectors = [p for p in params if p.ndim < 2]
-        kinds = [(True, [p for p in params if p.ndim >= 2]), (False, vectors)]
+        vectors = [p for p in params if _tensor(p).ndim < 2]
+        kinds = [(True, [p for p in params if _tensor(p).ndim >= 2]), (False, vectors)]
     split = []
     for use_muon, members in kinds:
         if members:
@@ -369,8 +396,29 @@ def _split(group: Mapping[str, Any], adamw_lr: float) -> list[dict[str, Any]]:
     return split
 
 
-def _wide(p: Tensor) -> torch.dtype:
-    return torch.promote_types(p.dtype, torch.float32)
+def _tensor(p: Any) -> Tensor:
+    """A parameter; optimizers are given (name, parameter), too."""
+    tensor = p[1] if isinstance(p, tuple) else p
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"DelayAwareMuon: expected parameters, got {type(tensor).__name__}")
+    return tensor
+
+
+def _checked(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with plain numbers as settings; refused if they do not fit its parameters."""
+    settings = {**defaults, **group}
+    _check(settings)
+    shapes = [_tensor(p).shape for p in group["params"] if group["use_muon"]]
+    if any(len(shape) < 2 for shape in shapes):
+        raise InputError("use_muon=True: expected parameters of two or more dimensions")
+    count, drift = int(settings["chunks"]), settings["max_drift"]
+    odd = [shape for shape in shapes if len(shape) != 2 or max(shape) % count]
+    if count > 1 and odd:
+        raise InputError(
+            f"chunks={count}: expected matrices whose longer side can be divided by {count}, got "
+            f"shape {tuple(odd[0])}"
+        )
+    return {**group, "chunks": count, "max_drift": None if drift is None else float(drift)}
 
 
 _CHECKED: Final = ("lr", "adamw_lr", "momentum", "weight_decay", "feedback", "max_drift", "eps")
@@ -384,7 +432,9 @@ def _check(settings: Mapping[str, Any]) -> None:
     if "max_drift" in given and not given["max_drift"]:
         raise InputError("max_drift=0: matrices could not move; None is no limit")
     for name in ("ns_steps", "chunks"):
-        if not (isinstance(settings[name], int) and settings[name] >= 1):
-            raise InputError(f"{name}={settings[name]!r}: expected a whole number, at least 1")
+        value = settings[name]
+        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not is_whole or value < 1:
+            raise InputError(f"{name}={value!r}: expected a whole number, at least 1")
     first, second = two_betas(settings["betas"])
     check_settings({"betas[0]": first, "betas[1]": second})

@@ -312,7 +312,8 @@ def state_copies(
 ) -> float:
     """Bytes of optimizer state per byte of parameters.
 
-    Measured: one step on parameters of the same names and dimensions, but of a few elements. State
+    Measured: one step on parameters of the same names and dimensions, but of a few elements: no
+    dimension is larger than 24, which can be divided as optimizers divide fused matrices. State
     counts if it has the shape of its parameter. Some optimizers have more of it under a delay.
 
     >>> weights = {"weight": torch.zeros(300, 200, requires_grad=True)}
@@ -322,7 +323,7 @@ def state_copies(
     2.0
     """
     small = {
-        name: nn.Parameter(torch.zeros([min(size, 3) for size in p.shape], dtype=p.dtype))
+        name: nn.Parameter(torch.zeros([min(size, 24) for size in p.shape], dtype=p.dtype))
         for name, p in parameters.items()
         if p.requires_grad
     }

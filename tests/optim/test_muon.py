@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import revcompile
-from revcompile.optim import DelayAwareMuon, ErrorFeedback, muon_groups
+from revcompile.optim import DelayAwareMuon, DelayAwareSGD, ErrorFeedback, muon_groups
+from revcompile.optim.combined import CombinedOptimizer, members
 from revcompile.optim.muon import orthogonalise
 
 
@@ -80,31 +83,61 @@ def test_feedback_moves_weights_ahead_by_the_delay(
         torch.testing.assert_close(w, y - delay * (y_before - y))
 
 
-@pytest.mark.parametrize(
-    "make", [DelayAwareMuon, lambda p: ErrorFeedback(torch.optim.AdamW(p))], ids=["muon", "adamw"]
-)
-def test_training_goes_on_from_a_state_dict(make: Callable[[Any], Any]) -> None:
+LATE: dict[str, Callable[[Any], Any]] = {
+    "muon": DelayAwareMuon,
+    "sgd": lambda p: DelayAwareSGD(p, lr=0.1),
+    "error feedback": lambda p: ErrorFeedback(torch.optim.AdamW(p)),
+    "several": lambda p: CombinedOptimizer([ErrorFeedback(DelayAwareSGD(p, lr=0.1))]),
+}
+
+
+def step(optimizer: Optimizer, seed: int) -> list[Tensor]:
+    """The parameters after one more update."""
+    torch.manual_seed(seed)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in params:
+        p.grad = torch.randn(p.shape).to(p)
+    optimizer.step()
+    return params
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LATE)
+def test_training_goes_on_from_a_state_dict(name: str, dtype: torch.dtype) -> None:
+    """To the bit, though torch converts a state to the precision of parameters."""
     torch.manual_seed(0)
-    model = nn.Linear(3, 4)
-    optimizer = make(model.parameters())
-    optimizer.delay = 2.0
-
-    def step(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
-        torch.manual_seed(seed)
-        for p in model.parameters():
-            p.grad = torch.randn_like(p)
-        optimizer.step()
-
-    step(model, optimizer, 1)
-    other = copy.deepcopy(model)
-    resumed = make(other.parameters())
-    resumed.delay = 2.0
+    model = nn.Linear(3, 4).to(dtype)
+    optimizer = LATE[name](model.parameters())
+    tell(optimizer, 2.0)
+    step(optimizer, 1)
+    resumed = LATE[name](copy.deepcopy(model).parameters())
+    tell(resumed, 2.0)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for seed in (2, 3):
-        step(model, optimizer, seed)
-        step(other, resumed, seed)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
+        pairs = zip(step(optimizer, seed), step(resumed, seed), strict=True)
+        assert all(torch.equal(p, q) for p, q in pairs)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("name", LATE)
+def test_copies_know_of_the_delay(name: str, how: Callable[[Any], Any]) -> None:
+    torch.manual_seed(0)
+    optimizer = LATE[name](nn.Linear(3, 4).parameters())
+    tell(optimizer, 2.0)
+    step(optimizer, 1)
+    other = how(optimizer)
+    for seed in (2, 3):
+        pairs = zip(step(optimizer, seed), step(other, seed), strict=True)
+        assert all(torch.equal(p, q) for p, q in pairs)
+    if name != "several":
+        other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    tell(other, 3.0)
+    assert [member.delay for member in members(optimizer)] == [2.0]
+
+
+def tell(optimizer: Any, delay: float) -> None:
+    for member in members(optimizer):
+        member.delay = delay  # type: ignore[attr-defined]
 
 
 class Tower(nn.Module):
@@ -187,21 +220,118 @@ def test_what_cannot_be_divided_is_refused(shape: tuple[int, ...]) -> None:
         DelayAwareMuon([group | {"chunks": 0}])
 
 
+class Conv1D(nn.Module):
+    """A linear layer whose weight is transposed, as those of GPT-2."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(inputs, outputs))
+
+
+def fused_of(model: nn.Module) -> set[str]:
+    """Names of the matrices that are updated as three."""
+    named = list(model.named_parameters())
+    names = {id(p): name for name, p in named}
+    groups = muon_groups(model)(named)
+    return {names[id(p)] for group in groups for p in group["params"] if "chunks" in group}
+
+
+def attention(layer: nn.Module, **attributes: Any) -> nn.Module:
+    module = nn.ModuleDict({"qkv": layer})
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
 def test_fused_projections_are_found() -> None:
     model = nn.ModuleDict(
         {
             "qkv": nn.Linear(4, 12),
             "attention": nn.MultiheadAttention(4, 2),
+            "c_attn": Conv1D(12, 4),
             "mlp": nn.Linear(4, 12),
-            "grouped": nn.ModuleDict({"qkv": nn.Linear(4, 8)}),
+            "grouped": attention(nn.Linear(4, 8)),
+            "grouped_wide": attention(nn.Linear(4, 12), num_key_value_groups=4),
+            "narrow": attention(nn.Linear(12, 4)),
+            "by_head": attention(nn.Linear(4, 12), head_first=True),
+            "adapted": attention(nn.ModuleDict({"down": nn.Linear(12, 4), "up": nn.Linear(4, 12)})),
         }
     )
-    named = list(model.named_parameters())
-    names = {id(p): name for name, p in named}
-    groups = muon_groups(model)(named)
-    found = {names[id(p)]: group.get("chunks", 1) for group in groups for p in group["params"]}
-    fused = [name for name, chunks in found.items() if chunks == 3]
-    assert fused == ["qkv.weight", "attention.in_proj_weight"]
+    assert fused_of(model) == {"qkv.weight", "attention.in_proj_weight", "c_attn.weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_split"),
+    [("vit_tiny_patch16_224", True), ("tiny_vit_5m_224", False), ("maxvit_tiny_rw_224", False)],
+)
+def test_layers_of_timm_that_are_ordered_by_head_are_not_split(name: str, is_split: bool) -> None:
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert bool(fused_of(model)) == is_split
+
+
+def test_vectors_and_tied_weights_are_adamws() -> None:
+    model = Tower()
+    model.scale = nn.Parameter(torch.ones(8, 1, 1))
+    model.table = nn.Linear(8, 8)
+    model.no_weight_decay = lambda: {"table"}  # type: ignore[assignment]
+    model.head.weight = model.embed.weight
+    named = list(model.named_parameters(remove_duplicate=False))
+    names = {id(p): name for name, p in named if name != "embed.weight"}
+    # a stage that has the output layer alone
+    matrices, rest = muon_groups(model)([(n, p) for n, p in named if n != "embed.weight"])
+    assert {names[id(p)] for p in matrices["params"]} == {f"blocks.{i}.weight" for i in range(4)}
+    assert {"head.weight", "scale", "table.weight"} < {names[id(p)] for p in rest["params"]}
+    with pytest.raises(ValueError, match=r"the model has no 'module\.scale'"):
+        muon_groups(model)([(f"module.{name}", p) for name, p in named])
+
+
+def test_groups_that_are_refused_are_not_added() -> None:
+    optimizer = DelayAwareMuon([nn.Parameter(torch.eye(3))])
+    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4))]
+    for wrong in ({"max_drift": -1.0}, {"chunks": 3}, {"use_muon": True}):
+        with pytest.raises(ValueError, match="expected"):
+            optimizer.add_param_group({"params": params, **wrong})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_numbers_of_any_kind_and_names_are_taken() -> None:
+    model = nn.Linear(4, 12)
+    for drift in (torch.tensor([0.5]), np.float32(0.5), 0.5):
+        step(DelayAwareMuon(model.named_parameters()), 0)
+        optimizer = DelayAwareMuon(model.parameters(), max_drift=drift)
+        optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(6, 2))], "chunks": np.int8(3)}
+        )
+        optimizer.delay = 0.125
+        step(optimizer, 0)
+        settings = {(type(g["max_drift"]), type(g["chunks"])) for g in optimizer.param_groups}
+        assert settings == {(float, int)}
+    with pytest.raises(TypeError, match="expected parameters, got str"):
+        DelayAwareMuon(["weight"])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 5), (5, 1), (1, 1), (4, 3, 2, 2)])
+def test_matrices_of_any_shape(shape: tuple[int, ...]) -> None:
+    """Without a gradient that is not zero they stay."""
+    weight = nn.Parameter(torch.zeros(shape))
+    optimizer = DelayAwareMuon([weight])
+    optimizer.delay = 2.0
+    weight.grad = torch.zeros(shape)
+    optimizer.step()
+    assert not weight.any()
+    step(optimizer, 0)
+    assert weight.all() and weight.isfinite().all()
+
+
+def test_norms_are_computed_in_more_than_half_precision() -> None:
+    weight = nn.Parameter(torch.full((40, 40), 3e3).half())  # its norm is 120,000
+    optimizer = DelayAwareMuon([weight], lr=1e6, max_drift=0.1, feedback=0.0)
+    optimizer.delay = 2.0
+    before = weight.detach().float()
+    step(optimizer, 0)
+    assert 0.049 < ((before - weight).norm() / before.norm()).item() < 0.051
 
 
 def test_a_state_without_the_newer_settings_can_be_loaded() -> None:
@@ -212,6 +342,34 @@ def test_a_state_without_the_newer_settings_can_be_loaded() -> None:
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["max_drift"] is None
     assert optimizer.param_groups[0]["chunks"] == 1
+
+
+def test_a_trainer_loads_a_state_without_the_newer_settings() -> None:
+    """Also if it is cut otherwise; it is trained on without a limit, as before."""
+    tokens = torch.randint(11, (4, 6))
+
+    def trainer_of(stages: int) -> Any:
+        net = revcompile.petrafy(Tower(), stages, tokens, check="off")
+        loss = nn.CrossEntropyLoss()
+        return net.trainer(
+            DelayAwareMuon,
+            lambda output, target: loss(output.flatten(0, 1), target.flatten()),
+            param_groups=muon_groups(net.model),
+        )
+
+    trainer = trainer_of(4)
+    trainer.step(tokens, tokens)
+    trainer.flush()
+    state = trainer.state_dict()
+    for group in state["groups"]:
+        del group["max_drift"], group["chunks"]
+    for stages in (4, 2):
+        resumed = trainer_of(stages)
+        resumed.load_state_dict(state)
+        optimizers = [executor.updater.optimizer for executor in resumed.executors]
+        found = {(g["max_drift"], g["chunks"]) for o in optimizers for g in o.param_groups}
+        assert found == {(None, 1)}
+        resumed.step(tokens, tokens)
 
 
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "1f1b"])

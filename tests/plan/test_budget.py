@@ -25,6 +25,7 @@ from benchmarks.stages.stage_memory import images
 from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageMemory
+from revcompile.optim import DelayAwareMuon
 from revcompile.plan import budget as budgets
 from revcompile.plan.budget import (
     Choice,
@@ -282,6 +283,17 @@ def test_groups_by_name_are_asked_too() -> None:
 
     found = state_copies(layers, lambda p: torch.optim.SGD(p, lr=0.1), groups)
     assert found == 0.5
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_fused_matrices_are_asked_too(chunks: int) -> None:
+    layers = {"qkv.weight": nn.Parameter(torch.ones(chunks * 50, 50))}
+
+    def groups(named: list[tuple[str, nn.Parameter]]) -> Any:
+        return [{"params": [p for _, p in named], "use_muon": True, "chunks": chunks}]
+
+    assert state_copies(layers, DelayAwareMuon, groups) == 1.0
+    assert state_copies(layers, DelayAwareMuon, groups, delay=2.0) == 2.0
 
 
 # -- training under it ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from revcompile.errors import InputError
-from revcompile.optim.combined import CombinedOptimizer, elementary, members
+from revcompile.optim.combined import CombinedOptimizer, completed, elementary, members
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
 COUNTERS: Final = ("step", "mu_product")
@@ -256,7 +256,7 @@ class Updater:
         self.optimizer.state.clear()
         names = {id(p): name for name, p in self.parameters.items()}
         for group in self.optimizer.param_groups:
-            group.update(self._saved_settings(group, settings) or {})
+            group.update(self._saved_settings(group, settings))
             for parameter in group["params"]:
                 if names[id(parameter)] in states:
                     self.optimizer.state[parameter] = {
@@ -287,7 +287,7 @@ class Updater:
 
     def _saved_settings(
         self, group: Mapping[str, Any], settings: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Any]:
         """The settings with which the group's parameters were saved.
 
         If they were in several groups, by another cut into stages: those of the group whose initial
@@ -295,18 +295,17 @@ class Updater:
         """
         saved = self._all_saved(group, settings)
         same_lr = [entry for entry in saved if _initial_lr(entry) == _initial_lr(group)]
-        chosen = next(iter(same_lr or saved), None)
-        if chosen is None:
-            return None
+        chosen: Mapping[str, Any] = next(iter(same_lr or saved), {})
         return {key: clone_tree(value) for key, value in chosen.items() if key != "params"}
 
     def _all_saved(
         self, group: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> list[Mapping[str, Any]]:
         """The settings of each of the group's parameters that was saved."""
+        assert self.optimizer is not None
         names = {id(p): name for name, p in self.parameters.items()}
-        each = (settings.get(names[id(p)]) for p in group["params"])
-        return [entry for entry in each if entry is not None]
+        own = (names[id(p)] for p in group["params"])
+        return [completed(self.optimizer, group, settings[n]) for n in own if n in settings]
 
 
 def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:

@@ -55,6 +55,9 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], Any]]] = {
     "delay-aware sgd": lambda p: DelayAwareSGD(p, 1e-2, weight_decay=0.1),
     "delay-aware adamw": lambda p: DelayAwareAdamW(p, 1e-2, weight_decay=0.1),
     "delay-aware muon": lambda p: DelayAwareMuon(p, 1e-2, weight_decay=0.1),
+    "delay-aware muon, three in one": lambda p: DelayAwareMuon(
+        [{"params": p, "chunks": 3}], 1e-2, max_drift=0.01
+    ),
     "error feedback, sgd": lambda p: ErrorFeedback(torch.optim.SGD(p, 1e-2, weight_decay=0.1)),
     "error feedback, adamw": lambda p: ErrorFeedback(torch.optim.AdamW(p, 1e-2)),
     "several": several,
