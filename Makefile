@@ -11,6 +11,9 @@ INSTALLED := $(VENV)/.installed
 
 # OpenMP threads that spin while they wait make torch many times slower on a busy machine.
 export OMP_WAIT_POLICY ?= passive
+# Packages are installed without bytecode: unless the first import writes it, each of the many
+# processes that tests start compiles all of torch again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint docs clean

@@ -129,17 +129,9 @@ def test_every_stage_of_a_transformer_follows_the_accounting(method: str) -> Non
         assert row.ratio == pytest.approx(1, abs=BAR), row
 
 
-@pytest.mark.parametrize("method", ["petra", "dsp", "delayed", "pipedream"])
-@pytest.mark.parametrize(
-    ("stages", "when"), [(4, "before it is cut"), (4, "afterwards"), (3, "afterwards")]
-)
-def test_frozen_parameters_have_no_gradients_nor_copies_nor_optimizer_state(
-    method: str, stages: int, when: str
-) -> None:
-    """Below the first block that has something to train nothing is kept or sent back.
-
-    That block begins a stage, or is in the middle of one of three.
-    """
+@functools.cache
+def partly_frozen(stages: int, when: str) -> StagedModel:
+    """The first two blocks have nothing to train."""
     torch.manual_seed(0)
     model = vit()
     frozen = {
@@ -155,6 +147,21 @@ def test_frozen_parameters_have_no_gradients_nor_copies_nor_optimizer_state(
         freeze(model)
     net = revcompile.petrafy(model, stages, torch.randn(2, 3, SIZE, SIZE), check="off")
     freeze(net.model)
+    return net
+
+
+@pytest.mark.parametrize("method", ["petra", "dsp", "delayed", "pipedream"])
+@pytest.mark.parametrize(
+    ("stages", "when"), [(4, "before it is cut"), (4, "afterwards"), (3, "afterwards")]
+)
+def test_frozen_parameters_have_no_gradients_nor_copies_nor_optimizer_state(
+    method: str, stages: int, when: str
+) -> None:
+    """Below the first block that has something to train nothing is kept or sent back.
+
+    That block begins a stage, or is in the middle of one of three.
+    """
+    net = partly_frozen(stages, when)
     found = measure(net, Setting(BATCH, method), images(BATCH, SIZE, CPU))
     for row in found.rows:
         for kind in ("parameters", "gradients", "stashed", "optimizer"):
