@@ -411,7 +411,8 @@ class DistributedTransport(Transport):
         ended += [sender.join(limit) for sender in self._senders.values()]
         ended += [receiver.join(limit) for receiver in self._receivers]
         ended += [average.close(limit) for average in self.averages.values()]
-        if all(ended) and self._monitor.cause is None:
+        # A script may have ended torch.distributed, and all groups with it.
+        if all(ended) and self._monitor.cause is None and distributed.is_initialized():
             groups = [g for channel in self._channels for g in (channel.control, channel.payload)]
             for group in {id(group): group for group in groups}.values():
                 distributed.destroy_process_group(group)

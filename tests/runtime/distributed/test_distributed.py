@@ -227,7 +227,7 @@ def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
 
 
 SCRIPT: Final = """
-import torch, distributed_worker
+import sys, torch, distributed_worker
 torch.set_num_threads(1)
 run = distributed_worker.Run(steps=7)
 net, trainer = distributed_worker.trainer_of(run)
@@ -236,12 +236,14 @@ for x, y in distributed_worker.batches(run):
 trainer.flush()
 total = sum(float(p.double().sum()) for p in net.module().parameters())
 print(f"loss {loss} weights {total}\\n", end="", flush=True)
+if sys.argv[1:] == ["destroy"]:
+    torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.slow
 def test_the_same_script_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
-    """It says nothing of ranks, and its trainer is left open at the end."""
+    """It says nothing of ranks; its trainer, and perhaps torch.distributed, are left open."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     paths = [str(SUPPORT), str(ROOT)]
@@ -249,13 +251,14 @@ def test_the_same_script_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
     torchrun += [f"--master-port={free_port()}"]
     said = []
-    for how in ([], torchrun):
-        command = [sys.executable, *how, str(script)]
+    for how, end in (([], []), (torchrun, []), (torchrun, ["destroy"])):
+        command = [sys.executable, *how, str(script), *end]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
+        assert "Error" not in done.stderr, done.stderr
         said.append({line for line in done.stdout.splitlines() if line.startswith("loss")})
-    alone, together = said
-    assert alone < together and len(together) == 2
+    alone, together, destroyed = said
+    assert alone < together == destroyed and len(together) == 2
     assert {line.split()[-1] for line in together} == {line.split()[-1] for line in alone}
 
 
