@@ -153,6 +153,7 @@ def test_what_cannot_be_done_is_reported_on_stderr_without_a_traceback(
     called: Called, argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a line; on a terminal in lines of its width."""
+    monkeypatch.setenv("COLUMNS", "10000")
     code, out, err = called(*argv)
     assert (code, out) == (2, "")
     assert message in err and "Traceback" not in err
