@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +22,14 @@ from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.capture.decisions import Ties
-from revcompile.compiler.capture.isolation import preserve_rng, rng_state, seed_all, set_mode
+from revcompile.compiler.capture.isolation import (
+    preserve_attributes,
+    preserve_model,
+    preserve_rng,
+    rng_state,
+    seed_all,
+    set_mode,
+)
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.cost import node_flops
 from revcompile.compiler.dataflow import tensor_type
@@ -97,11 +105,12 @@ def _extent(rewired: Rewired) -> tuple[int, float, int]:
 def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Compared:
     """Gradients of the chain must equal those with stored activations; returns the latter."""
     with preserve_rng():
-        stored = _module_gradients(net, args, kwargs, reversible=False)
+        twin = copy_module(net)
+        stored = _module_gradients(net, twin, args, kwargs, reversible=False)
         if not stored:
             return Compared(args, kwargs, {})
         try:
-            reversible = _module_gradients(net, args, kwargs, reversible=True)
+            reversible = _module_gradients(net, twin, args, kwargs, reversible=True)
         except RevcompileError:
             raise
         except Exception as error:
@@ -127,7 +136,7 @@ def _explain_by_ties(
 ) -> None:
     """Refuse a model that selects among equal numbers: reconstructed, they are not equal."""
     with Ties() as ties:
-        _module_gradients(net, args, kwargs, reversible=False)
+        _module_gradients(net, copy_module(net), args, kwargs, reversible=False)
     for coupling in net.rewired.couplings:
         names = {op_name(node) for node in coupling.branch.nodes}
         selecting = [name for name in ties.operations if name in names]
@@ -148,7 +157,8 @@ def _in_double(
         twin = copy_module(net).double()
         given = _converted((args, kwargs))
         stored, rebuilt = (
-            _module_gradients(twin, *given, reversible=reversible) for reversible in (False, True)
+            _module_gradients(net, twin, *given, reversible=reversible)
+            for reversible in (False, True)
         )
     except Exception:
         return None
@@ -160,20 +170,30 @@ def _converted(tree: Any) -> Any:
 
 
 def _module_gradients(
-    net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, reversible: bool
+    net: Reversible,
+    twin: Reversible,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    reversible: bool,
 ) -> Gradients:
-    """Of every parameter and every floating input; nothing if the model has no gradients."""
-    twin = copy_module(net)
-    set_mode(twin, net, training=True)
-    twin.reversible = reversible
+    """Of every parameter and every floating input; nothing if the model has no gradients.
+
+    `twin` is a copy of `net` that is left as it was: its blocks are compiled once for two calls.
+    """
     given, inputs = _fresh((args, kwargs))
-    seed_all(0)
-    with torch.enable_grad():
+    with preserve_model(twin), ExitStack() as unchanged, torch.enable_grad():
+        for part in twin.children():
+            unchanged.enter_context(preserve_attributes(part))
+        set_mode(twin, net, training=True)
+        twin.reversible = reversible
+        seed_all(0)
         loss = _loss(twin(*given[0], **given[1]))
         if loss is None or not loss.requires_grad or not bool(loss.isfinite()):
             return {}
         loss.backward()
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.requires_grad}
+    twin.zero_grad(set_to_none=True)
     return gradients | {f"input {i}": t.grad for i, t in enumerate(inputs)}
 
 

@@ -10,6 +10,7 @@ from revcompile.compiler.capture.isolation import seed_all
 from revcompile.ir import ops
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
+gc.set_threshold(100_000, 20, 20)  # little that is imported becomes garbage
 
 
 def pytest_collection_finish() -> None:

@@ -58,6 +58,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_equal_stored_activations(name: str) -> None:
     options, size = FAMILIES[name]
+    if name == "dpn48b" and not hasattr(timm.models.dpn, "CatBnAct"):
+        pytest.skip("this timm's DPN has one stream for both paths, which cannot be rewired")
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=7, **options).double()
     if name == "gmlp_ti16_224":

@@ -11,6 +11,7 @@ becomes a guard: the graph is valid only while the value is the same.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -55,6 +56,9 @@ class SizeGuards:
     guards: tuple[SizeGuard, ...] = ()
     graph: fx.Graph | None = None
     contents: frozenset[int] = frozenset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SizeGuards:
+        return self  # immutable, and the graph knows parameters by their names
 
     def of_state(self, root: nn.Module) -> SizeGuards:
         """Guards on parameters and buffers, with the values of this root; none if it lacks any."""
@@ -152,6 +156,11 @@ class Guards:
     evaluation: ModeGuards = ModeGuards()
     skeleton: nn.Module | None = None
     seen: frozenset[Any] = frozenset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Guards:
+        """Objects that guards know are those of the copied model; the skeleton has no contents."""
+        train, evaluation = copy.deepcopy((self.train, self.evaluation), memo)
+        return replace(self, train=train, evaluation=evaluation)
 
     def of(self, training: bool) -> ModeGuards:
         return self.train if training else self.evaluation

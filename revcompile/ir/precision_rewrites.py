@@ -6,7 +6,8 @@
     cast_streams    of stage programs: sums are written in both dtypes they are read in
     taking_stored   of stage programs: backward may be given inputs in low precision
 
-None of them changes a bit of the result.
+None of them changes a bit of the result, or its argument. The argument itself is returned where
+there is nothing to rewrite.
 """
 
 from __future__ import annotations
@@ -62,14 +63,19 @@ def cast_down(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     that only move elements (windows, rolls, padding) are in between, a cast before those lets them,
     and their gradients, move half the bytes. Moving elements commutes with rounding.
     """
+    if not any(_is_layer_norm(node, root) for node in graph.nodes):
+        return graph
     copy = copied(graph)
     for node in list(copy.nodes):
-        is_norm = isinstance(called_module(node, root), nn.LayerNorm)
-        if (is_norm or node.target is F.layer_norm) and _is_only_read_cast(node, root):
+        if _is_layer_norm(node, root) and _is_only_read_cast(node, root):
             if any(map(_only_moves_elements, node.users)):
                 _cast_result(node)
             _use_cast_down_kernel(node, root)
     return copy
+
+
+def _is_layer_norm(node: fx.Node, root: nn.Module) -> bool:
+    return node.target is F.layer_norm or isinstance(called_module(node, root), nn.LayerNorm)
 
 
 def _cast_result(node: fx.Node) -> None:
@@ -125,12 +131,21 @@ _RELU_FUNCTIONS: Final = (F.relu, torch.relu)
 
 def fuse_bn_relu(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """A copy of a graph in which batch norms are joined with the ReLU that alone reads them."""
+    if not any(_relu_to_join(node, root) for node in graph.nodes):
+        return graph
     copy = copied(graph)
     for node in list(copy.nodes):
-        relu = next(iter(node.users), None)
-        if relu and len(node.users) == 1 and _is_batch_norm(node, root) and _is_relu(relu, root):
+        if relu := _relu_to_join(node, root):
             _join(node, relu)
     return copy
+
+
+def _relu_to_join(node: fx.Node, root: nn.Module) -> fx.Node | None:
+    """The ReLU that alone reads a node, if that is a call of a batch norm."""
+    if len(node.users) != 1 or not _is_batch_norm(node, root):
+        return None
+    (reader,) = node.users
+    return reader if _is_relu(reader, root) else None
 
 
 def _is_batch_norm(node: fx.Node, root: nn.Module) -> bool:
@@ -184,7 +199,7 @@ def match_dtypes(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph whose scatters get tensors of one dtype under autocast.
 
     Residual streams are float32 where the original model's may be in low precision. Most operations
-    accept both; these raise. The graph itself is returned if it has none of them.
+    accept both; these raise.
     """
     if not any(_operation(node) in _SOURCE_ARGUMENT for node in graph.nodes):
         return graph

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import keyword
 import linecache
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, Final
+from types import CodeType, SimpleNamespace
+from typing import Any, Final, cast
 
 from torch import fx, nn
 from torch.fx.graph import PythonCode
@@ -83,12 +84,19 @@ def copied(graph: fx.Graph) -> fx.Graph:
 def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
     """A function from a graph; tracebacks show the generated lines under the segment's name."""
     code = python_code(graph)
-    filename = f"<revcompile {name} {next(_counter)}>"
-    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(True), filename)
     namespace = dict(code.globals)
-    exec(compile(code.src, filename, "exec"), namespace)
-    function: Callable[..., Any] = namespace["forward"]
-    return function
+    exec(_byte_code(code.src, name), namespace)
+    function: Any = namespace["forward"]
+    # torch.compile counts what it has compiled by code objects, and gives up after a few
+    function.__code__ = function.__code__.replace()
+    return cast(Callable[..., Any], function)
+
+
+@functools.lru_cache(maxsize=1024)  # stages are made for checks and again for each trainer
+def _byte_code(source: str, name: str) -> CodeType:
+    filename = f"<revcompile {name} {next(_counter)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    return compile(source, filename, "exec")
 
 
 def compile_with_modules(graph: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:

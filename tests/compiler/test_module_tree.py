@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.memory import is_effect
 from revcompile.compiler.dataflow import cuts_gradient
 from revcompile.compiler.find import find
-from revcompile.ir.module_tree import TreeReads, called_module, parameters_of
+from revcompile.ir.module_tree import TreeReads, called_module, copy_module, parameters_of
 from revcompile.ir.random_numbers import draws_random, random_reads
 from revcompile.ir.types import TYPE, TensorType
 
@@ -188,3 +190,48 @@ def test_a_scaled_shortcut_is_known_by_what_it_computes(power: int, blocks: int)
     net = nn.Sequential(nn.Linear(8, 8), ScaledShortcut(power), nn.Linear(8, 8))
     captured = capture(net, torch.randn(2, 8), leaf_modules=[Gain])
     assert len(find(captured).residuals) == blocks
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+class OwnCopy(nn.Identity):
+    """A module that says itself what a copy of it is."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
+        memo[id(self)] = made = OwnCopy()
+        made.copies = self.copies + 1
+        return made
+
+
+class OwnState(nn.Linear):
+    """A module that leaves something behind."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "cache": None}
+
+
+@pytest.mark.parametrize("copied", [copy_module, copy.deepcopy])
+def test_a_copy_is_the_deep_copy(copied: Callable[[nn.Module], Any]) -> None:
+    """What is found twice, in containers and by other names, is one thing in the copy, too."""
+    shared = nn.Linear(2, 2)
+    net: Any = nn.Sequential(
+        shared, nn.Sequential(shared, OwnCopy()), OwnState(2, 2), nn.LSTM(2, 2)
+    )
+    net.others, net.members = [shared, net], net._modules
+    net[2].cache, net[2].table, net[1].alias = [1], {"a": [shared.weight]}, net[2].weight
+    made = copied(net)
+    assert made.others[0] is made[0] is made[1][0] is not shared and made.others[1] is made
+    assert made.members is made._modules is not net._modules
+    assert made[1][1].copies == 1 and made[2].cache is None
+    assert made[2].table["a"][0] is made[0].weight and made[1].alias is made[2].weight
+    assert made[3]._flat_weights[0] is made[3].weight_ih_l0 is not net[3].weight_ih_l0
+    pairs = list(zip(made.modules(), net.modules(), strict=True))
+    assert all(
+        type(a) is type(b) and vars(a).keys() ^ vars(b).keys() <= {"copies"} for a, b in pairs
+    )
+    states = made.state_dict(), net.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from revcompile.compiler.capture.attributes import log_attributes
 from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused
 from revcompile.compiler.capture.example import Example
-from revcompile.compiler.capture.fake_values import fake_copy
+from revcompile.compiler.capture.fake_values import FakeMode, fake_copy
 from revcompile.compiler.capture.functional import NotFunctional
 from revcompile.compiler.capture.isolation import (
     copy_model,
@@ -137,7 +137,7 @@ class FxFrontend:
         constants: Mapping[str, torch.Tensor],
     ) -> None:
         self.model, self.example = model, example
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeMode()
         self._fake = fake_copy(model, self._mode, device)
         self._leaves, self._reasons = set(leaves), dict[str, str]()
         self._stateful = set[str]()

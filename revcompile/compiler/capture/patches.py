@@ -92,9 +92,7 @@ def _seen_instance(is_instance: Callable[..., bool], tracer: ShapedTracer) -> Ca
         result = is_instance(value, classes)
         if not tracer.evaluating and is_instance(value, nn.Module):
             tracer.note_class(value, classes, result)
-        if result:
-            return True
-        return type(value) is ShapedProxy and issubclass(value.seen_type(), classes)
+        return result or (type(value) is ShapedProxy and issubclass(value.seen_type(), classes))
 
     return seen
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from revcompile.compiler.capture.fake_values import NEEDS_DATA, fake_copy
+from revcompile.compiler.capture.fake_values import NEEDS_DATA, FakeMode, fake_copy
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng, set_mode
 from revcompile.compiler.cost.run_pieces import (
     Code,
@@ -57,7 +57,7 @@ def analytic_costs(
     Data-dependent control flow (`if x.sum() > 0`) cannot run on fake tensors; such a model runs
     once on real ones.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = FakeMode()
     try:
         return _Analysis(rewired, pieces, types, fake).costs()
     except NEEDS_DATA as error:
@@ -93,7 +93,7 @@ class _Analysis:
         self.counted_parameters: set[int] = set()
         self.saved_before: dict[int, int] = {}
         """Storages that the piece before has saved, with their sizes."""
-        self.alive: list[Tensor] = []  # a storage that is freed could give its address to another
+        self.alive: list[Any] = []  # a storage that is freed could give its address to another
         self.result: list[Cost] = []
         self.largest_op = 0
         """The most bytes that one operation of the current piece and its operands take."""
@@ -117,10 +117,10 @@ class _Analysis:
         self.largest_op = 0
 
         def pack(tensor: Tensor) -> Tensor:
-            key = _storage(tensor)
-            if key not in self.model_storages:
-                saved[key] = tensor.untyped_storage().nbytes()
-                self.alive.append(tensor.detach())
+            storage = tensor.untyped_storage()
+            if (key := int(storage._cdata)) not in self.model_storages:
+                saved[key] = storage.nbytes()
+                self.alive.append(storage)
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
