@@ -3,9 +3,9 @@
     python -m benchmarks run delay --data input.txt --out out/delay --table drift --jobs 12
 
 The model of `text`, as it is, on one device: the gradients of every stage are taken at the weights
-of as many updates ago as in a pipeline that stashes weights, and computes what that computes but
-for its couplings. So a training takes a tenth of the time, and parts of the model can be excepted
-from the delay, which no pipeline could do. Validation losses by update.
+of as many updates ago as in a pipeline that stashes weights, so that it computes what that computes
+but for its couplings. Parts of the model can be excepted from the delay, which no pipeline could
+do. Validation losses by update.
 
 Tables: drift (how far matrices may move during the delay, queries, keys and values as one matrix
 or as three, feedback and rates), blocks (which part of the model must not be late).
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,7 @@ from benchmarks.harness import show
 from benchmarks.learning.gpt import GPT, SIZES, next_character_loss
 from benchmarks.learning.results import gather
 from benchmarks.learning.text import SEQUENCES, Text, load, rate_factor, split_parameters
-from benchmarks.learning.workers import OutOfTime, train
+from benchmarks.learning.workers import OutOfTime, add_options, train
 from benchmarks.registry import Benchmark, Row
 from revcompile.optim import DelayAwareMuon
 
@@ -341,15 +340,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.add_argument("--table", nargs="+", choices=TABLES, default=["drift"])
     parser.add_argument("--data", type=Path, help="a text file", default=Path("data/input.txt"))
-    parser.add_argument("--out", type=Path, required=True, help="folder for results")
-    parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
-    parser.add_argument("--seeds", type=int, default=1)
+    add_options(parser, seeds=1, jobs=12)
     parser.add_argument("--updates", type=int, default=1200)
     parser.add_argument("--until", type=int, default=600, help="stop after so many of them")
     parser.add_argument("--size", choices=SIZES, default="char")
-    parser.add_argument("--jobs", type=int, default=12, help="trainings side by side")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 BENCHMARK = Benchmark(

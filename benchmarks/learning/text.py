@@ -37,7 +37,7 @@ from benchmarks.harness import show
 from benchmarks.learning.gpt import GPT, SIZES, next_character_loss
 from benchmarks.learning.planned import seconds_an_update, updates_to
 from benchmarks.learning.results import gather
-from benchmarks.learning.workers import OutOfTime, train
+from benchmarks.learning.workers import OutOfTime, add_options, train
 from benchmarks.registry import Benchmark, Row
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, muon_groups
 
@@ -418,16 +418,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.add_argument("--table", nargs="+", choices=TABLES, default=["weights"])
     parser.add_argument("--data", type=Path, help="a text file", default=Path("data/input.txt"))
-    parser.add_argument("--out", type=Path, required=True, help="folder for results")
-    parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
+    add_options(parser, seeds=1, jobs=6)
     parser.add_argument("--reach", type=float, help="say when a validation loss was reached")
-    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--updates", type=int, default=1200)
     parser.add_argument("--until", type=int, help="stop after so many of them")
     parser.add_argument("--size", choices=SIZES, default="char")
-    parser.add_argument("--jobs", type=int, default=6, help="trainings side by side")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--show", action="store_true", help="train nothing")
 
 

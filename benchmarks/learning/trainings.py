@@ -17,14 +17,11 @@ matrices by Muon), weights (RevNet-18 at k = 1 by the weights of backward), resn
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
-
-import torch
 
 from benchmarks.harness import show
 from benchmarks.learning.cifar import load
@@ -32,7 +29,7 @@ from benchmarks.learning.experiments import TABLES, Experiment
 from benchmarks.learning.pictures import draw_curves, draw_gradients
 from benchmarks.learning.results import gather
 from benchmarks.learning.run import run_to_line
-from benchmarks.learning.workers import train
+from benchmarks.learning.workers import add_options, train
 from benchmarks.registry import Benchmark, Row
 
 
@@ -104,16 +101,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Its options."""
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10", default=Path("data"))
-    parser.add_argument("--out", type=Path, required=True, help="folder for results")
-    parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
-    parser.add_argument("--seeds", type=int, default=3)
+    add_options(parser, seeds=3, jobs=8, stop="stop and save after")
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--jobs", type=int, default=8, help="trainings side by side")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop and save after")
     parser.add_argument(
         "--samples", type=int, help="train on the first N images only, to try it out"
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto", help="all train alike; inductor is fastest")
     parser.add_argument("--show", action="store_true", help="train nothing")
 

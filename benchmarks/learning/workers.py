@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import queue
 import time
 import traceback
@@ -21,6 +23,18 @@ line."""
 
 class OutOfTime(Exception):
     """The deadline has come before the end of a training; its message says how far that came."""
+
+
+def add_options(
+    parser: argparse.ArgumentParser, *, seeds: int, jobs: int, stop: str = "stop after"
+) -> None:
+    """The options that all tables of trainings have; `stop` says what `--minutes` does."""
+    parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows with this in their name")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--jobs", type=int, default=jobs, help="trainings side by side")
+    parser.add_argument("--minutes", type=float, default=math.inf, help=stop)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def train(

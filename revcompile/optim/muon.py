@@ -342,10 +342,13 @@ def muon_groups(
         matrices = [(name, p) for name, p in named if is_matrix(name, p)]
         split: list[dict[str, Any]] = [
             {"use_muon": True, "params": [p for name, p in matrices if not is_fused(name, p)]},
-            {"use_muon": True, "params": [p for name, p in matrices if is_fused(name, p)]},
+            {
+                "use_muon": True,
+                "params": [p for name, p in matrices if is_fused(name, p)],
+                "chunks": 3,
+            },
             {"use_muon": False, "params": [p for name, p in named if not is_matrix(name, p)]},
         ]
-        split[1]["chunks"] = 3
         return [group for group in split if group["params"]]
 
     return groups
