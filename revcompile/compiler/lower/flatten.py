@@ -268,7 +268,8 @@ _EXPANDED: Final[dict[Any, Callable[..., Any]]] = {
 
 
 def _name_value(value: Value, node: Any) -> None:
-    if isinstance(node, fx.Node) and value.role in ("", "kept", "returned"):
+    # Couplings start from the entered value, which may be rounded, so that is what they rebuild.
+    if isinstance(node, fx.Node) and value.role in ("", "kept", "returned", "entered"):
         node.meta[LIVE_VALUES] = (*node.meta.get(LIVE_VALUES, ()), value.name)
 
 

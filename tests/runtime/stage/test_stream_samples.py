@@ -80,3 +80,21 @@ def test_rounded_buffers_are_no_error() -> None:
     for _ in range(6):
         trainer.step(torch.randn(3, 8), torch.tensor([0, 1, 0]))
     trainer.flush()
+
+
+def test_small_inputs_that_averaged_couplings_round_are_no_error(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 8), *(_Block() for _ in range(4)), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].weight.mul_(0.01)  # to multiples of 2 ** -13
+    tokens = torch.randint(9, (16,))
+    net = revcompile.petrafy(model, 3, tokens, policy=revcompile.Policy.named("pretrained"))
+    trainer = net.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.01), F.cross_entropy, method="petra_stashed"
+    )
+    for _ in range(6):
+        trainer.step(tokens, tokens % 2)
+    trainer.flush()
+    assert not [w for w in recwarn if "reconstructs" in str(w.message)]
