@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from benchmarks.learning.drift import MAX_DRIFT, drift_name
 from revcompile.schedule import Keep, Method, Order, Weights, choose
 
 PLAIN = "plain"
@@ -49,6 +50,8 @@ class Experiment:
     """How the compiler makes two streams of one."""
     synchronous: float = 0
     """Epochs without delay at the start."""
+    max_drift: float | None = MAX_DRIFT
+    """Of `DelayAwareMuon`."""
 
     @property
     def setting(self) -> str:
@@ -61,7 +64,7 @@ class Experiment:
         helps = f"-{self.recipe}" if self.recipe else ""
         rate = f"-lr{self.rate:g}" if self.rate is not None else ""
         schedule = f"-{self.schedule}" if self.schedule != "steps" else ""
-        how = f"{optimizer}{rate}{schedule}{helps}"
+        how = f"{optimizer}{drift_name(self.max_drift)}{rate}{schedule}{helps}"
         weights = f"-{self.weights}" if self.weights else ""
         policy = f"-{self.policy}" if self.policy != "paper" else ""
         start = f"-sync{self.synchronous:g}" if self.synchronous else ""

@@ -101,7 +101,7 @@ class Staged:
         recipe = recipe_of(experiment, len(data.train))
         is_muon = experiment.optimizer == MUON
         self.trainer = self.net.trainer(
-            partial(_muon, recipe) if is_muon else recipe.optimizer,
+            partial(_muon, recipe, experiment.max_drift) if is_muon else recipe.optimizer,
             F.cross_entropy,
             method=experiment.chosen,
             accumulate=experiment.accumulate,
@@ -195,9 +195,10 @@ class Staged:
         return schedule
 
 
-def _muon(recipe: Recipe, params: Any) -> DelayAwareMuon:
+def _muon(recipe: Recipe, max_drift: float | None, params: Any) -> DelayAwareMuon:
     """Matrices at the recipe's rate and decay; the rest as AdamW has it by default."""
-    return DelayAwareMuon(params, lr=recipe.rate, weight_decay=recipe.weight_decay)
+    decay = recipe.weight_decay
+    return DelayAwareMuon(params, lr=recipe.rate, weight_decay=decay, max_drift=max_drift)
 
 
 def _delays(net: revcompile.StagedModel, experiment: Experiment) -> dict[str, int]:

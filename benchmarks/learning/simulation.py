@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import revcompile
 from benchmarks.harness import show
+from benchmarks.learning.drift import MAX_DRIFT
 from benchmarks.learning.gpt import GPT, SIZES, next_character_loss
 from benchmarks.learning.results import gather
 from benchmarks.learning.text import SEQUENCES, Text, load, rate_factor, split_parameters
@@ -43,7 +44,7 @@ class Simulated:
 
     rate: float = 0.01
     accumulate: int = 1
-    max_drift: float | None = 0.015
+    max_drift: float | None = MAX_DRIFT
     chunks: bool = True
     """Are queries, keys and values updated as three matrices?"""
     feedback: float = 1.0
@@ -276,7 +277,7 @@ _EMBEDDINGS = "tokens|positions"
 def _drift(usual: Simulated) -> Iterator[Simulated]:
     before = replace(usual, max_drift=None, chunks=False)
     yield from (usual, before, replace(usual, max_drift=None), replace(usual, chunks=False))
-    for drift in (0.0075, 0.03, 0.06, 0.1):
+    for drift in (0.004, 0.015, 0.03, 0.06, 0.1):
         yield replace(usual, max_drift=drift)
     for other in ({"feedback": 0.0}, {"feedback": 0.6}, {"feedback": 0.8}, {"momentum": 0.9}):
         yield replace(usual, **other)

@@ -9,9 +9,10 @@ folder is not trained again. Every row is the best validation loss of its run; w
 learning rates of a setting were trained, `--show` gives the best one and says which.
 
 Tables: weights (8 stages, an update every micro-batch), averaged (the same with averaged
-couplings), drift (by how far matrices may move during the delay), start (with a tenth of the
-updates without delay first), accumulated (micro-batches of 8 and an update every 8), orders (12
-stages, and the paper's order), wide (GPT-2 small's sizes).
+couplings), start (with a tenth of the updates without delay first), accumulated (micro-batches of 8
+and an update every 8), orders (12 stages, and the paper's order), wide (GPT-2 small's sizes).
+`--max-drift` trains rows of `DelayAwareMuon` with another limit to how far matrices move during the
+delay.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import revcompile
 from benchmarks.harness import show
+from benchmarks.learning.drift import MAX_DRIFT, add_drift_option, drift_name
 from benchmarks.learning.gpt import GPT, SIZES, next_character_loss
 from benchmarks.learning.planned import seconds_an_update, updates_to
 from benchmarks.learning.results import gather
@@ -46,6 +48,8 @@ _CHARACTERS = 65
 SEQUENCES = 64
 """In an update, at any `accumulate`."""
 WARM_UP = 0.05
+FEEDBACK = "muon-feedback"
+"""`DelayAwareMuon` as it is; without error feedback it is called muon."""
 LAST_RATE = 0.1
 """Share of the peak learning rate at the end of the cosine."""
 
@@ -75,6 +79,8 @@ class Training:
     until: int | None = None
     """Stop after so many updates, with the learning rates of a training to the end."""
     policy: str = "paper"
+    max_drift: float | None = MAX_DRIFT
+    """Of `DelayAwareMuon`."""
 
     @property
     def setting(self) -> str:
@@ -84,7 +90,8 @@ class Training:
         start = f"-sync{self.synchronous}" if self.synchronous else ""
         where = f"{self.size}-{self.stages}stages-k{self.accumulate}"
         policy = f"-{self.policy}" if self.policy != "paper" else ""
-        return f"{where}{policy}-{self.method}{weights}{order}{start}-{self.optimizer}"
+        optimizer = f"{self.optimizer}{drift_name(self.max_drift)}"
+        return f"{where}{policy}-{self.method}{weights}{order}{start}-{optimizer}"
 
     @property
     def name(self) -> str:
@@ -213,7 +220,7 @@ def _trainer(
     chosen = {"weights": training.weights} if training.weights else {}
     factor = functools.partial(rate_factor, updates=training.updates)
     return net.trainer(
-        lambda params: OPTIMIZERS[training.optimizer](params, training.rate, on_gpu),
+        lambda params: OPTIMIZERS[training.optimizer](params, training, on_gpu),
         next_character_loss,
         method=training.method,
         order=training.order,
@@ -227,27 +234,25 @@ def _trainer(
     )
 
 
-OPTIMIZERS: dict[str, Callable[[Any, float, bool], torch.optim.Optimizer]] = {
-    "adamw": lambda params, rate, on_gpu: torch.optim.AdamW(
-        params, lr=rate, betas=(0.9, 0.99), capturable=on_gpu
+OPTIMIZERS: dict[str, Callable[[Any, Training, bool], torch.optim.Optimizer]] = {
+    "adamw": lambda params, training, on_gpu: torch.optim.AdamW(
+        params, lr=training.rate, betas=(0.9, 0.99), capturable=on_gpu
     ),
-    "delay-aware-adamw": lambda params, rate, on_gpu: DelayAwareAdamW(
-        params, lr=rate, betas=(0.9, 0.99)
+    "delay-aware-adamw": lambda params, training, on_gpu: DelayAwareAdamW(
+        params, lr=training.rate, betas=(0.9, 0.99)
     ),
-    "muon": lambda params, rate, on_gpu: DelayAwareMuon(
-        params, lr=rate, feedback=0.0, capturable=on_gpu
+    "muon": lambda params, training, on_gpu: DelayAwareMuon(
+        params,
+        lr=training.rate,
+        feedback=0.0,
+        max_drift=training.max_drift,
+        capturable=on_gpu,
     ),
-    "muon-feedback": lambda params, rate, on_gpu: DelayAwareMuon(
-        params, lr=rate, capturable=on_gpu
-    ),
-    "muon-drift0.03": lambda params, rate, on_gpu: DelayAwareMuon(
-        params, lr=rate, max_drift=0.03, capturable=on_gpu
-    ),
-    "muon-unlimited": lambda params, rate, on_gpu: DelayAwareMuon(
-        params, lr=rate, max_drift=None, capturable=on_gpu
+    FEEDBACK: lambda params, training, on_gpu: DelayAwareMuon(
+        params, lr=training.rate, max_drift=training.max_drift, capturable=on_gpu
     ),
 }
-"""From parameters, learning rate and "on a GPU?" to an optimizer."""
+"""From parameters, the row and "on a GPU?" to an optimizer."""
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -265,10 +270,10 @@ def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]
 
 def _weights(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
-        ("petra_stashed", None, "muon-feedback"),
-        ("petra", "rewound", "muon-feedback"),
-        ("petra", None, "muon-feedback"),
-        ("petra", "predicted", "muon-feedback"),
+        ("petra_stashed", None, FEEDBACK),
+        ("petra", "rewound", FEEDBACK),
+        ("petra", None, FEEDBACK),
+        ("petra", "predicted", FEEDBACK),
         ("backprop", None, "adamw"),
         ("backprop", None, "muon"),
         ("petra_stashed", None, "muon"),
@@ -281,8 +286,8 @@ def _weights(updates: int, size: str) -> Iterator[Training]:
 
 def _start(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
-        ("petra_stashed", None, "muon-feedback"),
-        ("petra", "predicted", "muon-feedback"),
+        ("petra_stashed", None, FEEDBACK),
+        ("petra", "predicted", FEEDBACK),
         updates=updates,
         size=size,
         synchronous=updates // 10,
@@ -291,8 +296,8 @@ def _start(updates: int, size: str) -> Iterator[Training]:
 
 def _averaged(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
-        ("petra_stashed", None, "muon-feedback"),
-        ("petra", "rewound", "muon-feedback"),
+        ("petra_stashed", None, FEEDBACK),
+        ("petra", "rewound", FEEDBACK),
         ("backprop", None, "muon"),
         updates=updates,
         size=size,
@@ -300,19 +305,11 @@ def _averaged(updates: int, size: str) -> Iterator[Training]:
     )
 
 
-def _drift(updates: int, size: str) -> Iterator[Training]:
-    optimizers = "muon-feedback", "muon-drift0.03", "muon-unlimited"
-    same = {"updates": updates, "size": size}
-    averaged = [("petra_stashed", None, optimizer) for optimizer in optimizers]
-    yield from _rows(*averaged, policy="pretrained", **same)
-    yield from _rows(*(("petra", None, o) for o in optimizers), accumulate=8, **same)
-
-
 def _accumulated(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
-        ("petra_stashed", None, "muon-feedback"),
-        ("petra", None, "muon-feedback"),
-        ("petra", "predicted", "muon-feedback"),
+        ("petra_stashed", None, FEEDBACK),
+        ("petra", None, FEEDBACK),
+        ("petra", "predicted", FEEDBACK),
         ("backprop", None, "muon"),
         ("petra", None, "adamw"),
         updates=updates,
@@ -324,20 +321,23 @@ def _accumulated(updates: int, size: str) -> Iterator[Training]:
 def _orders(updates: int, size: str) -> Iterator[Training]:
     for (stages, order), accumulate in itertools.product(((12, None), (8, "paper")), (1, 8)):
         yield from _rows(
-            ("petra_stashed", None, "muon-feedback"),
-            ("petra", None, "muon-feedback"),
+            ("petra_stashed", None, FEEDBACK),
+            ("petra", None, FEEDBACK),
             updates=updates,
             size=size,
             stages=stages,
             order=order,
             accumulate=accumulate,
         )
+    for stages, order in ((12, None), (8, "paper")):
+        same = {"updates": updates, "size": size, "policy": "pretrained"}
+        yield from _rows(("petra_stashed", None, FEEDBACK), stages=stages, order=order, **same)
 
 
 def _wide(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
-        ("petra", None, "muon-feedback"),
-        ("petra_stashed", None, "muon-feedback"),
+        ("petra", None, FEEDBACK),
+        ("petra_stashed", None, FEEDBACK),
         ("backprop", None, "muon"),
         updates=updates,
         size=size if size == "tiny" else "wide",
@@ -348,7 +348,6 @@ def _wide(updates: int, size: str) -> Iterator[Training]:
 TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
     "weights": _weights,
     "averaged": _averaged,
-    "drift": _drift,
     "start": _start,
     "accumulated": _accumulated,
     "orders": _orders,
@@ -358,12 +357,13 @@ TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
     """Train what is missing, show the best of every setting."""
-    trainings = [
-        dataclasses.replace(training, seed=seed, until=options.until)
+    rows = [
+        replace(row, seed=seed, until=options.until, max_drift=limit)
         for seed, table in itertools.product(range(options.seeds), options.table)
-        for training in TABLES[table](options.updates, options.size)
-        if any(part in training.name for part in options.only)
+        for row in TABLES[table](options.updates, options.size)
+        for limit in (options.max_drift if row.optimizer == FEEDBACK else [MAX_DRIFT])
     ]
+    trainings = [row for row in rows if any(part in row.name for part in options.only)]
     known = gather(options.out)
     if not options.show:
         missing = [training for training in trainings if training.name not in known]
@@ -377,7 +377,7 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
         setting = Training(**result["training"]).setting
         if setting not in best or loss < best[setting][0]:
             best[setting] = loss, result
-    rows = [
+    lines = [
         (
             setting,
             f"{result['training']['rate']:g}",
@@ -391,7 +391,7 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     columns = ["setting", "learning rate", "validation loss", "last training loss", "seconds"]
     if options.reach:
         columns += [f"updates to {options.reach:g}", "ms by the planner"]
-    show(f"character-level GPT, {options.updates} updates", columns, rows)
+    show(f"character-level GPT, {options.updates} updates", columns, lines)
     yield from results
 
 
@@ -419,6 +419,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", nargs="+", choices=TABLES, default=["weights"])
     parser.add_argument("--data", type=Path, help="a text file", default=Path("data/input.txt"))
     add_options(parser, seeds=1, jobs=6)
+    add_drift_option(parser)
     parser.add_argument("--reach", type=float, help="say when a validation loss was reached")
     parser.add_argument("--updates", type=int, default=1200)
     parser.add_argument("--until", type=int, help="stop after so many of them")

@@ -25,7 +25,8 @@ from typing import Any
 
 from benchmarks.harness import show
 from benchmarks.learning.cifar import load
-from benchmarks.learning.experiments import TABLES, Experiment
+from benchmarks.learning.drift import MAX_DRIFT, add_drift_option
+from benchmarks.learning.experiments import MUON, PLAIN, TABLES, Experiment
 from benchmarks.learning.pictures import draw_curves, draw_gradients
 from benchmarks.learning.results import gather
 from benchmarks.learning.run import run_to_line
@@ -35,11 +36,12 @@ from benchmarks.registry import Benchmark, Row
 
 def main(options: argparse.Namespace) -> Iterator[Row]:
     """Train what is missing, or show what is there."""
-    experiments = [
-        replace(experiment, backend=options.backend)
-        for experiment in TABLES[options.table](options.seeds, options.epochs)
-        if any(part in experiment.name for part in options.only)
+    rows = [
+        replace(row, backend=options.backend, max_drift=limit)
+        for row in TABLES[options.table](options.seeds, options.epochs)
+        for limit in (options.max_drift if _is_limited(row) else [MAX_DRIFT])
     ]
+    experiments = [row for row in rows if any(part in row.name for part in options.only)]
     if not options.show:
         known = gather(options.out)
         missing = [experiment for experiment in experiments if experiment.name not in known]
@@ -56,6 +58,10 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
     report(experiments, options)
     known = gather(options.out)
     yield from (known[experiment.name] for experiment in experiments if experiment.name in known)
+
+
+def _is_limited(row: Experiment) -> bool:
+    return row.optimizer == MUON and row.method not in ("backprop", PLAIN)
 
 
 def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> None:
@@ -102,6 +108,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10", default=Path("data"))
     add_options(parser, seeds=3, jobs=8, stop="stop and save after")
+    add_drift_option(parser)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument(
         "--samples", type=int, help="train on the first N images only, to try it out"

@@ -100,7 +100,7 @@ class DelayAwareMuon(LateOptimizer):
         weight_decay: float = 0.0,
         *,
         feedback: float = 1.0,
-        max_drift: float | None = 0.015,
+        max_drift: float | None = 0.0075,
         ns_steps: int = 5,
         eps: float = 1e-8,
         capturable: bool = False,

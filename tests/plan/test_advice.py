@@ -75,16 +75,23 @@ def advice(net: revcompile.StagedModel, optimizer: Any, **options: Any) -> list[
 def test_one_warning_names_the_remedies() -> None:
     (text,) = advice(net(), torch.optim.AdamW)
     assert "up to 3 updates late, which AdamW does not compensate" in text
-    for remedy in ("DelayAwareMuon", "ErrorFeedback(AdamW(...))", "'stashed'", "accumulate=3"):
-        assert remedy in text
+    assert "muon_groups(model), or revcompile.optim.ErrorFeedback(AdamW(...)) and weights" in text
+    assert "'stashed'" in text and "accumulate=3" in text
     (text,) = advice(net(), torch.optim.AdamW, weights="stashed", order="paper")
     assert "'stashed'" not in text and "up to 6 updates" in text and "accumulate=6" in text
+    (text,) = advice(net(stages=5), torch.optim.AdamW, order="paper")
+    assert "up to 8 updates" in text and "ErrorFeedback(AdamW(...)), and weights=" in text
 
 
-def test_other_weights_in_backward_are_warned_of() -> None:
-    (text,) = advice(net(), DelayAwareMuon)
+def test_other_weights_in_backward_are_warned_of_unless_matrices_move_little() -> None:
+    (text,) = advice(net(), lambda p: DelayAwareMuon(p, max_drift=None))
     assert "up to 3 updates late, and backward uses other weights than forward did" in text
+    assert "Use revcompile.optim.DelayAwareMuon with " in text and ", or weights='stashed'" in text
     assert "'rewound'" in text and "accumulate=3" in text and "ErrorFeedback" not in text
+    assert not advice(net(), DelayAwareMuon)
+    assert not advice(net(), DelayAwareMuon, weights="predicted")
+    (text,) = advice(net(stages=5), DelayAwareMuon, order="paper")
+    assert "up to 8 updates late" in text and "Use weights='stashed'" in text
 
 
 def test_no_warning_where_there_is_nothing_to_say() -> None:
