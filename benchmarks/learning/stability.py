@@ -43,9 +43,10 @@ TRAINED: Final[Mapping[str, Make]] = {
         AdamW(p, rate, betas=(0.9, 0.99), weight_decay=0.0)
     ),
     "DelayAwareAdamW": lambda p, rate: DelayAwareAdamW(p, rate, weight_decay=0.0),
-    "Muon": lambda p, rate: DelayAwareMuon(p, rate, feedback=0.0),
-    "DelayAwareMuon": DelayAwareMuon,
+    "Muon": lambda p, rate: DelayAwareMuon(p, rate, feedback=0.0, max_drift=None),
+    "Muon, error feedback": lambda p, rate: DelayAwareMuon(p, rate, max_drift=None),
 }
+"""Without `max_drift`, a share of the norm: the best matrix is zero here."""
 
 KINDS: Final[Mapping[str, Momentum]] = {
     "momentum 0.9, as Adam has it": lambda delay: (10, 0),
