@@ -264,8 +264,10 @@ _MUON_RATES = (0.02, 0.015, 0.012, 0.01, 0.007, 0.005)
 def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]:
     """Each `(method, weights, optimizer)` at the learning rates of its optimizer."""
     for method, weights, optimizer in rows:
+        # An update of several micro-batches is one of a larger batch.
+        own = same | {"accumulate": 1} if method == "backprop" else same
         for rate in _RATES.get(optimizer, _MUON_RATES):
-            yield Training(method, optimizer, rate, weights=weights, **same)
+            yield Training(method, optimizer, rate, weights=weights, **own)
 
 
 def _weights(updates: int, size: str) -> Iterator[Training]:
@@ -371,6 +373,11 @@ def main(options: argparse.Namespace) -> Iterator[Row]:
         train(run, missing, text, options.device, options.out, options.jobs, 60 * options.minutes)
         known = gather(options.out)
     results = [known[training.name] for training in trainings if training.name in known]
+    if not results:
+        raise SystemExit(
+            f"{options.out} has no results of these rows; there are: "
+            + (", ".join(sorted(known)) or "none")
+        )
     best: dict[str, tuple[float, Any]] = {}
     for result in results:
         loss = min(line["validation_loss"] for line in result["log"])

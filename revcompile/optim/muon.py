@@ -19,6 +19,7 @@ the limit with them.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,9 @@ _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 
 _LEAST_SPECTRAL_NORM: Final = 0.1
 """A matrix counts as at least so large when its update is limited: it may start at zero."""
+
+_LEAST_RATIO: Final = 1 / 8
+"""Of the sides of a matrix; below it is a factor of low rank."""
 
 _FUSED: Final = frozenset(("qkv", "to_qkv", "qkv_proj", "Wqkv", "c_attn"))
 """Names of layers that compute queries, keys and values as one, usually in this order."""
@@ -294,12 +298,14 @@ def muon_groups(
     """`param_groups=` for a trainer: which parameters `DelayAwareMuon` updates by Muon, and how.
 
     AdamW gets vectors (of any number of dimensions), embeddings (what `no_weight_decay()` of a timm
-    model names, and what has a first dimension of 1, included), and the output layer: what the
-    model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging Face) returns. Matrices
-    that compute queries, keys and values as one are updated as three: those of layers that are
-    called `qkv`, `to_qkv`, `qkv_proj`, `Wqkv` or `c_attn` and have three outputs for each input,
-    and of `nn.MultiheadAttention`. Those whose outputs are known to be ordered by head stay one
-    matrix; if those of your own layer are, set `chunks` of its group to 1.
+    model names, and what has a first dimension of 1, included), matrices of which one side is less
+    than an eighth of the other (adapters, classifiers of few classes, large vocabularies), and the
+    output layer: what the model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging
+    Face) returns; name that of a model of your own in `adamw`. Matrices that compute queries, keys
+    and values as one are updated as three: those of layers that are called `qkv`, `to_qkv`,
+    `qkv_proj`, `Wqkv` or `c_attn` and have three outputs for each input, and of
+    `nn.MultiheadAttention`. Those whose outputs are known to be ordered by head stay one matrix; if
+    those of your own layer are, set `chunks` of its group to 1.
 
     Args:
         model: the model the parameters belong to.
@@ -311,7 +317,10 @@ def muon_groups(
     [(True, 1), (False, 1)]
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"muon_groups: expected the model, got {model!r}; muon_groups(model)")
+        got = repr(model) if isinstance(model, int | float | str) else type(model).__name__
+        raise InputError(
+            f"muon_groups: expected the model, got {got}; write param_groups=muon_groups(model)"
+        )
     if isinstance(adamw, str):
         raise InputError(f"adamw={adamw!r}: expected a list of paths; write adamw=[{adamw!r}]")
     # By all its names: a stage may know a tied weight by that of the output layer.
@@ -319,7 +328,8 @@ def muon_groups(
     unknown = [path for path in adamw if not any(_is_in(name, path) for name, _ in every)]
     if unknown:
         raise InputError(f"adamw={list(adamw)!r}: the model has no {unknown[0]!r}")
-    paths = (*adamw, *getattr(model, "no_weight_decay", tuple)())
+    named_by_model = getattr(model, "no_weight_decay", ())
+    paths = (*adamw, *(named_by_model() if callable(named_by_model) else named_by_model))
     excluded = {id(p) for module in _not_matrices(model) for p in module.parameters()}
     excluded |= {id(p) for name, p in every if any(_is_in(name, path) for path in paths)}
     names = {name for name, p in every if id(p) in excluded}
@@ -327,16 +337,20 @@ def muon_groups(
     known = {name for name, _ in every}
 
     def is_matrix(name: str, p: Tensor) -> bool:
-        return p.ndim >= 2 and 1 < p.shape[0] < p.numel() and name not in names
+        if p.ndim < 2 or not 1 < p.shape[0] < p.numel() or name in names:
+            return False
+        # Its norm says nothing about that of the matrix a low-rank factor is added to.
+        return p.ndim > 2 or _LEAST_RATIO * max(p.shape) <= min(p.shape)
 
     def is_fused(name: str, p: Tensor) -> bool:
         return name in fused and max(p.shape) == 3 * min(p.shape)
 
     def groups(named: NamedParameters) -> list[dict[str, Any]]:
         # By name: a compiled model may hold parameters of its own under the original names.
-        if named and known.isdisjoint(name for name, _ in named):
+        foreign = [name for name, _ in named if name not in known]
+        if foreign:
             raise InputError(
-                f"muon_groups: the model has no {named[0][0]!r}; give it the model whose "
+                f"muon_groups: the model has no {foreign[0]!r}; give it the model whose "
                 "parameters are trained"
             )
         matrices = [(name, p) for name, p in named if is_matrix(name, p)]
@@ -358,10 +372,20 @@ def _not_matrices(model: nn.Module) -> list[nn.Module]:
     embeddings = nn.Embedding, nn.EmbeddingBag
     modules: list[nn.Module] = [m for m in model.modules() if isinstance(m, embeddings)]
     for getter in ("get_classifier", "get_output_embeddings"):
-        head = getattr(model, getter, lambda: None)()
+        method = getattr(model, getter, None)
+        head = method() if callable(method) and not _needs_arguments(method) else None
         heads = head if isinstance(head, tuple | list) else [head]
         modules += [module for module in heads if isinstance(module, nn.Module)]
     return modules
+
+
+def _needs_arguments(method: Callable[..., Any]) -> bool:
+    """Is it a method of another meaning?"""
+    return any(
+        parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in inspect.signature(method).parameters.values()
+    )
 
 
 def _is_fused(model: nn.Module, name: str) -> bool:

@@ -29,12 +29,11 @@ _BEARABLE: Final = 1
 _BEARABLE_LIMITED: Final = 7
 """The same where matrices move little during the delay."""
 _LIMITED: Final = (
-    "revcompile.optim.DelayAwareMuon with param_groups=revcompile.optim.muon_groups(model)"
+    "revcompile.optim.DelayAwareMuon (not with max_drift=None) with "
+    "param_groups=revcompile.optim.muon_groups(model)"
 )
-_OF_FORWARD: Final = (
-    "weights='stashed' (a copy of the weights for each update of delay) or weights='rewound' (one "
-    "copy, and half a byte a parameter for each)"
-)
+_STASHED: Final = "weights='stashed' (a copy of the weights for each update of delay)"
+_REWOUND: Final = "weights='rewound' (one copy, and half a byte a parameter for each)"
 _ATTENTION: Final = (
     (
         1,
@@ -98,10 +97,15 @@ def warn_of_delay(trainer: Trainer) -> None:
     if not is_told or not has_attention((p.forward for p in programs), trainer.model):
         return
     most, method = late[0][0], programs[0].method
-    plain = [type(optimizer).__name__ for _, optimizer in late if not hasattr(optimizer, "delay")]
+    is_predicted = method.weights is Weights.PREDICTED  # which compensates
+    plain = [
+        type(optimizer).__name__
+        for _, optimizer in late
+        if not hasattr(optimizer, "delay") and not is_predicted
+    ]
     is_far = most > _BEARABLE_LIMITED
     is_limited = any(_limits_drift(optimizer) for _, optimizer in late) and not is_far
-    has_others = method.weights in (Weights.LATEST, Weights.PREDICTED) and not is_limited
+    has_others = (is_predicted or method.weights is Weights.LATEST) and not is_limited
     if not plain and not has_others:
         return
     problems, optimizers = [], [_LIMITED] if plain or not is_far else []
@@ -113,7 +117,9 @@ def warn_of_delay(trainer: Trainer) -> None:
         problems.append("and backward uses other weights than forward did")
         # Without far delays the first optimizer is enough.
         joined = (", and " if is_far else " and " if plain else ", or ") if remedy else ""
-        remedy += f"{joined}{_OF_FORWARD}"
+        # No parameter may be shared by stages whose updates are rounded.
+        of_forward = _STASHED if trainer.partition.ties else f"{_STASHED} or {_REWOUND}"
+        remedy += f"{joined}{of_forward}"
     enough = window(method, len(programs), 0, trainer.settings.accumulate) - 1
     warnings.warn(
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "

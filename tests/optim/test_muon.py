@@ -287,6 +287,24 @@ def test_vectors_and_tied_weights_are_adamws() -> None:
         muon_groups(model)([(f"module.{name}", p) for name, p in named])
 
 
+def test_factors_of_low_rank_are_adamws() -> None:
+    """Adapters start at zero, and classifiers of few classes are output layers."""
+    model = nn.Sequential(nn.Linear(32, 3), nn.Linear(3, 32), nn.Linear(32, 4), nn.Conv1d(4, 99, 1))
+    matrices, _ = muon_groups(model)(list(model.named_parameters()))
+    assert [tuple(p.shape) for p in matrices["params"]] == [(4, 32), (99, 4, 1)]
+
+
+def test_methods_of_other_meanings_are_left_alone() -> None:
+    class Own(Tower):
+        no_weight_decay = {"blocks.0"}  # noqa: RUF012
+
+        def get_classifier(self, which: int) -> nn.Module:
+            return self.blocks[which]
+
+    matrices, _ = muon_groups(Own())(list(Own().named_parameters()))
+    assert len(matrices["params"]) == 3
+
+
 def test_groups_that_are_refused_are_not_added() -> None:
     optimizer = DelayAwareMuon([nn.Parameter(torch.eye(3))])
     params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4))]
@@ -353,6 +371,56 @@ def test_a_state_of_the_other_kind_is_refused(before: str, now: str) -> None:
     message = rf"shape \(3, 3\) has the state of {before}, but is to be updated by {now}"
     with pytest.raises(ValueError, match=message):
         step(optimizer, 1)
+
+
+def test_a_state_of_other_groups_is_refused_before_anything_is_loaded() -> None:
+    """One group cannot have the settings of several."""
+    tokens = torch.randint(11, (4, 6))
+    loss = nn.CrossEntropyLoss()
+
+    def trainer_of(groups: Any) -> Any:
+        net = revcompile.petrafy(Tower(), 2, tokens, check="off")
+        return net.trainer(
+            DelayAwareMuon,
+            lambda output, target: loss(output.flatten(0, 1), target.flatten()),
+            param_groups=groups,
+        )
+
+    def split(named: Any) -> list[dict[str, Any]]:
+        kinds = [[p for _, p in named if p.ndim == 2], [p for _, p in named if p.ndim < 2]]
+        even, odd = kinds[0][::2], kinds[0][1::2]
+        groups = [{"params": even}, {"params": odd, "max_drift": 0.1}, {"params": kinds[1]}]
+        return [group for group in groups if group["params"]]
+
+    for groups, message in (
+        (split, "saved with max_drift=0.0075 and with max_drift=0.1"),
+        (muon_groups(Tower()), "saved with use_muon=False and with use_muon=True"),
+    ):
+        saved = trainer_of(groups)
+        saved.step(tokens, tokens)
+        saved.flush()
+        trainer = trainer_of(None)
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        with pytest.raises(ValueError, match=message):
+            trainer.load_state_dict(saved.state_dict())
+        assert all(map(torch.equal, before, trainer.model.parameters()))
+        trainer_of(groups).load_state_dict(saved.state_dict())
+
+
+def test_error_feedback_around_it_limits_the_drift_as_well() -> None:
+    def moved(wrap: bool, drift: float | None, attribute: str) -> float:
+        weight = nn.Parameter(torch.eye(4))
+        optimizer: Any = DelayAwareMuon([weight], lr=1.0, max_drift=drift)
+        optimizer = ErrorFeedback(optimizer) if wrap else optimizer
+        setattr(optimizer, attribute, 3.0)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return float((weight.detach() - torch.eye(4)).norm())
+
+    for attribute in ("delay", "predicted_delay"):
+        own = moved(False, 0.1, attribute)
+        assert moved(True, 0.1, attribute) == pytest.approx(own, rel=1e-5)
+        assert moved(True, None, attribute) > 2 * own
 
 
 def test_a_trainer_loads_a_state_without_the_newer_settings() -> None:

@@ -267,7 +267,7 @@ class Updater:
             self.lr_schedule.load_state_dict(_fitted(schedule, self.lr_schedule))
 
     def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """Settings that the optimizer needs and saved groups lack, or the other way round."""
+        """Why saved groups do not fit: they lack a setting, have another, or do not agree."""
         for optimizer in elementary(self.optimizer) if self.optimizer is not None else ():
             pairs = (
                 (group, saved)
@@ -282,6 +282,15 @@ class Updater:
                     yield (
                         f"{self.where} has {_kind(optimizer)}, but the state is of another "
                         f"optimizer (it {what})"
+                    )
+                    return
+            for group in optimizer.param_groups:
+                if found := _contradiction(self._all_saved(group, settings)):
+                    key, one, other = found
+                    yield (
+                        f"{self.where} has a parameter group whose parameters were saved with "
+                        f"{key}={one!r} and with {key}={other!r}; group parameters as they were "
+                        "when the state was saved"
                     )
                     return
 
@@ -316,6 +325,22 @@ def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -
         return value.to(parameter.device, copy=True)
     device = parameter.device if counts_on_device(group) else "cpu"
     return value.to(device, torch.float32 if group.get("fused") else value.dtype, copy=True)
+
+
+def _contradiction(saved: Sequence[Mapping[str, Any]]) -> tuple[str, Any, Any] | None:
+    """A setting that differs between those with which parameters of one group were saved.
+
+    Learning rates may differ: `_saved_settings` chooses by them.
+
+    >>> _contradiction([{"lr": 0.1, "chunks": 1}, {"lr": 0.1, "chunks": 3}])
+    ('chunks', 1, 3)
+    """
+    for other in saved[1:]:
+        for key in sorted(saved[0].keys() - _OF_SCHEDULES - {"params", "lr"}):
+            one, two = saved[0][key], other.get(key)
+            if repr(one) != repr(two):  # some are tensors
+                return key, one, two
+    return None
 
 
 def _initial_lr(group: Mapping[str, Any]) -> Any:

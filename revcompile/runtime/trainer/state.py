@@ -177,7 +177,8 @@ def _check_in_flight(state: State, same: bool, schedule: Schedule, replicas: int
 
 
 def _described(schedule: Schedule, replicas: int) -> str:
-    method = f"{schedule.method.name}, accumulate={schedule.accumulate}"
+    weights = f"weights={schedule.method.weights.value!r}"
+    method = f"{schedule.method.name}, {weights}, accumulate={schedule.accumulate}"
     several = f", {replicas} copies of the pipeline" if replicas > 1 else ""
     return f"{schedule.stages} stages ({method}{several})"
 
