@@ -454,16 +454,18 @@ def _checked(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     return {**group, "chunks": count, "max_drift": None if drift is None else float(drift)}
 
 
-_CHECKED: Final = ("lr", "adamw_lr", "momentum", "weight_decay", "feedback", "max_drift", "eps")
+_CHECKED: Final = ("lr", "adamw_lr", "momentum", "weight_decay", "feedback", "eps")
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    given = {name: settings[name] for name in _CHECKED if name in settings}
-    if given["max_drift"] is None:
-        del given["max_drift"]
-    check_settings(given)
-    if "max_drift" in given and not given["max_drift"]:
-        raise InputError("max_drift=0: matrices could not move; None is no limit")
+    check_settings({name: settings[name] for name in _CHECKED if name in settings})
+    drift = settings["max_drift"]
+    is_number = isinstance(drift, numbers.Real | Tensor) and not isinstance(drift, bool)
+    if drift is not None and not (is_number and 0 < drift < math.inf):
+        raise InputError(
+            f"max_drift={drift!r}: expected a number above 0, or None for matrices that may move "
+            "by any distance"
+        )
     for name in ("ns_steps", "chunks"):
         value = settings[name]
         is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)

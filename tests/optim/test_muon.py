@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -476,8 +477,10 @@ def test_a_pipeline_trains_with_it(method: str) -> None:
         ({"momentum": 1.0}, "momentum=1.0: expected a number from 0 to below 1"),
         ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5"),
         ({"lr": "0.1"}, "lr='0.1': expected a number of 0 or more"),
-        ({"max_drift": -0.1}, "max_drift=-0.1: expected a number of 0 or more"),
-        ({"max_drift": 0}, "max_drift=0: matrices could not move; None is no limit"),
+        ({"max_drift": -0.1}, "max_drift=-0.1: expected a number above 0, or None"),
+        ({"max_drift": 0}, "max_drift=0: expected a number above 0, or None"),
+        ({"max_drift": math.inf}, "max_drift=inf: expected a number above 0, or None"),
+        ({"max_drift": "0.1"}, "max_drift='0.1': expected a number above 0, or None"),
         ({"ns_steps": 0}, "ns_steps=0: expected a whole number, at least 1"),
     ],
 )
