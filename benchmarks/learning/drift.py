@@ -6,7 +6,7 @@ import argparse
 from typing import Final
 
 MAX_DRIFT: Final = 0.0075
-"""Its default."""
+"""Its default, which names of trainings leave out."""
 
 
 def drift_name(max_drift: float | None) -> str:

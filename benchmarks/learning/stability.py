@@ -46,7 +46,7 @@ TRAINED: Final[Mapping[str, Make]] = {
     "Muon": lambda p, rate: DelayAwareMuon(p, rate, feedback=0.0, max_drift=None),
     "Muon, error feedback": lambda p, rate: DelayAwareMuon(p, rate, max_drift=None),
 }
-"""Without `max_drift`, a share of the norm: the best matrix is zero here."""
+"""Muon without `max_drift`, which would slow down a matrix whose best value is zero."""
 
 KINDS: Final[Mapping[str, Momentum]] = {
     "momentum 0.9, as Adam has it": lambda delay: (10, 0),

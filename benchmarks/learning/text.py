@@ -18,14 +18,13 @@ delay.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,10 @@ _CHARACTERS = 65
 SEQUENCES = 64
 """In an update, at any `accumulate`."""
 WARM_UP = 0.05
-FEEDBACK = "muon-feedback"
-"""`DelayAwareMuon` as it is; without error feedback it is called muon."""
 LAST_RATE = 0.1
 """Share of the peak learning rate at the end of the cosine."""
+FEEDBACK = "muon-feedback"
+"""`DelayAwareMuon` as it is; without error feedback it is called muon."""
 
 
 POLICIES: dict[str, revcompile.Policy] = {
@@ -192,7 +191,7 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
         best = min(line["validation_loss"] for line in log)
         if time.monotonic() > deadline and number < count:
             raise OutOfTime(f"after {log[-1]['update']} updates, best so far {best:.3f}")
-    result = {"training": dataclasses.asdict(training), "name": training.name, "log": log}
+    result = {"training": asdict(training), "name": training.name, "log": log}
     (folder / "result.json").write_text(json.dumps(result))
     last = log[-1]
     return f"{best:.3f} (train {last['train_loss']:.3f}) in {last['seconds']:.0f} s"
@@ -264,7 +263,7 @@ _MUON_RATES = (0.02, 0.015, 0.012, 0.01, 0.007, 0.005)
 def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]:
     """Each `(method, weights, optimizer)` at the learning rates of its optimizer."""
     for method, weights, optimizer in rows:
-        # An update of several micro-batches is one of a larger batch.
+        # Without delay, an update of several micro-batches is one of all of them together.
         own = same | {"accumulate": 1} if method == "backprop" else same
         for rate in _RATES.get(optimizer, _MUON_RATES):
             yield Training(method, optimizer, rate, weights=weights, **own)
@@ -321,19 +320,12 @@ def _accumulated(updates: int, size: str) -> Iterator[Training]:
 
 
 def _orders(updates: int, size: str) -> Iterator[Training]:
-    for (stages, order), accumulate in itertools.product(((12, None), (8, "paper")), (1, 8)):
-        yield from _rows(
-            ("petra_stashed", None, FEEDBACK),
-            ("petra", None, FEEDBACK),
-            updates=updates,
-            size=size,
-            stages=stages,
-            order=order,
-            accumulate=accumulate,
-        )
     for stages, order in ((12, None), (8, "paper")):
-        same = {"updates": updates, "size": size, "policy": "pretrained"}
-        yield from _rows(("petra_stashed", None, FEEDBACK), stages=stages, order=order, **same)
+        same = {"updates": updates, "size": size, "stages": stages, "order": order}
+        stashed, latest = ("petra_stashed", None, FEEDBACK), ("petra", None, FEEDBACK)
+        for accumulate in (1, 8):
+            yield from _rows(stashed, latest, accumulate=accumulate, **same)
+        yield from _rows(stashed, policy="pretrained", **same)
 
 
 def _wide(updates: int, size: str) -> Iterator[Training]:

@@ -68,9 +68,7 @@ class ErrorFeedback(LateOptimizer):
     0.6
     """
 
-    predicted_delay: float = 0.0
-    """The delay where the trainer predicts weights, so that no error feedback is needed."""
-    copied = ("delay", "predicted_delay", "optimizer", "feedback")
+    copied = (*LateOptimizer.copied, "optimizer", "feedback")
 
     def __init__(self, optimizer: Optimizer, feedback: float = 1.0) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -97,7 +95,7 @@ class ErrorFeedback(LateOptimizer):
         """One update of the wrapped optimizer, and what the delay adds to it."""
         loss = loss_of(closure)
         feedback = self.feedback * self.delay
-        if hasattr(self.optimizer, "predicted_delay"):
+        if isinstance(self.optimizer, LateOptimizer):
             # It must not compensate the delay once more, but limits how far matrices move in it.
             self.optimizer.predicted_delay = self.delay or self.predicted_delay
         if not feedback:

@@ -20,7 +20,9 @@ class LateOptimizer(Optimizer):
 
     delay: float = 0.0
     """How many updates late gradients are, on average. A trainer sets it for each stage."""
-    copied: ClassVar[tuple[str, ...]] = ("delay",)
+    predicted_delay: float = 0.0
+    """The same where the trainer predicts weights, which compensates the delay; `delay` is 0."""
+    copied: ClassVar[tuple[str, ...]] = ("delay", "predicted_delay")
     """Attributes that copies and pickles have, too."""
 
     def __getstate__(self) -> dict[str, Any]:

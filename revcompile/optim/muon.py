@@ -32,7 +32,7 @@ from revcompile.errors import InputError
 from revcompile.optim.closures import loss_of
 from revcompile.optim.error_feedback import apply_with_feedback
 from revcompile.optim.late import LateOptimizer, wide
-from revcompile.optim.settings import check_settings, two_betas
+from revcompile.optim.settings import check_settings, is_number, two_betas
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: its slope at zero is as steep as it can be (Jordan et al.)."""
@@ -88,9 +88,7 @@ class DelayAwareMuon(LateOptimizer):
     [(1, True, 0.01), (1, False, 0.0005)]
     """
 
-    predicted_delay: float = 0.0
-    """The delay where the trainer predicts weights, so that no error feedback is needed."""
-    copied = ("delay", "predicted_delay", "_adamw_lr")
+    copied = (*LateOptimizer.copied, "_adamw_lr")
     added_settings: ClassVar[Mapping[str, Any]] = {"max_drift": None, "chunks": 1}
     """Settings of groups that were saved before there were these: as they were."""
 
@@ -339,7 +337,7 @@ def muon_groups(
     def is_matrix(name: str, p: Tensor) -> bool:
         if p.ndim < 2 or not 1 < p.shape[0] < p.numel() or name in names:
             return False
-        # Its norm says nothing about that of the matrix a low-rank factor is added to.
+        # A limit by the norm of a low-rank factor would be far too small: adapters start at zero.
         return p.ndim > 2 or _LEAST_RATIO * max(p.shape) <= min(p.shape)
 
     def is_fused(name: str, p: Tensor) -> bool:
@@ -380,12 +378,12 @@ def _not_matrices(model: nn.Module) -> list[nn.Module]:
 
 
 def _needs_arguments(method: Callable[..., Any]) -> bool:
-    """Is it a method of another meaning?"""
-    return any(
-        parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        for parameter in inspect.signature(method).parameters.values()
-    )
+    """Then it is a method of another meaning."""
+    try:
+        inspect.signature(method).bind()
+    except TypeError:
+        return True
+    return False
 
 
 def _is_fused(model: nn.Module, name: str) -> bool:
@@ -460,8 +458,7 @@ _CHECKED: Final = ("lr", "adamw_lr", "momentum", "weight_decay", "feedback", "ep
 def _check(settings: Mapping[str, Any]) -> None:
     check_settings({name: settings[name] for name in _CHECKED if name in settings})
     drift = settings["max_drift"]
-    is_number = isinstance(drift, numbers.Real | Tensor) and not isinstance(drift, bool)
-    if drift is not None and not (is_number and 0 < drift < math.inf):
+    if drift is not None and not (is_number(drift) and 0 < drift < math.inf):
         raise InputError(
             f"max_drift={drift!r}: expected a number above 0, or None for matrices that may move "
             "by any distance"

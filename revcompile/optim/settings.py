@@ -14,12 +14,16 @@ from revcompile.errors import InputError
 _BELOW_ONE: Final = ("momentum", "beta", "betas[0]", "betas[1]")
 
 
+def is_number(value: Any) -> bool:
+    """Also a tensor of one element."""
+    return isinstance(value, numbers.Real | Tensor) and not isinstance(value, bool)
+
+
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse what is no number, or out of range; tensors of one element are numbers."""
     for name, value in settings.items():
-        is_number = isinstance(value, numbers.Real | Tensor) and not isinstance(value, bool)
         bound = 1.0 if name in _BELOW_ONE else math.inf
-        if not is_number or not 0.0 <= value < bound:
+        if not is_number(value) or not 0.0 <= value < bound:
             limit = "from 0 to below 1" if bound == 1.0 else "of 0 or more"
             raise InputError(f"{name}={value!r}: expected a number {limit}")
 

@@ -97,7 +97,7 @@ def warn_of_delay(trainer: Trainer) -> None:
     if not is_told or not has_attention((p.forward for p in programs), trainer.model):
         return
     most, method = late[0][0], programs[0].method
-    is_predicted = method.weights is Weights.PREDICTED  # which compensates
+    is_predicted = method.weights is Weights.PREDICTED  # prediction compensates the delay
     plain = [
         type(optimizer).__name__
         for _, optimizer in late
@@ -108,18 +108,14 @@ def warn_of_delay(trainer: Trainer) -> None:
     has_others = (is_predicted or method.weights is Weights.LATEST) and not is_limited
     if not plain and not has_others:
         return
-    problems, optimizers = [], [_LIMITED] if plain or not is_far else []
+    problems = []
     if plain:
         problems.append(f"which {plain[0]} does not compensate")
-        optimizers.append(f"revcompile.optim.ErrorFeedback({plain[0]}(...))")
-    remedy = ", or ".join(optimizers)
     if has_others:
         problems.append("and backward uses other weights than forward did")
-        # Without far delays the first optimizer is enough.
-        joined = (", and " if is_far else " and " if plain else ", or ") if remedy else ""
-        # No parameter may be shared by stages whose updates are rounded.
-        of_forward = _STASHED if trainer.partition.ties else f"{_STASHED} or {_REWOUND}"
-        remedy += f"{joined}{of_forward}"
+    # No parameter may be shared by stages whose updates are rounded.
+    of_forward = _STASHED if trainer.partition.ties else f"{_STASHED} or {_REWOUND}"
+    remedy = _remedy(plain[0] if plain else None, of_forward if has_others else None, is_far)
     enough = window(method, len(programs), 0, trainer.settings.accumulate) - 1
     warnings.warn(
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
@@ -128,6 +124,19 @@ def warn_of_delay(trainer: Trainer) -> None:
         RevcompileWarning,
         stacklevel=3,
     )
+
+
+def _remedy(plain: str | None, of_forward: str | None, is_far: bool) -> str:
+    """What to use in place of an optimizer that does not compensate, and of other weights.
+
+    Where delays are not far, an optimizer that limits how far matrices move is enough.
+    """
+    if plain is None:
+        return f"{of_forward}" if is_far else f"{_LIMITED}, or {of_forward}"
+    optimizers = f"{_LIMITED}, or revcompile.optim.ErrorFeedback({plain}(...))"
+    if of_forward is None:
+        return optimizers
+    return f"{optimizers}, and {of_forward}" if is_far else f"{optimizers} and {of_forward}"
 
 
 def _limits_drift(optimizer: torch.optim.Optimizer) -> bool:

@@ -269,23 +269,19 @@ class Updater:
     def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Why saved groups do not fit: they lack a setting, have another, or do not agree."""
         for optimizer in elementary(self.optimizer) if self.optimizer is not None else ():
-            pairs = (
-                (group, saved)
-                for group in optimizer.param_groups
-                for saved in self._all_saved(group, settings)
-            )
-            for group, saved in pairs:
-                missing = optimizer.defaults.keys() - saved.keys()
-                extra = saved.keys() - group.keys() - _OF_SCHEDULES
-                if missing or extra:
-                    what = f"has no {min(missing)!r}" if missing else f"has {min(extra)!r}"
-                    yield (
-                        f"{self.where} has {_kind(optimizer)}, but the state is of another "
-                        f"optimizer (it {what})"
-                    )
-                    return
             for group in optimizer.param_groups:
-                if found := _contradiction(self._all_saved(group, settings)):
+                saved = self._all_saved(group, settings)
+                for entry in saved:
+                    missing = optimizer.defaults.keys() - entry.keys()
+                    extra = entry.keys() - group.keys() - _OF_SCHEDULES
+                    if missing or extra:
+                        what = f"has no {min(missing)!r}" if missing else f"has {min(extra)!r}"
+                        yield (
+                            f"{self.where} has {_kind(optimizer)}, but the state is of another "
+                            f"optimizer (it {what})"
+                        )
+                        return
+                if found := _contradiction(saved):
                     key, one, other = found
                     yield (
                         f"{self.where} has a parameter group whose parameters were saved with "
