@@ -93,8 +93,9 @@ class CudaGraphs:
             graph.register_generator_state(each)
         generator = torch.cuda.default_generators[stream.device_index]
         random_state = generator.graphsafe_get_state().clone_state()
+        context = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
         try:
-            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+            with context:
                 function()
         except BaseException:
             # A capture that fails leaves its stream current, and generator and pool in use.
@@ -102,6 +103,10 @@ class CudaGraphs:
             generator.graphsafe_set_state(random_state)
             self._pool = None
             raise
+        finally:
+            # A capture begins with kernels of its own, which write the generators' seeds. A replay
+            # writes them again on the current stream, and a failed capture frees their memory.
+            stream.wait_stream(context.capture_stream)
         return graph.replay
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -197,6 +198,32 @@ def test_a_loss_that_waits_for_the_device_is_not_captured() -> None:
     trainer = net.trainer(momentum, loss, backend="cudagraphs")
     with pytest.warns(UserWarning, match="one action at a time"):
         found = [trainer.step(*batch).loss for batch in even(40)]
+    assert found == pytest.approx(trained("eager")[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["failed", "captured"])
+def test_a_capture_whose_first_kernels_are_late(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """On a busy GPU the kernels with which a capture begins may run after all that follows it."""
+    begin: Any = torch.cuda.CUDAGraph.capture_begin
+
+    def slow_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+        torch.cuda._sleep(10**8)
+        begin(graph, *args, **kwargs)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not in a capture")
+        return F.cross_entropy(output, target)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", slow_begin)
+    net = fresh(Loose)
+    net.model.cuda()
+    trainer = net.trainer(momentum, loss, backend="cudagraphs")
+    with pytest.warns(UserWarning, match="one action at a time") if fails else nullcontext():
+        found = [trainer.step(*batch).loss for batch in even(40)]
+    assert trainer.runner.is_on != fails
     assert found == pytest.approx(trained("eager")[0], abs=1e-6)
 
 

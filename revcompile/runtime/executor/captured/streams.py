@@ -11,6 +11,17 @@ and so do the backward passes of different stages. Four stages, two backward str
 A stage's backward pass waits for its own forward pass only; its update for its backward pass.
 Stages with large tensors stay on the current stream: their kernels fill the GPU on their own, and
 what they compute in takes the place of what the forward passes have used.
+
+Two streams use the same memory in these places, each ordered by an event:
+
+    backward, update   slots, messages, weights   `StepStreams`; `join` ends each step
+    capture            seeds of a graph           `CudaGraphs.capture`, after the capture
+    send               messages to other ranks    `DeviceSending`: before it, and when it is done
+    receive            messages of other ranks    `Arrival.ready`, then `DeviceReceiver._release`
+    all-reduce         sums of gradients          `ReplicaAverage.mean`; captured steps wait
+    overlap            streams of a chain         `TwoStreams`, at both ends
+    copies to the host flags of a step            `NonFiniteReports.submit`
+    ... from the host  batches in pinned memory   `InputBinder.to_device`
 """
 
 from __future__ import annotations
