@@ -40,7 +40,7 @@ MethodName = Literal[
     "dni",
 ]
 OrderName = Literal["1f1b", "paper"]
-WeightsName = Literal["latest", "stashed", "rewound", "predicted"]
+WeightsName = Literal["latest", "stashed", "predicted"]
 KeepName = Literal["nothing", "input", "graph"]
 BackendName = Literal["auto", "eager", "cudagraphs", "inductor", "static"]
 PolicyName = Literal["paper", "pretrained", "same_parameters"]

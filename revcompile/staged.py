@@ -268,12 +268,9 @@ class StagedModel(StageReport):
             alpha: The order as a number: 1 is "1f1b", 2 is "paper", and anything from 1 on works.
             weights: Which parameters passes use. "latest": PETRA's choice, no copies. "stashed":
                 backward uses those of its forward pass; a stage that is t updates late has t
-                copies, so one (as PipeDream-2BW) with accumulate >= J-1. "rewound": the same,
-                but updates are rounded to 4 bits an element (without bias), the weights once in
-                their last bits, and the updates are kept instead of t copies, beside one while
-                backward runs; for parameters in float32 or float64. "predicted": forward uses
-                `y - t u`, where u is the last update, and backward y; one copy at any delay, and
-                optimizers of `revcompile.optim` then leave the delay to it.
+                copies, so one (as PipeDream-2BW) with accumulate >= J-1. "predicted": forward
+                uses `y - t u`, where u is the last update, and backward y; one copy at any delay,
+                and optimizers of `revcompile.optim` then leave the delay to it.
                 Default: as the method says; "stashed" for policy="pretrained".
             accumulate: Micro-batches to an update (the paper's k).
             synchronous: Start with so many updates without delay: the pipeline is drained before

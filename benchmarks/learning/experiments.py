@@ -202,8 +202,7 @@ def _transformer_muon(seeds: int, epochs: int) -> Iterator[Experiment]:
             ("backprop", None, "paper", 0),
             ("petra", "latest", "paper", 0),
             ("petra", "stashed", "paper", 0),
-            ("petra", "rewound", "paper", 0),
-            ("petra", "rewound", "paper", 1),
+            ("petra", "stashed", "paper", 1),
             ("petra", "predicted", "paper", 0),
             ("petra", "stashed", "pretrained", 0),
             ("backprop", None, "pretrained", 0),
@@ -232,8 +231,7 @@ def _weights(seeds: int, epochs: int) -> Iterator[Experiment]:
     same = Experiment("petra", epochs=epochs, schedule="cosine", optimizer="delay-aware-sgd")
     muon = replace(same, optimizer=MUON, rate=0.01, weight_decay=0.05)
     for seed in range(seeds):
-        for weights in ("stashed", "rewound"):
-            yield replace(same, weights=weights, seed=seed)
+        yield replace(same, weights="stashed", seed=seed)
         for method, kept in (("backprop", None), ("petra", "latest"), ("petra", "stashed")):
             yield replace(muon, method=method, weights=kept, seed=seed)
 

@@ -272,7 +272,6 @@ def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]
 def _weights(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
         ("petra_stashed", None, FEEDBACK),
-        ("petra", "rewound", FEEDBACK),
         ("petra", None, FEEDBACK),
         ("petra", "predicted", FEEDBACK),
         ("backprop", None, "adamw"),
@@ -298,7 +297,6 @@ def _start(updates: int, size: str) -> Iterator[Training]:
 def _averaged(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
         ("petra_stashed", None, FEEDBACK),
-        ("petra", "rewound", FEEDBACK),
         ("backprop", None, "muon"),
         updates=updates,
         size=size,

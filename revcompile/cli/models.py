@@ -66,9 +66,7 @@ def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> N
     )
     parser.add_argument("--method", default="petra", help="petra (default), 1f1b, gpipe, ...")
     parser.add_argument("--order", help='"1f1b" (the default: half the delay) or "paper"')
-    parser.add_argument(
-        "--weights", help='of passes: "latest", "stashed", "rewound" or "predicted"'
-    )
+    parser.add_argument("--weights", help='of passes: "latest", "stashed" or "predicted"')
     parser.add_argument(
         "--batch-size", type=count, metavar="B", help="samples a micro-batch, for sizes in bytes"
     )

@@ -1,6 +1,6 @@
 """Kernels for branches in low precision, and arithmetic that can be undone to the bit.
 
-`exact_sum` has sums that can be undone, `four_bits` updates of weights. `layer_norm`, `batch_norm`
-and `gradient_sum` do in one pass over memory what autocast does in several; `triton_kernels` and
-`triton_batch_norm` are those passes, imported when they are first needed.
+`exact_sum` has sums that can be undone. `layer_norm`, `batch_norm` and `gradient_sum` do in one
+pass over memory what autocast does in several; `triton_kernels` and `triton_batch_norm` are those
+passes, imported when they are first needed.
 """

@@ -23,8 +23,6 @@ from revcompile.schedule.dryrun import (
 from revcompile.schedule.generate import Schedule, actions
 from revcompile.schedule.methods import (
     METHODS,
-    REWOUND_BLOCK,
-    REWOUND_BYTES,
     Keep,
     Method,
     Order,
@@ -43,8 +41,6 @@ from revcompile.schedule.steady_state import (
 
 __all__ = [
     "METHODS",
-    "REWOUND_BLOCK",
-    "REWOUND_BYTES",
     "Action",
     "Costs",
     "Keep",

@@ -36,16 +36,8 @@ class Weights(enum.Enum):
     """Both passes use the latest parameters, so backward not those of its forward pass (PETRA)."""
     STASHED = "stashed"
     """Backward uses those of its forward pass: as many copies as t, rounded up."""
-    REWOUND = "rewound"
-    """The same, computed from y and the updates since, which are kept in 4 bits an element."""
     PREDICTED = "predicted"
     """Forward uses y - t u, about where parameters will be in backward, which uses y: one copy."""
-
-
-REWOUND_BLOCK: Final = 64
-"""Elements of a kept update that share a scale (`Weights.REWOUND`)."""
-REWOUND_BYTES: Final = 0.5 + 1 / REWOUND_BLOCK
-"""Of a kept update, for each element."""
 
 
 class Order(enum.Enum):
@@ -84,7 +76,7 @@ class Method:
                 "gradients are back with alpha below 1; use alpha >= 1 (1: least delay, "
                 "2: the order of the PETRA paper)"
             )
-        if self.weights in (Weights.PREDICTED, Weights.REWOUND) and (
+        if self.weights is Weights.PREDICTED and (
             self.order is not Order.CONTINUOUS or self.keep is Keep.GRAPH
         ):
             raise InputError(
@@ -200,9 +192,7 @@ def _with_weights(method: Method, weights: str) -> Method:
         )
     # Named after the row of the table with these choices, or with the nearest there are.
     published = METHODS[method.name].alpha if method.name in METHODS else method.alpha
-    wanted = {Weights.PREDICTED: Weights.LATEST, Weights.REWOUND: Weights.STASHED}.get(
-        chosen, chosen
-    )
+    wanted = Weights.LATEST if chosen is Weights.PREDICTED else chosen
     rows = [
         row.name
         for row in METHODS.values()

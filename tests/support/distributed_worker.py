@@ -254,7 +254,7 @@ def refuse(rank: int, options: dict[str, Any]) -> Any:
 
     In the middle of that there is no optimizer once more, for stages that are placed otherwise.
     """
-    run = Run(weights="rewound", steps=4)
+    run = Run(weights="predicted", steps=4)
     net, start = compiled(run.model, run.stages, run.device)
     before = {name: value + rank for name, value in start.items()}
     net.model.load_state_dict(before)

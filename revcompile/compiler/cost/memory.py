@@ -33,7 +33,7 @@ from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType
-from revcompile.schedule import REWOUND_BYTES, Keep, Weights, delay, window
+from revcompile.schedule import Keep, Weights, delay, window
 
 
 class MemoryModel:
@@ -157,23 +157,18 @@ class MemoryModel:
         )
 
     def _stashed(self, index: int, trained: int) -> int:
-        """What is kept of the weights of earlier updates; of rewound ones, as if of float32."""
-        match self.workload.method.weights:
-            case Weights.STASHED:
-                return self._delays[index] * trained
-            case Weights.REWOUND:
-                return round(self._delays[index] * trained * REWOUND_BYTES / 4)
-            case Weights.LATEST | Weights.PREDICTED:
-                return 0
+        """What is kept of the weights of earlier updates."""
+        is_stashed = self.workload.method.weights is Weights.STASHED
+        return self._delays[index] * trained if is_stashed else 0
 
     def _newest(self, index: int, trained: int, keep: Keep) -> int:
-        """A copy of the parameters beside stashed ones, or the one that backward uses."""
+        """A copy of the parameters beside stashed ones, or the predicted one."""
         if not self._delays[index]:
             return 0
         match self.workload.method.weights:
             case Weights.STASHED:
                 return trained if keep is Keep.GRAPH else 0
-            case Weights.PREDICTED | Weights.REWOUND:
+            case Weights.PREDICTED:
                 return trained
             case Weights.LATEST:
                 return 0

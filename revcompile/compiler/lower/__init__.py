@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.compiler.lower.backward import BackwardWriter
 from revcompile.compiler.lower.flatten import flatten
@@ -89,17 +87,10 @@ def _refuse_amplified_errors(partition: Partition, method: Method, keeps: Sequen
     is_late = method.order is Order.CONTINUOUS and len(partition.parts) > 1
     if method.weights is Weights.STASHED or not is_late or Keep.NOTHING not in keeps:
         return
-    rewired = partition.rewired
-    if method.weights is Weights.REWOUND and all(
-        p.dtype in (torch.float32, torch.float64) or not p.requires_grad
-        for p in rewired.root.parameters()
-    ):
-        return  # to the bit
-    if any(coupling.kept_bits for coupling in rewired.couplings):
+    if any(coupling.kept_bits for coupling in partition.rewired.couplings):
         raise InputError(
             f"method {method.name!r} with weights={method.weights.value!r} rebuilds inputs with "
             'other weights than the forward pass had. The couplings of policy="pretrained" would '
-            "multiply that difference in every block; use weights='stashed' (or, if all parameters "
-            "that are trained are float32 or float64, 'rewound'), or a method without delay such "
-            "as 'reversible_backprop'"
+            "multiply that difference in every block; use weights='stashed', or a method without "
+            "delay such as 'reversible_backprop'"
         )

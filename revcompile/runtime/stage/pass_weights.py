@@ -2,13 +2,11 @@
 
 latest       both passes with the parameters as they are then
 stashed      backward with copies of those of the forward pass; where graphs are kept, both
-rewound      the same, but backward computes them from the latest ones
 predicted    forward with the parameters as they will be when its gradient arrives
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.stage.rewound_weights import RewoundWeights
 from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.runtime.stage.weights import PredictedWeights, StashedWeights, detached_copies
 from revcompile.schedule import Weights
@@ -44,17 +41,14 @@ class PassWeights:
         self._copies: Mapping[str, Tensor] | None = None
         """Of the latest weights."""
         self.stash = StashedWeights(parameters) if stashes and not self._has_copies else None
-        predicts, rewinds = weights is Weights.PREDICTED, weights is Weights.REWOUND
-        self.predicted = PredictedWeights(parameters, delay) if predicts and is_late else None
-        count = math.ceil(delay)
-        self.rewound = RewoundWeights(parameters, count) if rewinds and is_late else None
-        self._past = self.stash or self.rewound
+        predicts = weights is Weights.PREDICTED and is_late
+        self.predicted = PredictedWeights(parameters, delay) if predicts else None
         self._updates = 0
 
     @property
     def has_past(self) -> bool:
         """Do backward passes compute with weights of the past, which are not in their graphs?"""
-        return self._past is not None
+        return self.stash is not None
 
     def forward(self) -> Mapping[str, Tensor] | None:
         """What a forward pass computes with now."""
@@ -71,7 +65,7 @@ class PassWeights:
 
     def of_age(self, age: int) -> Used:
         """That of a forward pass so many updates ago."""
-        return Used(updates=None if self._past is None else self._updates - age)
+        return Used(updates=None if self.stash is None else self._updates - age)
 
     def age(self, used: Used) -> int:
         """How many updates there were since a forward pass with the latest weights.
@@ -83,8 +77,9 @@ class PassWeights:
 
     def backward(self, used: Used) -> Mapping[str, Tensor] | None:
         """What the backward pass computes with."""
-        age = self.age(used) if self._past is not None else 0
-        return self._past.past(age) if self._past is not None and age else used.copies
+        if self.stash is not None and (age := self.age(used)):
+            return self.stash.past(age)
+        return used.copies
 
     def are_unchanged(self, used: Used) -> bool:
         """Are those of the backward pass those of the forward pass?"""
@@ -99,8 +94,6 @@ class PassWeights:
             following = self.stash.following([self.age(used) for used in in_flight])
         elif self.predicted is not None:
             following = self.predicted.following(names)
-        elif self.rewound is not None:
-            following = self.rewound.following()
         with following:
             yield
         self._updates += 1 if self.stash is None else self.stash.added
@@ -159,21 +152,13 @@ class PassWeights:
         state: dict[str, Any] = {"versions": [copy({n: v[n] for n in trained}) for v in versions]}
         if self.predicted is not None and (predicted := self.predicted.state()) is not None:
             state["predicted"] = copy(predicted)
-        if self.rewound is not None:
-            state["rewound"] = copy(self.rewound.state())
         numbers: dict[int, int | None] = {id(v): number for number, v in enumerate(versions)}
-        of_flights: list[dict[str, Any]] = [{"version": numbers.get(id(v))} for v in each]
-        for saved, used in zip(of_flights, in_flight, strict=True):
-            if self.rewound is not None:
-                saved["age"] = self.age(used)
-        return state, of_flights
+        return state, [{"version": numbers.get(id(v))} for v in each]
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         if self.predicted is not None:
             self.predicted.load(state.get("predicted"))
-        if self.rewound is not None:
-            self.rewound.load(state["rewound"])
         versions = [
             detached_copies({n: p for n, p in self._parameters.items() if n not in v})
             | {n: t.clone().requires_grad_(self._parameters[n].requires_grad) for n, t in v.items()}
@@ -185,7 +170,7 @@ class PassWeights:
     def load_used(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> Used:
         """The record of a forward pass that is part of a state."""
         number, count = saved["version"], len(state["versions"])
-        return self.of_age(saved.get("age", 0 if number is None else count - number))
+        return self.of_age(0 if number is None else count - number)
 
 
 def _distinct(weights: Iterable[Mapping[str, Tensor] | None]) -> list[Mapping[str, Tensor]]:

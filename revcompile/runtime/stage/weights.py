@@ -1,7 +1,6 @@
 """Weights that a stage computes with instead of the parameters in its modules.
 
     stashed             a copy of the parameters as they were in a micro-batch's forward pass
-    rewound             the same, computed from the latest ones: `rewound_weights.py`
     predicted           where the parameters will be when the gradient of a forward pass arrives
     in low precision    made once per update, where autocast would cast them again in every call
 
@@ -280,8 +279,7 @@ def castable_parameters(
     None where weights may change while graphs or copies of them are in flight.
     """
     method = program.method
-    is_stashed = method.weights in (Weights.STASHED, Weights.REWOUND)
-    if is_stashed or method.order in (Order.GPIPE, Order.ONE_F_ONE_B):
+    if method.weights is Weights.STASHED or method.order in (Order.GPIPE, Order.ONE_F_ONE_B):
         return []
     reads = TreeReads(program.forward, root)
     casting = {id(module) for module in reads.called.values() if is_cast(module)}

@@ -117,9 +117,6 @@ class Trainer(TrainerState, ABC):
 
     def take_over(self) -> None:
         """Train the model from now on. Until then, a trainer that is refused changes nothing."""
-        for executor in self.executors:
-            if (rewound := executor.stage.weights.rewound) is not None:
-                rewound.start()
         if self.model not in _latest:
             hooked: nn.Module = self.model
             hooked.register_load_state_dict_post_hook(_tell_trainer)

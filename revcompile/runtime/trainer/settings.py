@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from revcompile.arguments import number, whole_number
 from revcompile.errors import InputError
-from revcompile.ir.ops import attribute
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.executor.stage_executor import StageExecutor
@@ -24,7 +23,7 @@ from revcompile.runtime.stage.loss_scale import LossScale, scaling_of
 from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.update import OptimizerFactory, ParamGroups, ScheduleFactory, Updater
-from revcompile.schedule import Order, Weights, mean_delay
+from revcompile.schedule import Order, mean_delay
 from revcompile.units import is_int
 
 
@@ -104,7 +103,6 @@ def build_executors(
     skip_on_error: bool,
 ) -> list[StageExecutor]:
     """The executors of some stages; see there for `skip_on_error`. The last has the loss head."""
-    _check_rewound(task)
     parameters = task.model.parameters()
     for dtype in dict.fromkeys([task.settings.autocast, *(p.dtype for p in parameters)]):
         _choose_cpu_matmul(dtype)
@@ -165,29 +163,6 @@ def _build_executor(
         synchronous=settings.synchronous,
         scaling=scaling_of(settings.loss_scale, program.method, stage._device()),
     )
-
-
-def _check_rewound(task: Task) -> None:
-    """Refuse parameters from whose latest values those of earlier updates cannot be computed."""
-    tied = {name for names in task.partition.ties.values() for name in names}
-    for index, program in enumerate(task.programs):
-        delay = mean_delay(program.method, len(task.programs), index, task.settings.accumulate)
-        if program.method.weights is not Weights.REWOUND or not delay:
-            continue
-        where = f"net.trainer: weights='rewound', stage {index}: "
-        for name in program.parameters:
-            parameter = attribute(task.model, name)
-            if name in tied:
-                raise InputError(
-                    f"{where}{name} is shared with another stage, whose copy would be rounded "
-                    "otherwise; use weights='stashed', or cut the model so that one stage has both"
-                )
-            if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
-                raise InputError(
-                    f"{where}{name} is in {str(parameter.dtype).removeprefix('torch.')}, which has "
-                    "too few digits to undo an update; use weights='stashed', or keep parameters "
-                    "in float32 and give autocast="
-                )
 
 
 def _choose_cpu_matmul(dtype: torch.dtype | None) -> None:

@@ -89,8 +89,7 @@ def test_two_ranks_train_as_one_process_with_every_method(tmp_path: Path) -> Non
 def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
     """Dropout, tied weights, clipping over all stages, the paper's order, an incomplete group.
 
-    And two optimizers a stage, error feedback, predicted or rewound weights, a start without
-    delay.
+    And two optimizers a stage, error feedback, predicted weights, a start without delay.
     """
     runs = [
         Run(model="vit"),
@@ -101,7 +100,6 @@ def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
         Run(method="petra", order="paper", clip=0.1, steps=9),
         Run(model="words", weights="predicted", synchronous=2, clip=0.1, steps=9),
         Run(several=True, steps=7),
-        Run(weights="rewound", steps=9),
     ]
     assert_equal_to_one_process(tmp_path, 4, runs)
 
@@ -393,14 +391,14 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_one_rank_cannot_build_is_refused_by_all(tmp_path: Path) -> None:
-    """No rank has rounded or freed weights, or changed what the trainer before has."""
+    """No rank has freed weights, or changed what the trainer before has."""
     results, codes = launch(tmp_path, 2, "refuse")
     assert codes == [0, 0]
     assert "net.trainer, rank 1 (stages 2, 3): InputError: optimizer, stage 2" in results[0][0]
     assert results[1][0].startswith("optimizer, stage 2: expected a torch.optim.Optimizer")
     for _, is_same, state in results:
         assert is_same
-        assert not differences(alone(Run(weights="rewound", steps=4))["state"], state)
+        assert not differences(alone(Run(weights="predicted", steps=4))["state"], state)
 
 
 def test_a_bad_gradient_that_a_flush_finds_is_raised_by_all(tmp_path: Path) -> None:

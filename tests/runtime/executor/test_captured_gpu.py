@@ -63,8 +63,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stashed": {"method": "petra_stashed"},
     "stashed, accumulated": {"method": "petra_stashed", "accumulate": 2, "optimizer": adam},
     "predicted": {"weights": "predicted"},
-    "rewound": {"weights": "rewound"},
-    "rewound, accumulated": {"weights": "rewound", "accumulate": 2},
     "predicted, after a start without delay": {"weights": "predicted", "synchronous": 2},
 }
 

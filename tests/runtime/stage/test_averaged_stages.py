@@ -66,33 +66,6 @@ def test_rebuilding_equals_keeping_graphs_and_recomputing() -> None:
         assert worst(trained("petra", weights="stashed"), stashed)[0] == 0
 
 
-def test_rewound_weights_are_stashed_ones_in_float64_too() -> None:
-    """Updates that are powers of two need no rounding, and neither do the weights they start at."""
-    found = [
-        trained("petra", lambda p: SignSGD(p, lr=2**-6), weights=weights)
-        for weights in ("stashed", "rewound")
-    ]
-    with torch.no_grad():
-        assert worst(*found)[0] == 0
-
-
-def test_only_weights_that_are_trained_need_to_be_exact_to_be_rewound() -> None:
-    class Shifted(PreNorm):
-        def __init__(self) -> None:
-            super().__init__(WIDTH, 6)
-            self.shift = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16), False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.shift.float()
-
-    x = torch.randn(4, 3, WIDTH)
-    net = revcompile.petrafy(Shifted(), 3, x, policy="pretrained", check="off")
-    net.trainer(sgd, F.mse_loss, weights="rewound").step(x, torch.randn(4, 3, 3))
-    net.model.shift.requires_grad_(True)
-    with pytest.raises(InputError, match="if all parameters that are trained are float32 or float"):
-        net.trainer(sgd, F.mse_loss, weights="rewound")
-
-
 def test_captured_steps_are_the_same_training() -> None:
     torch.manual_seed(1)
     xs, ys = torch.randn(11, 4, 3, WIDTH).double(), torch.randn(11, 4, 3, 3).double()
@@ -147,9 +120,8 @@ def test_the_original_is_evaluated_and_comes_back() -> None:
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_streams_are_rebuilt_to_the_bit_and_few_bits_are_kept(bits: int) -> None:
     net = staged(torch.float32, bits)
-    for cast, weights in ((None, "rewound"), (torch.bfloat16, "stashed")):
-        options: Any = {"autocast": cast, "weights": weights}
-        trainer = net.trainer(sgd, F.mse_loss, measure_every=1, **options)
+    for cast in (None, torch.bfloat16):
+        trainer = net.trainer(sgd, F.mse_loss, measure_every=1, autocast=cast)
         for x, y in batches():
             metrics = trainer.step(x.float(), y.float())
         assert metrics.reconstruction == {1: 0.0, 2: 0.0}

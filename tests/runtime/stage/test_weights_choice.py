@@ -1,9 +1,8 @@
-"""Which weights passes use: the latest, stashed or rewound ones, or predicted ones."""
+"""Which weights passes use: the latest, stashed or predicted ones."""
 
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from transcription import Message, Stage, Transcription
 from revcompile import staged
 from revcompile.errors import InputError, RevcompileWarning
 from revcompile.optim import DelayAwareMuon, ErrorFeedback
-from revcompile.runtime.stage.rewound_weights import RewoundWeights
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
 
 
@@ -84,84 +82,10 @@ def test_predicted_weights_are_used_forward(
     assert spine.worst(latest, spine.copied(trainer.parameters()))[0] > 1e-6
 
 
-class Rewinding(Stage):
-    """Stashed weights; updates are rounded as those that are kept in few bits."""
-
-    rounding: RewoundWeights | None
-
-    def update(self, of_holders: Any, *, partial: bool = False) -> None:
-        is_due = self.rounding is not None and self.count >= (1 if partial else self.k)
-        with self.rounding.following() if is_due else nullcontext():
-            super().update(of_holders, partial=partial)
-
-
-@pytest.mark.parametrize(
-    ("method", "order", "accumulate"),
-    [("petra_stashed", "1f1b", 1), ("petra_stashed", "paper", 2), ("delayed", "paper", 1)],
-)
-def test_rewound_weights_are_those_of_the_forward_pass(
-    method: str, order: str, accumulate: int
-) -> None:
-    other = Transcription(
-        spine.fresh("skips").partition,
-        method,
-        spine.momentum,
-        F.cross_entropy,
-        order=order,
-        accumulate=accumulate,
-    )
-    for stage in other.stages:
-        stage.__class__ = Rewinding
-        late = stage.part.index < len(other.stages) - 1
-        assert isinstance(stage, Rewinding)
-        stage.rounding = RewoundWeights(stage.theta, 1) if late else None
-        if stage.rounding is not None:
-            stage.rounding.start()
-    other.run(spine.batches("skips"))
-    trainer, _ = spine.engine(
-        "skips",
-        method,
-        spine.batches("skips"),
-        order=order,
-        accumulate=accumulate,
-        weights="rewound",
-    )
-    error, where = spine.worst(other.parameters(), spine.copied(trainer.parameters()))
-    assert error <= spine.EXACT, where
-
-
-def test_rewound_weights_are_exact_to_the_bit() -> None:
-    torch.manual_seed(0)
-    sizes = torch.logspace(-6, 2, 9).repeat_interleave(64)
-    weight = {"w": (torch.randn(576) * sizes).requires_grad_()}
-    rounded = RewoundWeights(weight, 3)
-    rounded.start()
-    past = []
-    for rate in (1.0, 1e-3, 1e-6, 1.0, 1e-8, 1e-3):
-        past.append(weight["w"].detach().clone())
-        with torch.no_grad(), rounded.following():
-            weight["w"].sub_(rate * torch.randn(576))
-    for updates in (1, 2, 3):
-        assert torch.equal(rounded.past(updates)["w"], past[-updates])
-
-
-def test_small_parts_of_updates_are_not_lost() -> None:
-    """The mean of many rounded updates is that of the updates."""
-    weight = {"w": torch.zeros(128, requires_grad=True)}
-    rounded = RewoundWeights(weight, 1)
-    rounded.start()
-    update = torch.cat([torch.ones(1), torch.full((127,), 0.001)])
-    for _ in range(1000):
-        with torch.no_grad(), rounded.following():
-            weight["w"].sub_(update)
-    assert weight["w"][1:].mean().item() == pytest.approx(-1.0, abs=0.02)
-    assert (weight["w"][1:] + 1.0).abs().max() < 0.6  # multiples of the scale, 0.25
-
-
 STEPS = [batch for batch in batches(26) if len(batch[0]) == 4]
 
 
-@pytest.mark.parametrize("kind", ["stashed", "rewound", "predicted"])
+@pytest.mark.parametrize("kind", ["stashed", "predicted"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_static_steps_and_checkpoints(kind: str, accumulate: int) -> None:
     """With accumulate=4 there are at most as many copies as one update takes."""
@@ -225,14 +149,13 @@ def test_stashed_weights_are_copies_of_what_is_trained(method: str) -> None:
 
 def test_the_delay_is_compensated_once() -> None:
     delays = {}
-    for kind in ("stashed", "rewound", "predicted"):
+    for kind in ("stashed", "predicted"):
         trainer = fresh(Plain).trainer(
             lambda p: ErrorFeedback(momentum(p)), F.cross_entropy, weights=kind
         )
         delays[kind] = [executor.updater.optimizer.delay for executor in trainer.executors]
         assert trainer.delays == (3, 2, 1, 0)
-    late = [3, 2, 1, 0]
-    assert delays == {"stashed": late, "rewound": late, "predicted": [0, 0, 0, 0]}
+    assert delays == {"stashed": [3, 2, 1, 0], "predicted": [0, 0, 0, 0]}
 
 
 def test_matrices_are_limited_where_weights_are_predicted_too() -> None:
@@ -271,9 +194,6 @@ def test_memory_of_each_choice() -> None:
         ("predicted", 1): [1, 1, 1, 0],
         ("predicted", 3): [1, 1, 1, 0],
     }
-    rewound = [stage.stashed / stage.parameters for stage in net.memory(weights="rewound")]
-    per_update = (0.5 + 1 / 64) / 4
-    assert rewound == pytest.approx([3 * per_update, 2 * per_update, per_update, 0], rel=2e-2)
 
 
 def test_a_choice_of_weights_is_a_row_of_the_table() -> None:
@@ -291,24 +211,12 @@ def test_a_choice_of_weights_is_a_row_of_the_table() -> None:
         ("1f1b", "stashed", "there are no updates between forward and backward pass"),
         ("backprop", "predicted", "there are no updates between"),
         ("ddg", "latest", "it keeps graphs"),
-        ("petra", "newest", "use one of: latest, stashed, rewound, predicted"),
+        ("petra", "newest", "use one of: latest, stashed, predicted"),
     ],
 )
 def test_where_there_is_no_choice_it_is_refused(method: str, kind: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         choose(method, weights=kind)
-
-
-def test_weights_that_cannot_be_rewound() -> None:
-    with pytest.raises(InputError, match="is shared with another stage"):
-        spine.fresh("words").trainer(momentum, F.cross_entropy, weights="rewound")
-    net = fresh(Plain, dtype=torch.float32)
-    for parameter in list(net.model.parameters())[4:]:  # not of the first stage
-        parameter.data = parameter.data.bfloat16()
-    before = {name: value.clone() for name, value in net.model.state_dict().items()}
-    with pytest.raises(InputError, match="is in bfloat16, which has too few digits"):
-        net.trainer(momentum, F.cross_entropy, weights="rewound")
-    assert all(torch.equal(value, before[name]) for name, value in net.model.state_dict().items())
 
 
 def failing(stage: int) -> Any:
@@ -326,12 +234,12 @@ def failing(stage: int) -> Any:
 @pytest.mark.parametrize("argument", ["optimizer", "no optimizer", "lr_schedule", "param_groups"])
 def test_a_refused_trainer_changes_no_weights(argument: str) -> None:
     """And the trainer before goes on."""
-    fail, options = failing(2), {"weights": "rewound"}
+    fail = failing(2)
     net = fresh(Plain, dtype=torch.float32)
     before = weights(net)
     trainer = net.trainer(momentum, F.cross_entropy)
     optimizer: Any = momentum
-    refused: dict[str, Any] = dict(options)
+    refused: dict[str, Any] = {}
     if argument == "optimizer":
         optimizer = lambda p: momentum(fail(p))  # noqa: E731
     elif argument == "no optimizer":
@@ -345,9 +253,6 @@ def test_a_refused_trainer_changes_no_weights(argument: str) -> None:
         net.trainer(optimizer, F.cross_entropy, **refused)
     assert same(weights(net), before)
     feed(trainer, [(x.float(), y) for x, y in STEPS[:2]])
-    before = weights(net)
-    net.trainer(momentum, F.cross_entropy, **options)
-    assert not same(weights(net), before)
 
 
 def test_a_refused_trainer_leaves_the_model_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +281,7 @@ def test_a_trainer_of_which_a_warning_is_an_error_changes_no_weights() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="not on a CUDA device"):
-            net.trainer(momentum, F.cross_entropy, backend="cudagraphs", weights="rewound")
+            net.trainer(momentum, F.cross_entropy, backend="cudagraphs")
     assert same(weights(net), before)
     feed(trainer, [(x.float(), y) for x, y in STEPS[:2]])
 
