@@ -433,12 +433,21 @@ class Trainer(TrainerState, ABC):
 
         Returns:
             The path of the new checkpoint.
+
+        Raises:
+            NonFiniteError: With `drain`, after the checkpoint is written: a micro-batch in flight
+                was left out, as in `flush`.
         """
         self._check_usable()
         self._raise_on_all("trainer.save", self._unseen_change())
         self._sync_stages()
-        if drain:
-            self.flush()
+        try:
+            if drain:
+                self.flush()
+        except NonFiniteError as error:  # the pipeline is drained all the same
+            saved = self._write_checkpoint(folder, keep)
+            error.add_note(f"The checkpoint {saved} is written, without these micro-batches.")
+            raise
         self._check_savable()
         return self._write_checkpoint(folder, keep)
 

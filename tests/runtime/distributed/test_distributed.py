@@ -412,6 +412,18 @@ def test_a_bad_gradient_that_a_flush_finds_is_raised_by_all(tmp_path: Path) -> N
     assert all(map(math.isfinite, losses)) and not differences(state, other)
 
 
+def test_a_bad_gradient_that_a_drained_save_finds_is_raised_by_all_after_writing(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "saved"
+    (raised, *_), (elsewhere, *_) = launch(tmp_path, 2, "drain_bad", saved=str(folder))[0]
+    assert raised == elsewhere and raised[1:3] == [0, 0]
+    assert raised[-1].startswith(f"The checkpoint {folder / 'step_00000003'} is written")
+    _, trainer = trainer_of(Run(), off=1.0)
+    trainer.load(folder)
+    assert trainer.schedule.injected == 3 and trainer.schedule.idle
+
+
 def test_the_difference_names_the_ranks() -> None:
     facts: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 1, "more": "a"}]
     with pytest.raises(InputError, match="seed: 1 on ranks 0, 2; 2 on rank 1") as error:

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -629,6 +630,21 @@ def test_all_that_a_call_finds_bad_is_named() -> None:
         assert note.startswith(f"And stage 0, micro-batch {microbatch}: the gradient of parameter")
     assert len(others) == 2 and "drained" in drained
     feed(trainer, batches(4, seed=2))
+
+
+def test_a_drained_save_writes_and_then_reports_the_bad_micro_batch(tmp_path: Path) -> None:
+    saved, flushed, resumed = (trainer_of(fresh(RootFirst)) for _ in range(3))
+    x, y = batches(1, seed=3)[0]
+    for trainer in (saved, flushed):
+        feed(trainer, [*batches(4), (torch.zeros_like(x), y)])
+    with pytest.raises(NonFiniteError, match="stage 0, micro-batch 4") as raised:
+        saved.save(tmp_path, drain=True)
+    assert raised.value.__notes__[-1].startswith(f"The checkpoint {tmp_path / 'step_00000005'} is")
+    with pytest.raises(NonFiniteError):
+        flushed.flush()
+    resumed.load(tmp_path)
+    for trainer in (saved, resumed):
+        assert same(trainer.state_dict(), flushed.state_dict())
 
 
 def test_a_step_that_the_user_interrupts_leaves_no_trace() -> None:
