@@ -52,4 +52,4 @@ def torch_settings(request: pytest.FixtureRequest) -> Iterator[None]:
 def statistics_move_again() -> Iterator[None]:
     """What a test has frozen others would find frozen."""
     yield
-    assert not ops.statistics_frozen
+    assert not ops.statistics_frozen.get()

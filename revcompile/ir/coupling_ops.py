@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 import torch
@@ -75,13 +76,13 @@ __all__ = [
 _WORD: Final = (1 << 64) - 1
 _engine: Final = torch.autograd.Variable._execution_engine
 _Gradient = TypeVar("_Gradient", Tensor, Tensor | None)
-_seeder: Callable[[int, int], None] | None = None
+_seeder: Final[ContextVar[Callable[[int, int], None] | None]] = ContextVar("_seeder", default=None)
 
 
 def recording(on: bool) -> None:
-    """Switch autograd on or off; running statistics move only while it is on."""
+    """Switch autograd on or off in this thread; running statistics move only while it is on."""
     torch._C._set_grad_enabled(on)
-    ops.statistics_frozen = not on
+    ops.statistics_frozen.set(not on)
 
 
 def call_norm(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,7 @@ def call_bn_relu(norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor) -> Ten
 def _with_statistics(
     module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    if not ops.statistics_frozen:
+    if not ops.statistics_frozen.get():
         return function(*args, **kwargs)
     moving = [
         norm
@@ -156,8 +157,10 @@ def stream_leaf(
     if is_viewed:
         is_on = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
-        x = x.view_as(x)
-        torch._C._set_grad_enabled(is_on)
+        try:
+            x = x.view_as(x)
+        finally:
+            torch._C._set_grad_enabled(is_on)
     return GradientSum().attach(x)
 
 
@@ -364,26 +367,25 @@ def seed_torch(seed: int) -> None:
 
 def reseed(key: int, place: int) -> None:
     """Seed the random numbers of one piece, the same in forward and backward."""
-    if _seeder is None:
+    if (seeder := _seeder.get()) is None:
         seed_torch(seed_of(key, place))
     else:
-        _seeder(key, place)
+        seeder(key, place)
 
 
 def is_seeded_elsewhere() -> bool:
     """Is `seeding` in effect, so that the global random state need not be saved?"""
-    return _seeder is not None
+    return _seeder.get() is not None
 
 
 @contextmanager
 def seeding(seeder: Callable[[int, int], None]) -> Iterator[None]:
     """Have `seeder(key, place)` called by `reseed`: a captured step seeds its own generators."""
-    global _seeder
-    before, _seeder = _seeder, seeder
+    token = _seeder.set(seeder)
     try:
         yield
     finally:
-        _seeder = before
+        _seeder.reset(token)
 
 
 # -- calls of higher order -------------------------------------------------------------------------
@@ -392,9 +394,10 @@ def seeding(seeder: Callable[[int, int], None]) -> Iterator[None]:
 def record(function: Callable[..., Any], model: nn.Module, *inputs: Any) -> Any:
     """`function(model, *inputs)` with autograd on."""
     recording(True)
-    outputs = function(model, *inputs)
-    recording(False)
-    return outputs
+    try:
+        return function(model, *inputs)
+    finally:
+        recording(False)
 
 
 def accumulate_vjp(

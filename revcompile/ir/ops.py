@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -224,8 +225,10 @@ def device_of(tensor: Tensor) -> torch.device:
     return tensor.device
 
 
-statistics_frozen = False
-"""True while a branch is recomputed: functional batch norms then do not update statistics."""
+statistics_frozen: Final = ContextVar("statistics_frozen", default=False)
+"""True while a branch is recomputed: functional batch norms then do not update statistics.
+
+For each thread. What autograd runs in a thread of its own sets it there."""
 
 
 def batch_norm(
@@ -240,7 +243,7 @@ def batch_norm(
     count: Tensor | None = None,
 ) -> Tensor:
     """Batch normalisation that updates no running statistics during a recomputation."""
-    if training and statistics_frozen:
+    if training and statistics_frozen.get():
         mean = var = None
     elif training and count is not None:
         count.add_(1)

@@ -9,8 +9,10 @@ without either.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -23,25 +25,55 @@ class Repeated(NamedTuple):
     """With a mask that parameters are part of."""
 
 
+class Setting:
+    """A switch of torch for the whole process, which several threads may want to set.
+
+    It is off while one of them wants it off, and restored when the last of them is done.
+    """
+
+    def __init__(self, get: Callable[[], bool], set_to: Callable[[bool], None]) -> None:
+        self._get, self._set_to = get, set_to
+        self._lock = threading.Lock()
+        self._wanted: list[bool] = []
+        self._before = False
+
+    def want(self, on: bool) -> None:
+        with self._lock:
+            if not self._wanted:
+                self._before = self._get()
+            self._wanted.append(on)
+            self._set_to(all(self._wanted))
+
+    def release(self, on: bool) -> None:
+        """The end of a `want`."""
+        with self._lock:
+            self._wanted.remove(on)
+            self._set_to(all(self._wanted) if self._wanted else self._before)
+
+
+CUDNN_BENCHMARK: Final = Setting(torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark)
+_DETERMINISTIC: Final = Setting(
+    torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic
+)
+_FLASH: Final = Setting(torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash)
+
+
 class Repeatable(AbstractContextManager[None]):
     """Inside, such layers are repeatable. Not a generator: entered for every block."""
 
-    __slots__ = ("_before", "_layers")
+    __slots__ = ("_wanted",)
 
     def __init__(self, layers: Repeated) -> None:
-        self._layers = layers
+        self._wanted: list[tuple[Setting, bool]] = []
+        if layers.convolutions:
+            self._wanted += [(_DETERMINISTIC, True), (CUDNN_BENCHMARK, False)]
+        if layers.attention:
+            self._wanted += [(_FLASH, False)]
 
     def __enter__(self) -> None:
-        cudnn = torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
-        self._before = *cudnn, torch._C._get_flash_sdp_enabled()
-        if self._layers.convolutions:
-            torch._C._set_cudnn_deterministic(True)
-            torch._C._set_cudnn_benchmark(False)
-        if self._layers.attention:
-            torch._C._set_sdp_use_flash(False)
+        for setting, on in self._wanted:
+            setting.want(on)
 
     def __exit__(self, *_: Any) -> None:
-        deterministic, benchmark, flash = self._before
-        torch._C._set_cudnn_deterministic(deterministic)
-        torch._C._set_cudnn_benchmark(benchmark)
-        torch._C._set_sdp_use_flash(flash)
+        for setting, on in self._wanted:
+            setting.release(on)

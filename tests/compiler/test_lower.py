@@ -6,6 +6,7 @@ import ast
 import copy
 import functools
 import itertools
+from contextvars import ContextVar
 from typing import Any, Final
 
 import pytest
@@ -264,7 +265,8 @@ def test_the_model_handed_in_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["test_vit", "resnet18", "test_convnext"])
 def test_inverse_programs_undo_forward_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "statistics_frozen", False)  # programs leave it as they end
+    # programs leave it as they end
+    monkeypatch.setattr(ops, "statistics_frozen", ContextVar("frozen", default=False))
     size = 160 if name == "test_vit" else 64
     x = torch.randn(2, 3, size, size, dtype=torch.float64)
     model = timm.create_model(name, drop_path_rate=0.0).double()

@@ -25,10 +25,10 @@ from revcompile.schedule import METHODS, choose
 @pytest.fixture(autouse=True)
 def _untouched() -> Iterator[None]:
     """Programs switch autograd and statistics and leave them as they end."""
-    frozen, enabled = ops.statistics_frozen, torch.is_grad_enabled()
+    enabled = torch.is_grad_enabled()
     with torch.random.fork_rng(devices=[]):
         yield
-    ops.statistics_frozen = frozen
+    ops.statistics_frozen.set(False)
     torch.set_grad_enabled(enabled)
 
 

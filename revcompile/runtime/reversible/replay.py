@@ -392,12 +392,11 @@ class Replay(AbstractContextManager[None]):
                 self._stack = stack.pop_all()
         self._autocast = self.around.autocast.enter()
         self._moving = [n for n in self.branch.norms if n.training and n.track_running_stats]
-        self._frozen = ops.statistics_frozen
         self._track(False)
-        ops.statistics_frozen = True
+        self._frozen = ops.statistics_frozen.set(True)
 
     def __exit__(self, *error: Any) -> None:
-        ops.statistics_frozen = self._frozen
+        ops.statistics_frozen.reset(self._frozen)
         self._track(True)
         if self._autocast is not None:
             self._autocast.leave_for()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from revcompile.errors import InputError
 from revcompile.ir import ops
-from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix, recording
+from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix
 from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.precision_rewrites import for_stages, taking_stored
 from revcompile.ir.program import StageProgram
@@ -453,7 +453,6 @@ class Stage:
     @contextmanager
     def _program_context(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Around a program: weights, autocast and random state; global state is restored."""
-        frozen = ops.statistics_frozen
         with ExitStack() as stack:
             device = self._device()
             if self._random and not is_seeded_elsewhere():
@@ -469,11 +468,11 @@ class Stage:
             if weights is not None:
                 contents = [(slot, weights[name]) for slot, name in self._slots]
                 stack.enter_context(filled(contents))
+            token = ops.statistics_frozen.set(True)
             try:
-                recording(False)
                 yield
             finally:
-                ops.statistics_frozen = frozen
+                ops.statistics_frozen.reset(token)
 
     def _device(self) -> torch.device:
         first = next(iter(self.parameters.values()), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -75,7 +76,8 @@ def test_both_directions_or_neither() -> None:
 def test_what_they_compute(
     is_compiled: bool, is_on_grid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "statistics_frozen", False)  # programs leave it as they end
+    # programs leave it as they end
+    monkeypatch.setattr(ops, "statistics_frozen", ContextVar("frozen", default=False))
     net = _net()
     program = net._programs(net.method)[4]
     plain = program.forward, program.backward

@@ -21,6 +21,7 @@ import torch
 
 from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
+from revcompile.kernels.repeatable import CUDNN_BENCHMARK
 from revcompile.runtime.executor.captured.boundary import StepInputs
 from revcompile.runtime.executor.captured.graphs import (
     CaptureUnsupported,
@@ -193,12 +194,14 @@ class StaticPipeline(StaticState):
     @contextmanager
     def _cudnn_benchmark(self) -> Iterator[None]:
         """Where programs are compiled, choose convolution algorithms by trial: shapes are fixed."""
-        before = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = before or self._is_fused
+        if not self._is_fused:
+            yield
+            return
+        CUDNN_BENCHMARK.want(True)
         try:
             yield
         finally:
-            torch.backends.cudnn.benchmark = before
+            CUDNN_BENCHMARK.release(True)
 
     def _random_keys(self, entering: int, due: Mapping[int, int]) -> dict[Pass, int]:
         return {

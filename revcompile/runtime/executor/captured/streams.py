@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -76,8 +77,10 @@ class StepStreams:
     def __init__(self, device: torch.device, last: int, width: int = 2) -> None:
         self.staying: set[int] = {last}
         """The stages whose forward and backward passes are on the current stream."""
-        self._backward_streams = [stream_for(f"backward {n}", device) for n in range(width)]
-        self._update_stream = stream_for("update", device)
+        # What one thread launches on a stream that another one captures would go to that graph.
+        own = threading.get_ident()
+        self._backward_streams = [stream_for(f"{own} backward {n}", device) for n in range(width)]
+        self._update_stream = stream_for(f"{own} update", device)
         self._forward_done: dict[int, torch.cuda.Event] = {}
         self._backward_done: dict[int, torch.cuda.Event] = {}
         self._used: dict[torch.cuda.Stream, None] = {}
