@@ -30,6 +30,8 @@ class CombinedOptimizer(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        if not optimizers:
+            raise ValueError("CombinedOptimizer: no optimizers; give a list of one or more")
         first, *others = (optimizer.defaults for optimizer in optimizers)
         common = {k: v for k, v in first.items() if all(k in other for other in others)}
         # The groups themselves, not copies: whoever sets a learning rate sets it for both.

@@ -263,6 +263,33 @@ def test_measuring_changes_nothing(training: bool, how: str, device: str) -> Non
     assert [cost.saved for cost in found] == [cost.saved for cost in counted]
 
 
+class Moded(nn.Module):
+    """A residual block of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x) + self.inner(x)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_model_in_eval_mode_is_measured_in_train_mode(frozen: bool) -> None:
+    model = Moded().eval()
+    if frozen:
+        model.train().inner.eval()
+    net = revcompile.reversify(model, torch.randn(2, 4), check="off")
+    modes: dict[str, set[bool]] = {}
+    for name in ("f", "inner"):
+        layer = net.get_submodule(name)
+        layer.register_forward_pre_hook(
+            lambda module, _, name=name: modes.setdefault(name, set()).add(module.training)
+        )
+    piece_costs(net.rewired, pieces_of(net.rewired), net.rewired.body.types, "measured")
+    assert modes == {"f": {True}, "inner": {not frozen}}
+
+
 def test_measuring_a_model_of_token_ids() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:

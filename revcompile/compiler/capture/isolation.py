@@ -37,10 +37,11 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
 
 
 def set_mode(twin: nn.Module, model: nn.Module, training: bool) -> nn.Module:
-    """Put a copy of `model` in train or eval mode; modules the user set to eval mode stay there."""
-    frozen = {path for path, module in model.named_modules() if not module.training}
+    """Put a copy of `model`, or itself, in a mode; modules the user set to eval mode stay there."""
+    modules = model.named_modules() if model.training else ()
+    frozen = {path for path, module in modules if not module.training}
     for path, module in twin.named_modules():
-        module.training = training and (not model.training or path not in frozen)
+        module.training = training and path not in frozen
     return twin
 
 

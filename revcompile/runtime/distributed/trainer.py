@@ -181,7 +181,7 @@ class DistributedTrainer(Trainer):
     def step(self, inputs: Any = None, target: Any = None) -> Metrics:
         """Train on one micro-batch; see the class for which rank needs to pass what."""
         self._check_usable()
-        self._set_train_mode()
+        self._resume_training()
         microbatch = self.schedule.injected
         problem = self._changed_model()
         refusal = problem and f"trainer.step: {problem}"
@@ -335,6 +335,7 @@ class DistributedTrainer(Trainer):
                 "mode than in training, which stages on several ranks cannot; use net.module()"
             )
         self._check_usable()
+        self._throughput.pause()
         self._check_tree("trainer.evaluate")
         if any({tie.owner, tie.holder} <= {*self.ranks.stages} for tie in self.schedule.ties):
             self._sync_stages()  # captured steps have the messages between stages here
@@ -410,6 +411,7 @@ class DistributedTrainer(Trainer):
 
     def load(self, place: str | Path) -> None:
         self._check_usable()
+        self._throughput.pause()
         with self._stop_on_error():
             problem, ranks = None, self.ranks
             try:
@@ -440,7 +442,7 @@ class DistributedTrainer(Trainer):
         return until_signal(loader, save, agree=consensus.ask, agree_at_end=consensus.remaining)
 
     def close(self) -> None:
-        """End the training; every rank does, at the latest when its process ends."""
+        super().close()
         if self.transport in _open:
             _open.remove(self.transport)
         if not self.transport.close():

@@ -6,7 +6,6 @@ StagedModel.trainer(...) --> LocalTrainer         all stages in this process
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
 from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import InputBinder, split_batch, warn_if_larger_than_planned
-from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics
+from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics, Throughput
 from revcompile.runtime.trainer.settings import Task, build_executors
 from revcompile.runtime.trainer.state import TrainerState, stages_with_graphs
 from revcompile.schedule import Schedule, delay
@@ -109,7 +108,7 @@ class Trainer(TrainerState, ABC):
         self.parameter_guard = ParameterGuard([p for e in self.executors for p in e.stage.watched])
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
-        self._samples, self._started = 0, time.perf_counter()
+        self._throughput = Throughput(device)
         self.memory_plan: Any = None
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
@@ -161,8 +160,9 @@ class Trainer(TrainerState, ABC):
 
     def _drain(self) -> None:
         self._sync_stages()
-        self._set_train_mode()
+        self._resume_training()
         self._finish(self.scheduler.own(self.schedule.drain()))
+        self._throughput.pause()
 
     def _sync_stages(self) -> None:
         """Make the stages hold everything that is in flight, for whoever reads it there."""
@@ -178,7 +178,8 @@ class Trainer(TrainerState, ABC):
         every = self.settings.measure_every
         return every is not None and microbatch % every == 0
 
-    def _set_train_mode(self) -> None:
+    def _resume_training(self) -> None:
+        self._throughput.resume()
         if not self.model.training:
             self.model.train()
 
@@ -204,7 +205,7 @@ class Trainer(TrainerState, ABC):
         self._check_latest(to_read=to_read)
         if self._stop_reason is not None:
             raise TrainerStoppedError(
-                f"{self._stop_reason}; build a new one and load its last state_dict"
+                f"{self._stop_reason}; build a new one and load its last state"
             )
 
     def _check_latest(self, *, to_read: bool = False) -> None:
@@ -325,8 +326,6 @@ class Trainer(TrainerState, ABC):
         for executor in self.executors if self.settings.measure_every is not None else ():
             for measured in list(executor.stage.reconstruction):
                 errors[executor.index] = executor.stage.reconstruction.pop(measured)
-        self._samples += samples
-        elapsed = max(time.perf_counter() - self._started, 1e-9)
         loss = self.loss_head.losses.pop(microbatch, None)
         if loss is not None and not self.runner.is_active:  # captured steps add theirs themselves
             self.loss_head.add(loss)
@@ -337,7 +336,7 @@ class Trainer(TrainerState, ABC):
             delays=self.delays if not self.schedule.is_synchronous else (0,) * len(self.delays),
             updates=self.schedule.updates,
             lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
-            throughput=self._samples / elapsed,
+            throughput=self._throughput.add(samples, counts=not self.runner.is_capturing),
             loss_tensor=loss,
             output=self.loss_head.outputs.pop(microbatch, None),
             reconstruction=errors,
@@ -439,6 +438,7 @@ class Trainer(TrainerState, ABC):
                 was left out, as in `flush`.
         """
         self._check_usable()
+        self._throughput.pause()
         self._raise_on_all("trainer.save", self._unseen_change())
         self._sync_stages()
         try:
@@ -500,6 +500,13 @@ class Trainer(TrainerState, ABC):
         self._needs_one_process(
             "load_state_dict", "use trainer.load(folder), which every rank calls"
         )
+
+    def close(self) -> None:
+        """End the training; every rank does, at the latest when its process ends.
+
+        The trainer cannot be used any more; on ranks, its threads and sockets are gone.
+        """
+        self._stop_reason = self._stop_reason or "trainer.close() has ended this trainer"
 
     def _needs_one_process(self, method: str, advice: str) -> NoReturn:
         raise InputError(f"trainer.{method}: {advice}")

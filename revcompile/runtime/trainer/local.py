@@ -58,7 +58,7 @@ class LocalTrainer(Trainer):
         self._check_usable()
         if (problem := self._changed_model()) is not None:
             raise InputError(f"trainer.step: {problem}")
-        self._set_train_mode()
+        self._resume_training()
         if (metrics := self._captured_step(inputs, target)) is not None:
             return metrics
         values = self.binder.prepare(inputs)
@@ -120,6 +120,8 @@ class LocalTrainer(Trainer):
         self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
     ) -> Evaluation:
         means = RunningMeans(metrics)
+        self._check_usable()
+        self._throughput.pause()
         self._check_tree("trainer.evaluate")
         with eval_mode(self.model, self.settings.autocast):
             for number, batch in enumerate(check_loader(loader)):
@@ -165,6 +167,7 @@ class LocalTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         self._check_usable(to_read=True)
+        self._throughput.pause()
         self.runner.leave(self.schedule, self.transport)
         self._check_savable()
         return self._state(self.model.state_dict(), clone_tree)
@@ -185,6 +188,7 @@ class LocalTrainer(Trainer):
         return save_training(folder, state, self.model, stages, keep=keep)
 
     def load(self, place: str | Path) -> None:
+        self._throughput.pause()
         checkpoint, state = load_training(place, device_of_model(self.model))
         with located(f"trainer.load: {checkpoint.path}"):
             self.load_state_dict(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ class Metrics:
     updates: tuple[int, ...]
     lr: float | None
     throughput: float
-    """Samples a second since the trainer was made."""
+    """Samples per second of training so far; `evaluate`, `save`, `load`, capturing do not count."""
     loss_tensor: Tensor | None = field(default=None, repr=False)
     output: Any = field(default=None, repr=False)
     reconstruction: Mapping[int, float] = field(default_factory=dict)
@@ -74,6 +75,38 @@ class Metrics:
             f"micro-batch {self.microbatch}: loss {self.loss:.4g}{rate}, gradients late by "
             f"{self.delays}, {self.throughput:,.0f} samples/s"
         )
+
+
+class Throughput:
+    """Samples per second of steps that follow each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._samples, self._seconds = 0, 0.0
+        self._counted_until: float | None = None
+
+    def resume(self) -> None:
+        """A step begins."""
+        if self._counted_until is None:
+            self._counted_until = perf_counter()
+
+    def add(self, samples: int, *, counts: bool = True) -> float:
+        """A step has ended; returns the mean of all steps that count."""
+        assert self._counted_until is not None
+        now = perf_counter()
+        if counts:
+            self._samples += samples
+            self._seconds += now - self._counted_until
+        self._counted_until = now
+        return self._samples / max(self._seconds, 1e-9)
+
+    def pause(self) -> None:
+        """Something other than training begins. The device may still be busy with steps."""
+        if self._counted_until is not None:
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
+            self._seconds += perf_counter() - self._counted_until
+            self._counted_until = None
 
 
 @dataclass(frozen=True)

@@ -278,6 +278,27 @@ def test_a_new_trainer_takes_over() -> None:
         first.state_dict()
 
 
+def test_a_trainer_that_cannot_go_on_does_not_evaluate() -> None:
+    net, data = staged(), batches(2)
+    first = trainer_of(net)
+    second = trainer_of(net)
+    with pytest.raises(TrainerStoppedError, match=r"net\.trainer.* called again"):
+        first.evaluate(data)
+    second.evaluate(data)
+
+
+def test_a_closed_trainer_cannot_be_used() -> None:
+    net, data = staged(), batches(2)
+    trainer = trainer_of(net)
+    feed(trainer, data)
+    trainer.close()
+    trainer.close()
+    for use in (lambda: trainer.step(*data[0]), trainer.flush, lambda: trainer.evaluate(data)):
+        with pytest.raises(TrainerStoppedError, match=r"trainer\.close\(\) has ended"):
+            use()
+    feed(trainer_of(net), data)
+
+
 def test_weights_loaded_while_micro_batches_are_in_flight_stop_the_trainer(tmp_path: Path) -> None:
     net = fresh(training.Net)
     file, data = net.export(tmp_path / "weights.safetensors"), batches(6)

@@ -430,6 +430,51 @@ def test_metrics_of_a_step() -> None:
     assert [sorted(m.reconstruction) for m in found] == [[3], [2], [1], [3], [2], [1]]
 
 
+def test_throughput_is_that_of_training_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step takes a second, the rest more."""
+    now = [0.0]
+    monkeypatch.setattr("revcompile.runtime.trainer.metrics.perf_counter", lambda: now[0])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        now[0] += 1.0
+        return F.cross_entropy(output, target)
+
+    def slow(data: Any) -> Any:
+        for batch in data:
+            now[0] += 100.0
+            yield batch
+
+    trainer, data = trainer_of(fresh(), loss=loss), batches(4)
+    write = trainer._write_checkpoint
+
+    def slow_write(*given: Any) -> Path:
+        now[0] += 100.0
+        return write(*given)
+
+    monkeypatch.setattr(trainer, "_write_checkpoint", slow_write)
+    now[0] += 100.0  # compiling, loading data
+    for batch in data:
+        assert trainer.step(*batch).throughput == 4.0
+        trainer.evaluate(slow(data))
+        trainer.save(tmp_path)
+    now[0] += 1.0  # the user's own code between two steps, e.g. a loader, counts
+    trainer.step(*data[0])
+    now[0] += 1.0
+    assert trainer.step(*data[0]).throughput == 6 * 4 / 7
+    trainer.flush()
+    now[0] += 100.0
+    assert trainer.step(*data[0]).throughput == 7 * 4 / 8
+
+
+def test_steps_that_are_captured_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, data = trainer_of(fresh()), batches(3)
+    rate = trainer.step(*data[0]).throughput
+    monkeypatch.setattr(type(trainer.runner), "is_capturing", True)
+    assert trainer.step(*data[1]).throughput == rate
+
+
 def test_samples_are_counted_where_the_batch_is() -> None:
     class Pairs(nn.Module):
         def __init__(self) -> None:
@@ -722,5 +767,5 @@ def test_an_input_written_to_while_in_flight_is_noticed() -> None:
         for _ in range(4):
             x.normal_()
             trainer.step(x, y)
-    with pytest.raises(RuntimeError, match=re.escape("load its last state_dict")):
+    with pytest.raises(RuntimeError, match=re.escape("load its last state")):
         trainer.step(*batches(1)[0])

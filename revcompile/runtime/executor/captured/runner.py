@@ -155,6 +155,11 @@ class GraphRunner:
         pipeline = self._pipeline
         return pipeline is not None and pipeline.is_active and pipeline.is_replaying
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the last step prepared or captured graphs, which takes longer than to train."""
+        return self.is_active and not self.is_replaying and self._backend is not Backend.STATIC
+
     def _give_up(self, why: str) -> None:
         self.is_on, self._pipeline = False, None
         for executor in self._executors:
