@@ -1,0 +1,341 @@
+"""Whether a model has changed: one snapshot of its modules for everyone who asks.
+
+    snapshot = TreeSnapshot(below(model), (Kind.MODULE, Kind.SETTING))
+    snapshot.first_change()     None, or for example: blocks.1.drop.p was 0.1 and is 0.3 now
+
+The caller decides what a change means: it refuses it, plans or captures again, or expects the new
+contents from then on (`take`). A comparison runs before every step or call. It reads whole columns
+without a loop in Python; the loop that names the change runs only if something differs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, repeat
+from operator import attrgetter, call, is_, itemgetter
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor, fx, nn
+from torch.utils.hooks import RemovableHandle
+
+from revcompile.ir.module_tree import TreeReads, child_path
+
+
+class Kind(enum.Enum):
+    """What of a module is compared."""
+
+    MODULE = "the modules in it, by name"
+    CLASS = "its class"
+    FORWARD = "a forward of its own, beside that of its class"
+    MEMBERS = "the names of its parameters and buffers"
+    PARAMETER = "its parameters, by name: which objects they are"
+    BUFFER = "its buffers, and tensors among its attributes, likewise"
+    MEMORY = "where its parameters and buffers lie"
+    REQUIRES_GRAD = "whether its parameters require gradients"
+    SETTING = "its plain attributes, by value, and its mode (`training`)"
+    HOOK = "its hooks, but for those of FSDP"
+    GRADIENT_HOOK = "whether its parameters have hooks"
+
+
+class Absent(enum.Enum):
+    """What stands for a member or an attribute that a module does not have."""
+
+    ABSENT = "absent"
+
+
+class Watched(NamedTuple):
+    """A module to look at."""
+
+    module: nn.Module
+    path: str
+    names: frozenset[str] | None = None
+    """Only these parameters, buffers and settings; None: everything."""
+
+
+class Change(NamedTuple):
+    """A difference between a snapshot and the model."""
+
+    path: str
+    """Of the module."""
+    name: str
+    """Of the member or the attribute; empty if the module itself is different."""
+    kind: Kind
+    before: Any
+    now: Any
+
+    @property
+    def where(self) -> str:
+        return child_path(self.path, self.name) if self.name else self.path or "the model"
+
+    def __str__(self) -> str:
+        module = self.path or "the model"
+        match self.kind:
+            case Kind.MODULE | Kind.PARAMETER | Kind.BUFFER if self.before is Absent.ABSENT:
+                return f"{module} was given another {self.kind.name.lower()} ({self.name})"
+            case Kind.CLASS:
+                return f"{module} was {_named(self.before)} and is {_named(self.now)} now"
+            case Kind.FORWARD:
+                return f"{module} was given another forward"
+            case Kind.MEMBERS:
+                return f"{module} was given other parameters or buffers"
+            case Kind.HOOK | Kind.GRADIENT_HOOK:
+                return f"a hook of {self.where} was registered or removed"
+            case Kind.REQUIRES_GRAD:
+                return f"requires_grad of {self.where} was changed"
+            case Kind.MEMORY:
+                return f"{self.where} lies in other memory"
+        return f"{self.where} was {_shown(self.before)} and is {_shown(self.now)} now"
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, Absent):
+        return "absent"
+    if isinstance(value, nn.Module | Tensor):
+        return _named(type(value))
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def _named(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+
+
+HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where torch keeps a module's hooks: a dict by handle each."""
+_OWN: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+"""Attributes of every module, which are no settings."""
+_TABLES: Final[Mapping[Kind, str]] = {
+    Kind.MODULE: "_modules",
+    Kind.PARAMETER: "_parameters",
+    Kind.BUFFER: "_buffers",
+}
+_requires_grad: Final = attrgetter("requires_grad")
+
+
+def is_sharding_hook(hook: Callable[..., Any]) -> bool:
+    """Is it a hook by which FSDP2 gathers or frees parameters?"""
+    kind = type(getattr(hook, "__self__", None))
+    return kind.__name__ == "FSDPState" and kind.__module__.startswith("torch.distributed.")
+
+
+def below(root: nn.Module) -> list[Watched]:
+    """A module and all those in it."""
+    return [Watched(module, path) for path, module in root.named_modules()]
+
+
+def read_by(graphs: Iterable[fx.Graph], root: nn.Module) -> list[Watched]:
+    """The modules that graphs call, with all in them; of others the attributes that are read."""
+    found: dict[nn.Module, Watched] = {}
+    for target, value in TreeReads(graphs, root).targets.items():
+        if isinstance(value, nn.Module):
+            for path, module in value.named_modules(prefix=target):
+                found[module] = Watched(module, path)
+            continue
+        path, _, name = target.rpartition(".")
+        owner = root.get_submodule(path)
+        before = found.get(owner, Watched(owner, path, frozenset()))
+        if before.names is not None:
+            found[owner] = before._replace(names=before.names | {name})
+    return list(found.values())
+
+
+class TreeSnapshot:
+    """What some modules were like, in some respects, and whether they still are.
+
+    Args:
+        watched: The modules.
+        kinds: The respects, in the order in which changes are looked for.
+    """
+
+    def __init__(self, watched: Iterable[Watched], kinds: Collection[Kind]) -> None:
+        self._watched, self._kinds = list(watched), tuple(kinds)
+        self._before: dict[Kind, list[dict[str, Any]]] = {}
+        self._comparisons: dict[Kind, Callable[[], bool]] = {}
+        self.take()
+
+    def take(self) -> None:
+        """Expect from now on what there is now."""
+        for kind in self._kinds:
+            self._take(kind)
+
+    def _take(self, kind: Kind) -> None:
+        self._before[kind] = before = [dict(_contents(each, kind)) for each in self._watched]
+        self._comparisons[kind] = _comparison(self._watched, kind, before)
+
+    def first_change(self) -> Change | None:
+        """The first difference, or None."""
+        for kind in self._kinds:
+            if not self._comparisons[kind]():
+                for _, change in self._found(kind):
+                    return change
+                self._take(kind)  # equal values in other objects, or what does not count
+        return None
+
+    def _found(self, kind: Kind) -> Iterator[tuple[Watched, Change]]:
+        for watched, before in zip(self._watched, self._before[kind], strict=True):
+            now = _contents(watched, kind)
+            for name in {**before, **now}:
+                pair = before.get(name, Absent.ABSENT), now.get(name, Absent.ABSENT)
+                if not _is_equal(*pair, by_value=kind not in _TABLES):
+                    yield watched, Change(watched.path, name, kind, *pair)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """What was expected, for a while: parameters, buffers and settings."""
+        found = [(watched, change) for kind in self._kinds for watched, change in self._found(kind)]
+        places = [(_owner(watched, c.kind, c.name), c.name, c.before) for watched, c in found]
+        now = [(owner, name, owner.get(name, Absent.ABSENT)) for owner, name, _ in places]
+        try:
+            _put(places)
+            yield
+        finally:
+            _put(now)
+
+
+def _put(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+    for owner, name, value in places:
+        if value is Absent.ABSENT:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+
+
+def _owner(watched: Watched, kind: Kind, name: str) -> dict[str, Any]:
+    """The dict in which a module has a member or an attribute."""
+    own = vars(watched.module)
+    table: dict[str, Any] = own[_TABLES[kind]] if kind in _TABLES else own
+    return table if name in table or kind is not Kind.BUFFER else own
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters, buffers, and tensors among the attributes."""
+    own = vars(module)
+    found = {**own["_parameters"], **own["_buffers"], **own}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _contents(watched: Watched, kind: Kind) -> Mapping[str, Any]:
+    """What a snapshot holds of a module, by the names of members or attributes."""
+    own, names = vars(watched.module), watched.names
+    found: Mapping[str, Any]
+    if kind is Kind.BUFFER:
+        found = {**own["_buffers"], **{n: v for n, v in own.items() if isinstance(v, Tensor)}}
+    elif kind in _TABLES:
+        found = own[_TABLES[kind]]
+    elif kind is Kind.SETTING:
+        items = own.items()
+        found = {n: _frozen(v) for n, v in items if n not in _OWN and not isinstance(v, Tensor)}
+    elif kind is Kind.MEMORY:
+        found = {n: tensor.data_ptr() for n, tensor in _tensors(watched.module).items()}
+    elif kind is Kind.REQUIRES_GRAD:
+        found = {n: p.requires_grad for n, p in own["_parameters"].items() if p is not None}
+    elif kind is Kind.GRADIENT_HOOK:
+        found = {n: has_hooks(p) for n, p in own["_parameters"].items() if p is not None}
+    elif kind is Kind.CLASS:
+        return {"": type(watched.module)}
+    elif kind is Kind.FORWARD:
+        return {"": own.get("forward")}
+    elif kind is Kind.MEMBERS:
+        return {"": (tuple(own["_parameters"]), tuple(own["_buffers"]))}
+    else:
+        hooks = (own[hook_kind].items() for hook_kind in HOOKS)
+        return {"": [n for n, hook in chain.from_iterable(hooks) if not is_sharding_hook(hook)]}
+    return found if names is None else {n: v for n, v in found.items() if n in names}
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of a container, which may be changed in place."""
+    if isinstance(value, dict):
+        return {key: _frozen(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_frozen, value))
+    return set(value) if type(value) is set else value
+
+
+def _is_equal(before: Any, now: Any, by_value: bool) -> bool:
+    if before is now:
+        return True
+    if not by_value or type(before) is not type(now) or isinstance(now, Tensor):
+        return False
+    if isinstance(now, dict):
+        before, now = list(before.items()), list(now.items())
+    if isinstance(now, list | tuple):
+        pairs = zip(before, now, strict=False)
+        return len(before) == len(now) and all(_is_equal(*pair, True) for pair in pairs)
+    try:
+        return bool(before == now)
+    except Exception:  # of arrays, for example: another object is another value
+        return False
+
+
+def _comparison(
+    watched: Sequence[Watched], kind: Kind, before: Sequence[Mapping[str, Any]]
+) -> Callable[[], bool]:
+    """Whether nothing has changed in one respect; False if something may have."""
+    modules = [each.module for each in watched]
+    owners = list(map(vars, modules))
+    pairs = list(zip(watched, before, strict=True))
+    if kind in _TABLES:
+        entries = [(_owner(each, kind, n), n, v) for each, held in pairs for n, v in held.items()]
+        return _same_entries(entries, [m._modules for m in modules if kind is Kind.MODULE])
+    if kind is Kind.SETTING:
+        sized = [vars(each.module) for each in watched if each.names is None]
+        return _same_settings(owners, before, sized)
+    if kind in (Kind.HOOK, Kind.MEMBERS):
+        names = HOOKS if kind is Kind.HOOK else ("_parameters", "_buffers")
+        return _same_sizes([own[name] for own in owners for name in names])
+    if kind is Kind.CLASS:
+        classes = list(map(type, modules))
+        return lambda: list(map(type, modules)) == classes
+    if kind is Kind.FORWARD:
+        forwards = [contents[""] for contents in before]
+        return lambda: list(map(dict.get, owners, repeat("forward"))) == forwards
+    if kind is Kind.GRADIENT_HOOK:
+        handles = RemovableHandle.next_id  # the same as long as nobody registers a hook
+        return lambda: handles == RemovableHandle.next_id
+    look = _requires_grad if kind is Kind.REQUIRES_GRAD else Tensor.data_ptr
+    tables = [(_tensors(each.module), held) for each, held in pairs]
+    tensors = [table[name] for table, held in tables for name in held]
+    seen = list(map(look, tensors))
+    return lambda: list(map(look, tensors)) == seen
+
+
+def _same_entries(
+    entries: Sequence[tuple[dict[str, Any], str, Any]], sized: Sequence[Mapping[str, Any]]
+) -> Callable[[], bool]:
+    owners, names = [owner for owner, _, _ in entries], [name for _, name, _ in entries]
+    objects = [value for _, _, value in entries]
+    are_as_large = _same_sizes(sized)
+    return lambda: all(map(is_, map(dict.get, owners, names), objects)) and are_as_large()
+
+
+def _same_settings(
+    owners: Sequence[dict[str, Any]],
+    before: Sequence[Mapping[str, Any]],
+    sized: Sequence[Mapping[str, Any]],
+) -> Callable[[], bool]:
+    rows = [(own, held) for own, held in zip(owners, before, strict=True) if held]
+    getters = [itemgetter(*held) for _, held in rows]
+    expected = [getter(held) for getter, (_, held) in zip(getters, rows, strict=True)]
+    owners = [own for own, _ in rows]
+    are_as_large = _same_sizes(sized)
+
+    def are_same() -> bool:
+        try:
+            return are_as_large() and list(map(call, getters, owners)) == expected
+        except Exception:  # one is gone, or cannot be compared
+            return False
+
+    return are_same
+
+
+def _same_sizes(tables: Sequence[Mapping[Any, Any]]) -> Callable[[], bool]:
+    empty, filled = [table for table in tables if not table], [table for table in tables if table]
+    sizes = list(map(len, filled))
+    return lambda: not any(empty) and list(map(len, filled)) == sizes

@@ -1,0 +1,174 @@
+"""One snapshot behind every question whether a model has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from revcompile.ir.snapshot import Kind, TreeSnapshot, Watched, below, read_by
+
+
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4))
+        self.scales, self.offset = [1.0, 2.0], torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.mask
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = Masked(), nn.Dropout(0.1), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.drop(self.first(x)))
+
+
+def _hook(net: Any) -> Any:
+    return net.last.register_forward_hook(lambda *_: None)
+
+
+CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
+    "module": (
+        Kind.MODULE,
+        lambda net: setattr(net, "drop", nn.Identity()),
+        "drop was a Dropout and is an Identity now",
+    ),
+    "new module": (
+        Kind.MODULE,
+        lambda net: net.last.add_module("x", nn.Identity()),
+        "last was given another module (x)",
+    ),
+    "class": (
+        Kind.CLASS,
+        lambda net: setattr(net.last, "__class__", Masked),
+        "last was a Linear and is a Masked now",
+    ),
+    "forward": (
+        Kind.FORWARD,
+        lambda net: setattr(net, "forward", print),
+        "the model was given another forward",
+    ),
+    "members": (
+        Kind.MEMBERS,
+        lambda net: net.drop.register_buffer("x", None),
+        "drop was given other parameters or buffers",
+    ),
+    "parameter": (
+        Kind.PARAMETER,
+        lambda net: setattr(net.last, "weight", nn.Parameter(torch.ones(4, 4))),
+        "last.weight was a Parameter and is a Parameter now",
+    ),
+    "parameter in place of none": (
+        Kind.PARAMETER,
+        lambda net: setattr(net.last, "bias", nn.Parameter(torch.ones(4))),
+        "last.bias was absent and is a Parameter now",
+    ),
+    "buffer": (
+        Kind.BUFFER,
+        lambda net: setattr(net.first, "mask", torch.ones(4)),
+        "first.mask was a Tensor and is a Tensor now",
+    ),
+    "tensor": (
+        Kind.BUFFER,
+        lambda net: setattr(net.first, "offset", torch.zeros(1)),
+        "first.offset was a Tensor and is a Tensor now",
+    ),
+    "memory": (
+        Kind.MEMORY,
+        lambda net: setattr(net.last.weight, "data", torch.ones(4, 4)),
+        "last.weight lies in other memory",
+    ),
+    "requires_grad": (
+        Kind.REQUIRES_GRAD,
+        lambda net: net.last.requires_grad_(False),
+        "requires_grad of last.weight was changed",
+    ),
+    "setting": (
+        Kind.SETTING,
+        lambda net: setattr(net.drop, "p", 0.3),
+        "drop.p was 0.1 and is 0.3 now",
+    ),
+    "new setting": (
+        Kind.SETTING,
+        lambda net: setattr(net.drop, "rate", 0.3),
+        "drop.rate was absent and is 0.3 now",
+    ),
+    "setting in place": (
+        Kind.SETTING,
+        lambda net: net.first.scales.append(3.0),
+        "first.scales was [1.0, 2.0] and is [1.0, 2.0, 3.0] now",
+    ),
+    "mode": (
+        Kind.SETTING,
+        lambda net: net.drop.eval(),
+        "drop.training was True and is False now",
+    ),
+    "hook": (Kind.HOOK, _hook, "a hook of last was registered or removed"),
+    "gradient hook": (
+        Kind.GRADIENT_HOOK,
+        lambda net: net.last.weight.register_hook(lambda grad: grad),
+        "a hook of last.weight was registered or removed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_named_once_and_by_its_kind(name: str) -> None:
+    kind, change, said = CHANGES[name]
+    net = Net()
+    snapshots = {each: TreeSnapshot(below(net), (each,)) for each in Kind}
+    assert [s.first_change() for s in snapshots.values()] == [None] * len(Kind)
+    change(net)
+    found = snapshots[kind].first_change()
+    assert found is not None and found.kind is kind and str(found) == said
+    snapshots[kind].take()
+    assert snapshots[kind].first_change() is None
+
+
+def test_equal_values_are_no_change() -> None:
+    net = Net()
+    snapshot = TreeSnapshot(below(net), (Kind.SETTING,))
+    net.drop.p, net.first.scales = float("0.1"), [1.0, float("2")]
+    net.first.more = torch.ones(1)  # a tensor, no setting
+    assert snapshot.first_change() is None
+    net.drop.p = float("nan")
+    assert snapshot.first_change() is not None
+
+
+def test_what_was_expected_is_there_for_a_while() -> None:
+    net = Net()
+    snapshot = TreeSnapshot(below(net), (Kind.SETTING, Kind.BUFFER))
+    mask, net.first.mask = net.first.mask, torch.zeros(4)
+    net.drop.p, net.drop.rate, net.last.training = 0.5, 1.0, False
+    scales = net.first.scales
+    scales.append(3.0)
+    with snapshot.restored():
+        assert snapshot.first_change() is None and net.first.mask is mask
+    assert not hasattr(mask, "rate") and net.drop.rate == 1.0 and net.drop.p == 0.5
+    assert net.first.scales is scales == [1.0, 2.0, 3.0] and not net.last.training
+
+
+def test_what_graphs_read_is_watched() -> None:
+    net = Net()
+    graph = fx.Graph()
+    graph.call_module("first", (graph.placeholder("x"),))
+    graph.get_attr("last.weight")
+    graph.get_attr("training")
+    found = {watched.path: watched.names for watched in read_by([graph], net)}
+    assert found == {"first": None, "last": {"weight"}, "": {"training"}}
+    settings = TreeSnapshot(read_by([graph], net), (Kind.SETTING,))
+    net.last.in_features, net.drop.p = 7, 0.7
+    assert settings.first_change() is None
+    net.eval()
+    assert settings.first_change() is not None
+    one = TreeSnapshot([Watched(net.last, "last", frozenset(["weight"]))], (Kind.PARAMETER,))
+    net.last.bias = nn.Parameter(torch.ones(4))
+    assert one.first_change() is None
