@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from revcompile.api import (
-        Buffers,
         InversionReport,
         LossScale,
         MemoryPlan,
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from revcompile.ir.policy import Enter, Fuse, Policy
 
 __all__ = [
-    "Buffers",
     "Enter",
     "Fuse",
     "InversionReport",

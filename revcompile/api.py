@@ -50,7 +50,6 @@ from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.schedule import Keep, choose
 from revcompile.staged import (
-    Buffers,
     LossScale,
     MemoryPlan,
     Metrics,
@@ -61,7 +60,6 @@ from revcompile.staged import (
 from revcompile.units import parse_memory_budget
 
 __all__ = [
-    "Buffers",
     "InversionReport",
     "LossScale",
     "MemoryPlan",

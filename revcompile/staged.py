@@ -39,7 +39,7 @@ from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.activations import Buffers, BuffersLike, buffers_of
+from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.runtime.stage.loss_head import Loss
 from revcompile.runtime.stage.loss_scale import LossScale, loss_scale_of
 from revcompile.runtime.stage.module_guards import TreeGuard
@@ -61,7 +61,6 @@ from revcompile.schedule import (
 from revcompile.units import parse_memory_budget
 
 __all__ = [
-    "Buffers",
     "LossScale",
     "MemoryPlan",
     "Metrics",
@@ -232,7 +231,7 @@ class StagedModel(StageReport):
         # memory
         memory_budget: int | str | None = None,
         batch_size: int | None = None,
-        buffers: BuffersLike = None,
+        buffers: torch.dtype | None = None,
         messages: torch.dtype | None = None,
         # execution
         backend: BackendName | Backend = "auto",
@@ -297,9 +296,7 @@ class StagedModel(StageReport):
                 keeps. A trainer that keeps graphs cannot be saved before it is flushed.
             batch_size: Samples in a micro-batch, for that plan. Default: the example's.
             buffers: How stages that are not reversible keep their float32 inputs until backward:
-                rounded to torch.bfloat16 or torch.float16 (half the memory) or
-                torch.float8_e4m3fn (a quarter), in the host's memory ("offload"), or both (a
-                `Buffers`).
+                rounded to torch.bfloat16 or torch.float16 (half the memory), or None: unchanged.
             messages: torch.bfloat16: float32 gradients are rounded to it where one stage hands
                 them to the stage before. Values of streams, which are rebuilt, stay exact.
 
@@ -353,7 +350,7 @@ class StagedModel(StageReport):
             check_finite=check_finite,
             measure_every=measure_every,
             backend=member_of(who, "backend", backend, Backend),
-            buffers=buffers_of(buffers),
+            buffers=buffers,
             messages=messages,
         )
         if method == "petra" and weights is None:  # what suits the policy, unless weights= says
@@ -373,7 +370,7 @@ class StagedModel(StageReport):
                     param_groups,
                     delay(chosen, self.num_stages, 0, accumulate),
                 ),
-                settings.buffers.bytes_each,
+                buffer_bytes(settings.buffers),
                 autocast,
             )
             devices = self._device_of_each_stage(stage_to_rank)

@@ -29,7 +29,7 @@ from benchmarks.stages.holding import Bytes, CpuMeter, CudaMeter, Meter, Watch
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TensorType
-from revcompile.runtime.stage.activations import BuffersLike, buffers_of
+from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.schedule import Method, Weights, choose, window
 from revcompile.staged import StagedModel
 
@@ -39,11 +39,9 @@ OPTIMIZERS: Final[dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]]]
     "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-5), 2),
 }
 """By name: the optimizer, and how many numbers it keeps for a parameter."""
-_BUFFERS: Final[dict[str, BuffersLike]] = {
+_BUFFERS: Final[dict[str, torch.dtype]] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "offload": "offload",
 }
 
 
@@ -56,7 +54,7 @@ class Setting:
     order: str | None = None
     optimizer: str = "sgd"
     accumulate: int = 1
-    buffers: BuffersLike = None
+    buffers: torch.dtype | None = None
 
     @property
     def chosen(self) -> Method:
@@ -114,7 +112,7 @@ def accounted(partition: Partition, setting: Setting) -> tuple[StageMemory, ...]
         setting.batch,
         setting.accumulate,
         optimizer_copies=OPTIMIZERS[setting.optimizer][1],
-        buffer_bytes=buffers_of(setting.buffers).bytes_each,
+        buffer_bytes=buffer_bytes(setting.buffers),
     )
     model = MemoryModel.of(partition, workload)
     return tuple(model.stage(j, *ends) for j, ends in enumerate(partition.ranges))
@@ -274,7 +272,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--order", nargs="+", choices=("1f1b", "paper"), help="one run for each")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd")
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--buffers", choices=tuple(_BUFFERS), help="offload: on a GPU only")
+    parser.add_argument("--buffers", choices=tuple(_BUFFERS))
 
 
 def main(args: argparse.Namespace) -> Iterator[Row]:

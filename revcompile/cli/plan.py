@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from revcompile.plan.cluster import TimeModel
     from revcompile.plan.forecast import Forecast
 
-_BUFFERS: Final = {"bf16": 2, "fp16": 2, "fp8": 1, "offload": 0}
+_BUFFERS: Final = {"bf16": 2, "fp16": 2}
 """Bytes an element of a kept input takes on the device."""
 _NEARLY: Final = 1.02
 """Throughputs up to this many times another are as good as equal."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from revcompile.arguments import (
     MethodName,
     WeightsName,
@@ -24,7 +26,7 @@ from revcompile.inspect.explain import Explanation, explain
 from revcompile.inspect.tables import StageFacts, stage_facts, stage_table
 from revcompile.ir.program import Partition, StageMemory, StageProgram
 from revcompile.plan.budget import MemoryPlan, plan_memory
-from revcompile.runtime.stage.activations import BuffersLike, buffers_of
+from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.schedule import Keep, Method, actions, choose, delay
 from revcompile.units import parse_memory_budget
 
@@ -88,7 +90,7 @@ class StageReport:
         self,
         batch_size: int | None = None,
         *,
-        buffers: BuffersLike = None,
+        buffers: torch.dtype | None = None,
         weights: WeightsName | None = None,
         accumulate: int = 1,
     ) -> tuple[StageMemory, ...]:
@@ -104,10 +106,10 @@ class StageReport:
         """
         method = choose(self.method, weights=weights)
         whole_number("net.memory", "accumulate", accumulate, 1)
-        buffer_bytes = buffers_of(buffers).bytes_each
+        bytes_each = buffer_bytes(buffers)
         size = self._batch_size_or_default("net.memory", batch_size)
         model = MemoryModel.of(
-            self.partition, Workload(method, size, accumulate, buffer_bytes=buffer_bytes)
+            self.partition, Workload(method, size, accumulate, buffer_bytes=bytes_each)
         )
         return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
 
@@ -126,7 +128,7 @@ class StageReport:
         batch_size: int | None = None,
         *,
         memory_budget: int | str | None = None,
-        buffers: BuffersLike = None,
+        buffers: torch.dtype | None = None,
     ) -> tuple[StageFacts, ...]:
         """The numbers of the summary, stage by stage."""
         size = self._batch_size_or_default("net.facts", batch_size)
@@ -143,7 +145,7 @@ class StageReport:
         batch_size: int | None = None,
         *,
         memory_budget: int | str | None = None,
-        buffers: BuffersLike = None,
+        buffers: torch.dtype | None = None,
     ) -> str:
         """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
 
@@ -161,7 +163,7 @@ class StageReport:
         )
         model = MemoryModel.of(self.partition, workload, stages=1)
         plain = model.stage(0, 0, len(model.pieces))
-        how = "" if buffers is None else f", inputs {buffers_of(buffers)}"
+        how = "" if buffers is None else f", inputs in {str(buffers).split('.')[1]}"
         return stage_table(self.partition, facts, self.method.name + how, plain) + planned
 
     def explain(self, path: str) -> Explanation:
@@ -219,7 +221,7 @@ class StageReport:
         order: str | None = None,
         alpha: float | None = None,
         optimizer_copies: float = 1.0,
-        buffers: BuffersLike = None,
+        buffers: torch.dtype | None = None,
         stage_to_rank: Sequence[int] | None = None,
     ) -> MemoryPlan:
         """What each stage can keep within a budget per device: bytes, or text like "2GiB".
@@ -246,7 +248,7 @@ class StageReport:
             self._batch_size_or_default("net.memory_plan", batch_size),
             accumulate,
             optimizer_copies,
-            buffers_of(buffers).bytes_each,
+            buffer_bytes(buffers),
         )
         return plan_memory(
             self.partition, parse_memory_budget(memory_budget), workload, stage_to_rank

@@ -173,16 +173,13 @@ def runs_of(pieces: Sequence[Segment]) -> list[tuple[bool, int, int]]:
 def size_at(kind: Any, batch_size: int, buffer_bytes: int | None = None) -> int:
     """Bytes of a value of this type at a batch size. Values that are no tensors take none.
 
-    `buffer_bytes` is what an element of a float32 tensor takes, if not 4; 0 says that all
-    floating-point tensors are elsewhere.
+    `buffer_bytes` is what an element of a float32 tensor takes, if not 4.
     """
     total = 0
     for leaf in pytree.tree_leaves(kind, is_leaf=lambda x: isinstance(x, TensorType)):
         if isinstance(leaf, TensorType):
             itemsize = leaf.dtype.itemsize
-            if buffer_bytes == 0 and leaf.dtype.is_floating_point:
-                itemsize = 0
-            elif buffer_bytes is not None and leaf.dtype == torch.float32:
+            if buffer_bytes is not None and leaf.dtype == torch.float32:
                 itemsize = buffer_bytes
             total += torch.Size(leaf.at(batch_size)).numel() * itemsize
     return total

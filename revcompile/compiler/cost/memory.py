@@ -222,14 +222,8 @@ class MemoryModel:
         return sides + self._kept_inputs(index, full, buffered), working
 
     def _kept_inputs(self, index: int, full: int, buffered: int) -> int:
-        """Inputs of one micro-batch in full precision, and of the others as they are buffered.
-
-        If they are offloaded, those of the next micro-batch are prefetched as well.
-        """
-        others = self._windows[index] - 1
-        is_offloaded = self.workload.buffer_bytes == 0
-        prefetched = min(others, 1) * (full - buffered) if is_offloaded else 0
-        return full + others * buffered + prefetched
+        """Inputs of one micro-batch in full precision, and of the others as they are buffered."""
+        return full + (self._windows[index] - 1) * buffered
 
     def _free(self, live: LiveBytes, index: int, start: int, end: int) -> int:
         return live.model_inputs(start, end) if index == 0 and self.first_input_free else 0

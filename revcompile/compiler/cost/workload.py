@@ -22,7 +22,7 @@ class Workload:
         accumulate: Micro-batches an update.
         optimizer_copies: Numbers of optimizer state a parameter: SGD with momentum 1, Adam 2.
         buffer_bytes: Bytes an element of a float32 input takes while it is kept for the backward
-            pass (2 in bfloat16; 0: offloaded); None keeps it as it is.
+            pass (2 in bfloat16); None keeps it as it is.
         autocast: The dtype of autocast, in which stages have a copy of their weights.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from revcompile.runtime.reversible.replay import (
     is_capturing,
 )
 from revcompile.runtime.reversible.slots import filled
-from revcompile.runtime.stage.activations import ActivationStore, Buffers
+from revcompile.runtime.stage.activations import ActivationStore
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import parameters_to_watch
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
@@ -105,7 +104,7 @@ class Stage:
         autocast: torch.dtype | None = None,
         replicas: Sequence[str] = (),
         check_finite: bool = True,
-        buffers: Buffers | None = None,
+        buffers: torch.dtype | None = None,
         messages: torch.dtype | None = None,
         delay: float = 0.0,
         tolerance: Tolerance = None,
@@ -115,7 +114,7 @@ class Stage:
         self.seed = mix(seed, program.index)
         self.autocast = autocast
         self.check_finite = check_finite
-        self.activations = ActivationStore(program, buffers or Buffers())
+        self.activations = ActivationStore(program, buffers)
         self._messages = messages
         """The dtype in which float32 gradients are sent to the stage before; None: their own."""
         self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
@@ -312,8 +311,6 @@ class Stage:
             *(values[name] for name in program.needs_back),
             *(gradients.get(name) for name in program.outputs_with_grad),
         )
-        for following in itertools.islice(self.in_flight.values(), 1):
-            self.activations.prefetch(following.kept)
         with (
             self._program_context(self.weights.backward(held.used)),
             self._stateful.replay(held.buffers),
@@ -430,7 +427,7 @@ class Stage:
         self.gradients = clone_tree(dict(state["gradients"]))
         self.weights.load(state)
         for microbatch, saved in state["in_flight"]:
-            kept = self.activations.load_state(clone_tree(list(saved["kept"])), self._device())
+            kept = self.activations.load_state(clone_tree(list(saved["kept"])))
             kept = self._in_slot(microbatch, kept)
             self.in_flight[microbatch] = InFlight(
                 kept=kept,

@@ -189,8 +189,7 @@ def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
             if target is source:
                 continue
-            is_local = target.device == source.device and target.dtype is not torch.float8_e4m3fn
-            if target.numel() <= SMALL and is_local:
+            if target.numel() <= SMALL and target.device == source.device:
                 kind = target.device, target.dtype, source.dtype
                 small.setdefault(kind, []).append((target, source))
             else:

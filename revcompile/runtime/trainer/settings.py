@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -16,7 +16,7 @@ from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.activations import Buffers
+from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import Loss, LossHead
 from revcompile.runtime.stage.loss_scale import LossScale, scaling_of
@@ -41,7 +41,7 @@ class Settings:
     check_finite: bool = True
     measure_every: int | None = None
     backend: Backend = Backend.AUTO
-    buffers: Buffers = field(default_factory=Buffers)
+    buffers: torch.dtype | None = None
     messages: torch.dtype | None = None
     loss_scale: LossScale | None = None
 
@@ -65,6 +65,7 @@ class Settings:
                 f"autocast={self.autocast!r}; use torch.bfloat16, torch.float16 (with a scaled "
                 "loss) or None"
             )
+        buffer_bytes(self.buffers)
         if self.messages not in (None, torch.bfloat16):
             raise InputError(
                 f"messages={self.messages!r}; use torch.bfloat16, or None (gradients as they are)"

@@ -24,7 +24,6 @@ import revcompile
 import tests.test_equivalence as spine
 from benchmarks.stages.holding import saved_by
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.stage.activations import Buffers
 from revcompile.runtime.stage.weights import at_versions
 from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.settings import Settings, Task
@@ -192,7 +191,7 @@ def test_values_go_back_only_to_stages_that_rebuild() -> None:
 def test_a_stage_returns_the_very_input_it_was_given() -> None:
     """No copy beside the one in the graph, and nothing rounded for the sake of buffers."""
     net = training.fresh(training.Plain, dtype=torch.float32)
-    trainer = keeping(net, (N, G, N, G), training.momentum, buffers=Buffers(torch.bfloat16))
+    trainer = keeping(net, (N, G, N, G), training.momentum, buffers=torch.bfloat16)
     stage = trainer.executors[1].stage
     for batch in training.batches(3, dtype=torch.float32):
         trainer.step(*batch)

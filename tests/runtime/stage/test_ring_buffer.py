@@ -14,7 +14,7 @@ FORMS: dict[str, Tensor] = {
     "dense": torch.randn(3, 4),
     "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "a number": torch.tensor(0.5),
-    "odd bytes": torch.randn(3).to(torch.float8_e4m3fn),
+    "odd bytes": torch.arange(3, dtype=torch.uint8),
     "bfloat16": torch.randn(4, 2).bfloat16(),
     "integers": torch.arange(5),
     "true or false": torch.tensor([True, False, True]),
@@ -27,7 +27,7 @@ FORMS: dict[str, Tensor] = {
 
 def changed(tensor: Tensor, number: int) -> Tensor:
     """Other contents of the same form."""
-    return tensor.roll(number) if tensor.dtype != torch.float8_e4m3fn else tensor
+    return tensor.roll(number)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -85,8 +85,6 @@ def why_not_capturable(
         return "weights are stashed, but tied ones change between two updates; use accumulate=1"
     if (count := schedule.accumulate) > _MOST_KINDS:
         return f"accumulate={count}; at most {_MOST_KINDS} kinds of steps are captured"
-    if any(executor.stage.activations.offloads for executor in executors):
-        return "buffers='offload' moves inputs to the host, and captured steps need static buffers"
     for executor in executors:
         count = window(method, schedule.stages, executor.index, schedule.accumulate)
         if count > 1 and executor.program.keeps_graphs:
