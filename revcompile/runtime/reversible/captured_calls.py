@@ -106,6 +106,7 @@ class CudaGraphs:
         finally:
             # A capture begins with kernels of its own, which write the generators' seeds. A replay
             # writes them again on the current stream, and a failed capture frees their memory.
+            assert context.capture_stream is not None
             stream.wait_stream(context.capture_stream)
         return graph.replay
 

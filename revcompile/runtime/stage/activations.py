@@ -44,16 +44,15 @@ class ActivationStore:
 
     def __init__(self, program: StageProgram, dtype: torch.dtype | None) -> None:
         self._dtype, self._kept = dtype, program.kept
-        self._names = _inputs_kept(program) if dtype is not None else frozenset()
-        self.low = self._names & declared_wide(program)
-        """Inputs that a compiled program takes as they are stored."""
+        self.low = _inputs_kept(program) if dtype is not None else frozenset()
+        """Inputs that are rounded; a compiled program takes them as they are stored."""
         self.sent = self.low & frozenset(program.sends_back)
-        """Those of them that every program does: they are sent to the stage before that way."""
+        """Those that every program takes so: they are sent to the stage before that way."""
 
     @property
     def is_lossy(self) -> bool:
         """Does backward compute with rounded inputs?"""
-        return bool(self._names)
+        return bool(self.low)
 
     def store(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that a forward pass keeps, rounded as configured."""
@@ -63,10 +62,10 @@ class ActivationStore:
         self, kept: tuple[Any, ...], function: Callable[[str, Any], Any]
     ) -> tuple[Any, ...]:
         """A function of name and value applied to those that are not stored as they are."""
-        if not self._names:
+        if not self.low:
             return kept
         pairs = zip(self._kept, kept, strict=True)
-        return tuple(function(name, v) if name in self._names else v for name, v in pairs)
+        return tuple(function(name, v) if name in self.low else v for name, v in pairs)
 
     def _store(self, value: Any) -> Any:
         # Single numbers stay unchanged: a grid must be exact.
@@ -105,8 +104,8 @@ class ActivationStore:
 
 
 def _inputs_kept(program: StageProgram) -> frozenset[str]:
-    """Inputs that backward computes with again, and that are in flight for a while."""
+    """Inputs in float32 that backward computes with again, and that are in flight for a while."""
     if program.is_last or program.method.order is Order.LOCKED:
         return frozenset()
     read = (name for unit in program.units if unit.keep is Keep.INPUT for name in unit.inputs)
-    return frozenset(read) & frozenset(program.kept)
+    return frozenset(read) & frozenset(program.kept) & declared_wide(program)

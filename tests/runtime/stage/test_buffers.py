@@ -115,6 +115,21 @@ def test_inputs_of_what_is_not_reversible_wait_wherever_it_is_in_a_stage() -> No
     assert {value.dtype for value in found} == {torch.bfloat16}
 
 
+def test_a_model_in_low_precision_is_trained_with_its_inputs_as_they_are() -> None:
+    found = []
+    for buffers in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        layers = (layer for _ in range(3) for layer in (nn.Linear(5, 5), nn.Tanh()))
+        x = torch.randn(4, 5, dtype=torch.bfloat16)
+        net = revcompile.petrafy(nn.Sequential(*layers).bfloat16(), 3, x, check="off")
+        trainer = net.trainer(plain_sgd, F.cross_entropy, buffers=buffers)
+        for _ in range(4):
+            trainer.step(x, torch.zeros(4, dtype=torch.long))
+        trainer.flush()
+        found.append(weights(net))
+    assert same(*found)
+
+
 # -- messages -------------------------------------------------------------------------------------
 
 
