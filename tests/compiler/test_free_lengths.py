@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import revcompile
 from benchmarks.compiler.families import Recorder, gradient_error, loss
@@ -89,3 +93,49 @@ def test_a_view_by_the_shape_of_another_value() -> None:
 def test_a_shape_given_behind_a_layer_that_needs_real_numbers() -> None:
     torch.manual_seed(0)
     _train_at_two_lengths(Routed().double())
+
+
+class Dropped(nn.Module):
+    """Hand-written stochastic depth, on tensors made without a device, before a shape is read."""
+
+    def __init__(self, draw: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.mix = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mlp = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mix, mlp in zip(self.mix, self.mlp, strict=True):
+            x = x + torch.tanh(mix(x)).cumsum(1) * self.draw(x.shape[0])
+            batch, length, width = x.shape
+            tokens = torch.tanh(mlp(x.reshape(batch * length, width)))
+            x = x + tokens.reshape(batch, length, width)
+        return x
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda batch: torch.bernoulli(torch.full((batch, 1, 1), 0.5)),
+        lambda batch: torch.empty(batch, 1, 1, device="cpu").bernoulli_(0.5),
+        lambda batch: F.dropout(torch.ones(batch, 1, 1), 0.5),
+    ],
+    ids=["bernoulli", "bernoulli_", "dropout"],
+)
+def test_a_size_behind_random_numbers_does_not_depend_on_them(
+    draw: Callable[[int], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(size, 6, WIDTH, dtype=torch.float64) for size in (4, 4, 3)]
+    net = revcompile.petrafy(Dropped(draw).double(), 3, batches[0], check="off")
+    gradients = []
+    for method in ("backprop", "petra"):  # the first one differentiates the graph of forward
+        trainer = net.trainer(Recorder, loss, method=method)
+        for index, x in enumerate(batches):
+            trainer.step(x, torch.tensor([0.1 * (index + 1)]))
+        trainer.flush()
+        seen = [executor.updater.optimizer.seen for executor in trainer.executors]
+        gradients.append([g for stage in seen for step in stage for g in step])
+    assert len(net.partition.rewired.couplings) == 6
+    for want, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)

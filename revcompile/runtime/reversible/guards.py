@@ -85,7 +85,7 @@ class Mismatch:
 
 
 class GuardChecker:
-    """Checks the guards of one capture; results that need a run on the meta device are cached."""
+    """Checks the guards of one capture; results that need a run without data are cached."""
 
     def __init__(self, guards: Guards) -> None:
         self._guards = guards
@@ -166,16 +166,18 @@ class _ModeChecker:
             skeleton = self._skeleton
             if skeleton is not None and dtype is not None and dtype != self._dtype:
                 skeleton = copy.deepcopy(skeleton).to(dtype)
-            # Autocast leaves tensors on the meta device alone: there they are fake ones instead.
-            device = inputs[0].device if inputs and is_autocasting(inputs[0].device) else _META
-            fake = FakeTensorMode(allow_non_fake_inputs=True) if device is not _META else None
-            with fake or nullcontext():
-                if fake is not None and skeleton is not None:
-                    skeleton = _fake_copy(skeleton, device)
-                shapes = [_without_data(tensor, device) for tensor in inputs]
-                results = ((g, _Sizes(g, skeleton, shapes).results()) for g in groups)
-                problems = (_first_mismatch(*result) for result in results)
-                self._verdicts[key] = next(filter(None, problems), None)
+            device = next((p.device for p in root.parameters() if not p.is_meta), inputs[0].device)
+            problem = None
+            if not is_autocasting(device):  # which leaves tensors on the meta device alone
+                shapes = [_without_data(tensor, _META) for tensor in inputs]
+                problem = _first_problem(groups, skeleton, shapes)
+            if is_autocasting(device) or (problem and problem.found is _ABSENT):
+                # slower, but they can be combined with tensors that the model makes on the CPU
+                with FakeTensorMode(allow_non_fake_inputs=True):
+                    skeleton = None if skeleton is None else _fake_copy(skeleton, device)
+                    shapes = [_without_data(tensor, tensor.device) for tensor in inputs]
+                    problem = _first_problem(groups, skeleton, shapes)
+            self._verdicts[key] = problem
         return self._verdicts[key]
 
 
@@ -190,6 +192,13 @@ def _parameter_type(root: nn.Module | None) -> torch.dtype | None:
 
 def _compiled(sizes: SizeGuards) -> Callable[..., Any] | None:
     return None if sizes.graph is None else compile_graph(sizes.graph, "guards")
+
+
+def _first_problem(
+    groups: Iterable[SizeGuards], skeleton: nn.Module | None, inputs: list[Tensor]
+) -> Mismatch | None:
+    problems = (_first_mismatch(g, _Sizes(g, skeleton, inputs).results()) for g in groups)
+    return next(filter(None, problems), None)
 
 
 def _first_mismatch(sizes: SizeGuards, values: Sequence[Any]) -> Mismatch | None:
@@ -241,7 +250,7 @@ class _Sizes(fx.Interpreter):
             outputs: Any = self.graph.output_node().args[0]
             for position in sorted(self._sizes.contents):
                 values[position] = _ABSENT
-                with suppress(Exception):
+                with suppress(Exception), unset_fake_temporarily():
                     values[position] = self._contents(outputs[position]).tolist()
         return values
 
@@ -264,7 +273,8 @@ class _Sizes(fx.Interpreter):
         is_known = len(batches) == 1 and None not in batches and node.op == "call_module"
         if not is_known or not isinstance(kind, TensorType):
             return _ABSENT
-        return torch.empty(kind.at(batches.pop() or 0), dtype=kind.dtype, device="meta")
+        shape, like = kind.at(batches.pop() or 0), self.env[sources[0]]
+        return torch.empty(shape, dtype=kind.dtype, device=like.device)
 
     def _reshaped(self, node: fx.Node) -> Any:
         """A result whose shape follows from sizes alone: `y.reshape(sizes)` of any y."""
@@ -275,7 +285,7 @@ class _Sizes(fx.Interpreter):
         sizes = tuple(given[0]) if isinstance(given[0], (tuple, list)) else given
         if not all(type(size) is int and size >= 0 for size in sizes):
             return _ABSENT
-        return torch.empty(sizes, dtype=kind.dtype, device="meta")
+        return torch.empty(sizes, dtype=kind.dtype, device=self._inputs[0].device)
 
     def _contents(self, node: fx.Node) -> Any:
         """The contents of a tensor that is made from sizes alone, computed on the CPU."""
