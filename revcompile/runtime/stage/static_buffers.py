@@ -254,35 +254,6 @@ class BufferPool:
         self._buffers.clear()
 
 
-class CopyPool:
-    """Copies of static buffers to give away, whose memory is used again as a `BufferPool`'s is.
-
-    All tensors of a copy are copied at once, and only views of them are made anew.
-
-    >>> pool, buffers = CopyPool(), StaticBuffers([torch.ones(2), torch.zeros(3)])
-    >>> (first, _), (second, _) = pool.copy(buffers), pool.copy(buffers)
-    >>> address = first.data_ptr()
-    >>> address == second.data_ptr()
-    False
-    >>> del first
-    >>> pool.copy(buffers)[0].data_ptr() == address
-    True
-    """
-
-    def __init__(self) -> None:
-        self._copies: deque[tuple[StaticBuffers, int]] = deque()
-        """With the number of references to the memory of each while nobody else has any."""
-
-    def copy(self, buffers: StaticBuffers) -> list[Any]:
-        """The leaves of a copy; all buffers that are given have the same form."""
-        free = _first_free(self._copies, lambda each: _references(each[0].memory) <= each[1])
-        copy = StaticBuffers(buffers) if free is None else free[0]
-        if free is None and copy.layout:  # else the tensors are on several devices
-            self._copies.append((copy, _references(copy.memory)))
-        copy.copy_(buffers)
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in copy.leaves]
-
-
 def _first_free(pool: deque[Item], is_free: Callable[[Item], bool]) -> Item | None:
     """One that is free, of those that were given out or looked at longest ago; it comes last."""
     for _ in range(min(len(pool), _MOST_LOOKED_AT)):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -44,7 +42,7 @@ from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.loss_scale import LossScale
-from revcompile.runtime.stage.static_buffers import BufferPool, CopyPool, StaticBuffers
+from revcompile.runtime.stage.static_buffers import BufferPool
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 
@@ -629,85 +627,6 @@ def test_a_message_never_overwrites_one_that_is_not_read() -> None:
         transport.send((1, 0, DY), Message(1, {}, {"g": torch.ones(2)}))
 
 
-def test_what_a_stage_hands_on_stays_where_it_is_for_one_more_step() -> None:
-    """Stages 2 -> 1 -> 0. Stage 1 hands `x` on, and computes `g` anew."""
-    transport, routes = StaticTransport(3, hands_on=True), [(1, 0, DY), (2, 1, DY)]
-    for route in routes:
-        start = Message(7 + route[0], {"x": torch.tensor([7.0 + route[0]])}, {"g": torch.zeros(1)})
-        transport.open(route, start, 1)
-        transport.load(route, start, is_new=True)
-    addresses = []
-    for entering in range(10, 18):
-        at = []
-        for source, target, kind in routes:
-            microbatch = entering - 3 + source
-            transport.begin((source, target, kind), [microbatch])
-            message = transport.receive((source, target, kind))
-            assert message is not None
-            x = message.values["x"]
-            assert float(x) == microbatch
-            at.append(x.data_ptr())
-            if source == 2:
-                transport.send((1, 0, DY), replace(message, gradients={"g": x + 9}))
-        x = torch.tensor([float(entering)])
-        transport.send((2, 1, DY), Message(entering, {"x": x}, {"g": torch.zeros(1)}))
-        addresses.append(at)
-        assert transport.is_static == (entering >= 11)
-    assert addresses[-3] == addresses[-1] != addresses[-2]
-    assert addresses[-2][1] == addresses[-1][0]
-    assert len(transport.tensors) == 4  # of stage 1 two for `x` and one for `g`, of stage 0 one
-
-
-def test_messages_of_replayed_steps_are_found_after_coming_back() -> None:
-    """A replay leaves its message where the step that was captured has, and calls nothing."""
-    transport, route = StaticTransport(2, hands_on=True), (1, 0, DY)
-
-    def load(microbatch: int, is_new: bool) -> None:
-        message = Message(microbatch, {}, {"g": torch.tensor([float(microbatch)])})
-        if is_new:
-            transport.open(route, message, 1)
-        transport.load(route, message, is_new)
-
-    def step(microbatch: int) -> None:
-        transport.begin(route, [microbatch])
-        transport.receive(route)
-        gradient = torch.tensor([microbatch + 1.0])
-        transport.send(route, Message(microbatch + 1, {}, {"g": gradient}))
-
-    def waiting(microbatch: int) -> Tensor:
-        (message,) = transport.waiting(route, [microbatch])
-        return message.gradients["g"]
-
-    load(0, is_new=True)
-    for microbatch in range(4):
-        step(microbatch)
-    left = [waiting(microbatch) for microbatch in (4, 5)]
-    load(10, is_new=False)
-    assert float(waiting(10)) == 10 and not transport.is_static
-    step(10)
-    assert float(waiting(11)) == 11 and transport.is_static
-    assert [waiting(microbatch).data_ptr() for microbatch in (12, 13)] == [
-        each.data_ptr() for each in left
-    ]
-
-
-@pytest.mark.parametrize("hands_on", [True, False])
-def test_what_a_step_has_read_is_freed_when_it_is_over(hands_on: bool) -> None:
-    """A backward pass on another stream may still read a message that the host has replaced."""
-    transport, route = StaticTransport(2, hands_on), (1, 0, DY)
-    start = Message(0, {}, {"g": torch.zeros(2)})
-    transport.open(route, start, 1)
-    transport.load(route, start, is_new=True)
-    read = weakref.ref(start.gradients["g"])
-    del start
-    for microbatch in (0, 1):
-        transport.begin(route, [microbatch])
-        assert (read() is not None) == (microbatch == 0)
-        transport.receive(route)
-        transport.send(route, Message(microbatch + 1, {}, {"g": torch.ones(2)}))
-        assert (read() is not None) == (microbatch == 0)
-
-
 def test_every_captured_section_can_be_replayed_for_its_time() -> None:
     replay, calls = CudaGraphReplay(torch.device("cpu")), list[str]()
     draws = [(torch.Generator(), (0, -1), 3)]
@@ -719,24 +638,6 @@ def test_every_captured_section_can_be_replayed_for_its_time() -> None:
         replay._captures[kind] = sections
     assert replay.replay_all() == 2
     assert calls == ["a", "a", "b", "b"]
-
-
-def test_memory_of_copies_is_used_again_only_when_nobody_refers_to_it() -> None:
-    value = torch.ones(3), None, {"x": torch.ones(2, 2).T}
-    pool, buffers = CopyPool(), StaticBuffers(value)
-    buffers.copy_(value)
-    first, none, other = pool.copy(buffers)
-    assert none is None and first.tolist() == [1.0] * 3 and other.tolist() == [[1.0] * 2] * 2
-    part = first[:1]
-    second = pool.copy(buffers)[0]
-    assert first.data_ptr() != second.data_ptr()
-    address = first.data_ptr()
-    del first
-    assert pool.copy(buffers)[0].data_ptr() != address
-    del part
-    assert pool.copy(buffers)[0].data_ptr() != address  # of `other`, too
-    del other
-    assert pool.copy(buffers)[0].data_ptr() == address
 
 
 def test_whoever_keeps_a_loss_keeps_no_output() -> None:

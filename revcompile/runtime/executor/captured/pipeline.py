@@ -25,7 +25,6 @@ from revcompile.kernels.repeatable import CUDNN_BENCHMARK
 from revcompile.runtime.executor.captured.boundary import StepInputs
 from revcompile.runtime.executor.captured.graphs import (
     CaptureUnsupported,
-    EagerReplay,
     Pass,
     Section,
 )
@@ -34,6 +33,7 @@ from revcompile.runtime.executor.captured.static_state import StaticState
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Route, Transport
 from revcompile.runtime.stage.static_buffers import StaticBuffers
+from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.weights import version
 from revcompile.schedule import Action, Schedule
 
@@ -64,9 +64,7 @@ class StaticPipeline(StaticState):
         before_backward = self._boundary.before_backward(schedule, due[self._boundary.last])
         received = [bool(schedule.waiting_tied(tie.owner, tie.holder)) for tie in self._held_ties]
         kind = (accumulated, entering % self._period, *received)
-        # A graph must find messages where those of all later steps will be.
-        replay = self._replay if self._transport.is_static else EagerReplay()
-        is_replay = self.is_replaying = replay.is_captured(kind)
+        is_replay = self.is_replaying = self._replay.is_captured(kind)
         updating = [
             executor
             for stage, executor in self._by_stage.items()
@@ -75,7 +73,7 @@ class StaticPipeline(StaticState):
         self._boundary.buffer_key = entering % self._period
         self._follow_host()
         try:
-            planned = replay.plan(
+            planned = self._replay.plan(
                 kind,
                 lambda: self._sections(schedule, due, before_forward, before_backward, updating),
                 lambda: self._random_keys(entering, due),
@@ -115,9 +113,9 @@ class StaticPipeline(StaticState):
                 due[self._boundary.last + 1] = due[self._boundary.last]
             self._reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
         if self._loss is not None and self._output is not None:
-            head, output = self._trainers_head, self._outputs.copy(self._output)
-            head.losses[entering], head.scale = self._losses.copy(self._loss)
-            head.outputs[entering] = self._output.with_leaves(output).value
+            head = self._trainers_head
+            head.losses[entering], head.scale = clone_tree(self._loss.value)
+            head.outputs[entering] = clone_tree(self._output.value)
 
     def _follow_host(self) -> None:
         """Copy weights and learning rates again that were written to since the last step."""

@@ -130,9 +130,9 @@ class CapturedStageExecutor(StageExecutor):
         return self._buffers[kind].get(name)
 
     def _differentiate(self, message: Message) -> Message:
-        in_order = self._streams is None or self._streams.is_in_order(self.index)
-        route = self.index, self.index - 1, MessageKind.DY
-        self._buffers = self.transport.buffers(route, message.index, in_order)
+        if self._streams is None or self._streams.is_in_order(self.index):
+            route = self.index, self.index - 1, MessageKind.DY
+            self._buffers = self.transport.buffers(route, message.index)
         if self.stage.ring is not None:
             named = self._handed_on.items()
             to = {place: at for place, name in named if (at := self._buffer(0, name)) is not None}

@@ -31,13 +31,13 @@ from revcompile.runtime.executor.transport import Message, MessageKind, Route, T
 from revcompile.runtime.reversible.overlap import SMALL
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.static_buffers import (
-    CopyPool,
     RingBuffer,
     StaticBuffers,
     empty_on,
     free_cached,
     move,
 )
+from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.schedule import Order, Schedule, window
 from revcompile.units import format_size
 
@@ -81,12 +81,10 @@ class StaticState:
         }
         """How many messages of the next stage wait for each between two steps."""
         counts = [count for count in self._waiting_counts.values() if count]
-        hands_on = self._is_continuous and set(self._waiting_counts.values()) == {1}
         # A message's static buffer depends on its micro-batch: after so many steps all buffers are
         # the same again, and so is the kind of step.
         # Messages to other ranks have two, so that a step need not wait until the last are sent.
-        is_even = hands_on or self._boundary.is_split
-        self._period = math.lcm(2 if is_even else 1, *counts)
+        self._period = math.lcm(2 if self._boundary.is_split else 1, *counts)
         device = executors[0].stage._device()
         self._ring_stages = [executor.stage for executor in executors if executor.stage.slots]
         self._row_count = _steps_at_once(device)
@@ -98,7 +96,7 @@ class StaticState:
         # Stages that share parameters exchange them in the order of one stream.
         uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
         self._streams = StepStreams(device, count - 1) if uses_streams else None
-        self._transport = StaticTransport(count, hands_on, self._boundary.take)
+        self._transport = StaticTransport(count, self._boundary.take)
         self._trainers_head, self._loss_head = loss_head, copy.copy(loss_head)
         self._loss_head.targets, self._loss_head.losses = {}, {}
         self._loss_head.outputs, self._loss_head.check_finite = {}, False
@@ -134,7 +132,6 @@ class StaticState:
         """The last step's loss and its scale. Apart from the output: whoever collects losses would
         keep all outputs, too."""
         self._output: StaticBuffers | None = None
-        self._losses, self._outputs = CopyPool(), CopyPool()
         self._boundary.clear()
         self._flags = torch.cat(self._current_flags())
         self._flag_rows = self._flags.new_zeros(self._row_count, len(self._flags))
@@ -198,7 +195,7 @@ class StaticState:
             if self._streams is not None and 0 in self._by_stage:
                 self._streams.staying |= self._large_stages(batch)
             self._boundary.allocate(batch, expected, self._by_stage, flag)
-        self._load(messages, schedule, is_new)
+        self._load(messages, schedule)
         for route, queue in messages.items():
             for _ in queue:
                 transport.receive(route)
@@ -324,10 +321,10 @@ class StaticState:
                 slots = 1 + math.ceil(late / self._accumulate)
                 self._transport.rings[route] = RingBuffer(like.payload, slots, *ends)
 
-    def _load(self, messages: Messages, schedule: Schedule, is_new: bool) -> None:
+    def _load(self, messages: Messages, schedule: Schedule) -> None:
         for route, queue in messages.items():
             for message in queue:
-                self._transport.load(route, message, is_new)
+                self._transport.load(route, message)
         for executor in self._eager_executors:
             if gradients := executor.stage.gradients:
                 self._gradient_buffers(executor.index, gradients).copy_(gradients)
@@ -374,6 +371,9 @@ class StaticState:
         for route in self._transport.routes:
             indices = self._waiting_indices(schedule, route)
             for message in self._transport.waiting(route, indices):
+                # Copies: stages pass parts of what they receive on, and the buffers are used again.
+                values, gradients = clone_tree((message.values, message.gradients))
+                message = replace(message, values=values, gradients=gradients)
                 transport.send(route, message.resolved())
         self._reports.submit(self._flag_rows)
         self.is_active = False

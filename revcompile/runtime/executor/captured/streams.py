@@ -96,43 +96,33 @@ class StepStreams:
 
     @contextmanager
     def backward(self, stage: int) -> Iterator[None]:
-        """The stream of a stage's backward pass.
-
-        It may write to a buffer that the stage two before reads: see `StaticTransport`.
-        """
+        """The stream of a stage's backward pass."""
         if stage in self.staying:
-            self._wait_for_readers(torch.cuda.current_stream(), stage - 2)
             yield
             self._backward_done[stage] = torch.cuda.current_stream().record_event()
             return
         stream = self._backward_stream(stage)
         stream.wait_event(self._forward_done[stage])
-        self._wait_for_readers(stream, stage - 2)
         self._used[stream] = None
         with torch.cuda.stream(stream):
             yield
         self._backward_done[stage] = stream.record_event()
 
     def is_in_order(self, stage: int) -> bool:
-        """Are the backward passes that read what this stage sends over before its own begins?"""
-        return {stage, max(stage - 1, 0), max(stage - 2, 0)} <= self.staying
-
-    def _wait_for_readers(self, stream: torch.cuda.Stream, *stages: int) -> None:
-        for stage in stages:
-            if stage in self._backward_done:
-                stream.wait_event(self._backward_done[stage])
+        """Whether the stage before has read its message when this stage's backward pass begins."""
+        return {stage, max(stage - 1, 0)} <= self.staying
 
     @contextmanager
     def send(self, stage: int) -> Iterator[None]:
         """The stream in which a stage sends gradients to the stage before it.
 
-        It waits for the backward passes that may still read the buffers it writes to. What it sends
-        may lie in the buffers of the message it has received (a coupling hands one half on as it
-        is): that message is in use until this one is sent.
+        It waits until the stage before has read the last message there, and has sent its own: parts
+        of what that stage sends (a coupling passes one stream on) lie in the message it has read.
         """
         stays = stage in self.staying
         stream = torch.cuda.current_stream() if stays else self._backward_stream(stage)
-        self._wait_for_readers(stream, stage - 2, stage - 1)
+        if (reader := self._backward_done.get(stage - 1)) is not None:
+            stream.wait_event(reader)
         with torch.cuda.stream(stream):
             yield
         self._backward_done[stage] = stream.record_event()
