@@ -17,7 +17,6 @@ from revcompile.kernels.repeatable import Repeatable, Repeated
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.hooks import ShardedModule
 from revcompile.runtime.reversible.replay import ReplayContext
-from revcompile.runtime.reversible.row_chunks import ChunkedBranch, is_large
 from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.reversible.stream_sums import Sums
 
@@ -96,8 +95,6 @@ class Block:
     name: str
     branch: Callable[..., Any]
     """F, as `branch(b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
-    chunked: ChunkedBranch | None = None
-    """F for large streams, if it may run in chunks."""
     sides: tuple[int, ...] = ()
     """Positions of the block's side values among those of the chain."""
     has_extras: bool = False
@@ -168,7 +165,6 @@ def run_branch(
     sides: Sequence[Any],
     cast: torch.dtype | None,
     is_rebuilt: bool = True,
-    gradient: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """F(b) and the extras.
 
@@ -177,16 +173,10 @@ def run_branch(
         b: What F reads.
         sides: What else it reads.
         cast: The model's own dtype, where streams have more bits.
-        is_rebuilt: Is this one of two runs that must give the same bits? Large streams are then
-            read in chunks.
-        gradient: Of F(b), if it is known.
+        is_rebuilt: Is this one of two runs that must give the same bits?
     """
     read = b if cast is None else b.to(cast)
-    is_chunked = is_rebuilt and block.chunked is not None and is_large(read)
-    code = block.chunked.code if block.chunked is not None and is_chunked else None
     with Repeatable(block.repeated) if is_rebuilt and any(block.repeated) else _NOTHING:
-        if code is not None:
-            return code(read, sides, gradient), ()
         result = block.branch(read, *sides)
     return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
 

@@ -327,7 +327,7 @@ class _Reversible(torch.autograd.Function):
         previous = None
         if not call.overlaps:
             given = _gradients_given(ctx, grad_b, grad_y, grad_extras)
-            rebuilt = _rebuild(ctx, saved, output, gradient=given[2][0])
+            rebuilt = _rebuild(ctx, saved, output)
             del output, saved
             results = _differentiate(ctx, rebuilt, given)
         else:
@@ -379,15 +379,11 @@ def _previous_output(node: Any, rebuilt: _Rebuilt) -> _Output:
 
 
 def _rebuild(
-    node: Any,
-    saved: Sequence[Tensor],
-    output: _Output | None,
-    stream: int = 0,
-    gradient: Tensor | None = None,
+    node: Any, saved: Sequence[Tensor], output: _Output | None, stream: int = 0
 ) -> _Rebuilt:
     """Rebuild a block's input from its output (PETRA, Eq. 4), keeping the graph of F.
 
-    The chain's last block has saved its output itself. The gradient is that of F(b), if known.
+    The chain's last block has saved its output itself.
     """
     call: _Call = node.call
     bound: Bound = node.bound
@@ -426,7 +422,7 @@ def _rebuild(
         x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
         torch._C._set_grad_enabled(True)
         try:
-            addend, extras = run_branch(block, x, used, call.cast, gradient=gradient)
+            addend, extras = run_branch(block, x, used, call.cast)
         finally:
             torch._C._set_grad_enabled(False)
         wants_cast = call.wants_cast(node.index, -1)

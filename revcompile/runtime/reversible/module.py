@@ -35,7 +35,6 @@ from revcompile.runtime.reversible.original import Original, OriginalSurface, in
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
-from revcompile.runtime.reversible.row_chunks import ChunkedBranch
 
 
 @dataclass(frozen=True)
@@ -321,14 +320,10 @@ def _block(
 ) -> Block:
     bindings = Bindings(coupling.branch, root)
     rearrange, sharded = coupling.rearrange, _sharded(bindings)
-    # Hooks would be called for every chunk.
-    may_chunk = not sharded and not bindings.hooked and not coupling.extras
     plain = partial(compile_with_modules, root=root, name=coupling.name)
-    compiled = partial(_compiled, root=root, name=coupling.name)
     return Block(
         name=coupling.name,
-        branch=compiled(coupling.branch),
-        chunked=ChunkedBranch(coupling.branch, root, compiled) if may_chunk else None,
+        branch=compile_with_modules(for_chains(coupling.branch, root), root, coupling.name),
         sides=tuple(position[name] for name in coupling.sides),
         rearrange=plain(rearrange.forward) if rearrange else None,
         undo_rearrange=plain(rearrange.inverse) if rearrange else None,
@@ -347,11 +342,6 @@ def _block(
 def _sharded(bindings: Bindings) -> tuple[ShardedModule, ...]:
     """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
     return sharded_modules((*bindings.enclosing.items(), *bindings.modules.items()))
-
-
-def _compiled(branch: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
-    """A branch as it runs, with the rewrites for mixed precision."""
-    return compile_with_modules(for_chains(branch, root), root, name)
 
 
 def _replay_context(
