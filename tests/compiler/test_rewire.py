@@ -11,6 +11,8 @@ import torch
 import torchvision
 from helpers import gradients, worst
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import revcompile
 from revcompile import Enter, Fuse, Policy
@@ -171,6 +173,141 @@ def test_a_pretrained_head_means_the_same_under_every_policy(policy: Policy) -> 
     for mode in (True, False):
         model.train(mode), net.train(mode)
         assert torch.allclose(net(x), model(x), atol=1e-12)
+
+
+class _Slopes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.prelu(x, self.slopes)
+
+
+class _Masked(nn.Conv2d):
+    """The convolution of PixelCNN."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        mask = torch.ones_like(self.weight)
+        mask[:, :, 1, 1:] = mask[:, :, 2:] = 0
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(x, self.weight * self.mask, self.bias)
+
+
+class _Standardized(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight / self.weight.std((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, weight, self.bias)
+
+
+class _Centered(nn.BatchNorm2d):
+    """Reads all channels of a position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - x.mean(1, keepdim=True)
+
+
+class _Scaled(nn.BatchNorm2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("scales", torch.rand(channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scales
+
+
+def _pruned(layer: nn.Linear) -> nn.Linear:
+    return prune.l1_unstructured(layer, "weight", 0.5)
+
+
+class _Ends(nn.Module):
+    """Branches that return zero, between a stem and a head."""
+
+    def __init__(self, stem: list[nn.Module], branch: nn.Module, head: list[nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Sequential(*stem), nn.Sequential(*head)
+        self.f, self.g = copy.deepcopy(branch), copy.deepcopy(branch)
+        for parameter in (*self.f.parameters(), *self.g.parameters()):
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.f(x)
+        x = x + self.g(x)
+        return self.head(x)
+
+
+def _conv(kind: type[nn.Conv2d] = nn.Conv2d, channels: int = 8) -> nn.Conv2d:
+    return kind(channels, 8, 3, padding=1)
+
+
+ENDS = {
+    "function with a slope per channel": lambda: (
+        [_conv(channels=3), _Slopes()],
+        _conv(),
+        [_Slopes(), _conv()],
+    ),
+    "masked convolution": lambda: ([_conv(_Masked, 3)], _conv(), [_conv(_Masked)]),
+    "standardized convolution": lambda: (
+        [_conv(_Standardized, 3)],
+        _conv(),
+        [_conv(_Standardized)],
+    ),
+    "norm with a buffer": lambda: (
+        [_conv(channels=3), _Scaled(8)],
+        _conv(),
+        [_Scaled(8), _conv()],
+    ),
+    "pruned layers": lambda: (
+        [_pruned(nn.Linear(8, 8))],
+        nn.Linear(8, 8),
+        [nn.Flatten(), _pruned(nn.Linear(192, 2))],
+    ),
+    "flattened tokens": lambda: (
+        [nn.Linear(8, 8), nn.Flatten()],
+        nn.Linear(192, 192),
+        [nn.Linear(192, 2)],
+    ),
+    "flattened samples": lambda: (
+        [_conv(channels=3), nn.Flatten(0, 1)],
+        nn.Linear(8, 8),
+        [nn.Linear(8, 2)],
+    ),
+    "pooled features": lambda: (
+        [nn.Linear(8, 8), nn.AdaptiveAvgPool2d(4)],
+        nn.Linear(4, 4),
+        [nn.Linear(4, 2)],
+    ),
+}  # fmt: skip
+"""Stems and heads that do not treat every channel alone, or not as torch's own layers do."""
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_layers_at_the_ends_of_streams_are_widened_only_where_streams_stay_apart(ends: str) -> None:
+    torch.manual_seed(0)
+    model = _Ends(*ENDS[ends]()).double().train()
+    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    net = revcompile.reversify(model, x)
+    torch.testing.assert_close(net(x), model(x), rtol=0, atol=1e-12)
+
+
+class _Padded(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (1, 1, 1, 1)))
+
+
+@pytest.mark.parametrize(("norm", "channels"), [(nn.BatchNorm2d, 16), (_Centered, 8)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_subclass_is_widened_if_it_computes_as_its_torch_layer(
+    device: str, norm: type[nn.BatchNorm2d], channels: int
+) -> None:
+    with torch.device(device):
+        model = _Ends([_Padded(3, 8, 3), norm(8)], _conv(), [_conv()])
+        net = revcompile.reversify(model, torch.randn(2, 3, 8, 8))
+    assert net.get_parameter("stem.0.weight").shape[0] == channels
 
 
 def test_the_preset_of_the_same_parameters_adds_none() -> None:

@@ -6,7 +6,9 @@ Every change is noted as a `WeightExpansion`, so that a state dict of the origin
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -16,12 +18,43 @@ from torch.nn.modules.conv import _ConvNd
 from revcompile.ir.module_tree import child_path, copy_module
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 
+Change = Literal["widen", "widen_norm", "double_inputs"]
+"""Methods of `ModuleEditor` that change the width of a layer."""
+_TENSORS: Final = frozenset(
+    ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+)
+"""Tensors of layers that can be made wider."""
+
 
 def own_copy(root: nn.Module) -> nn.Module:
     """A copy of the module tree that shares its tensors with the original."""
     shared = {id(t): t for t in (*root.parameters(), *root.buffers())}
     twin: nn.Module = copy_module(root, dict[int, Any](shared))
     return twin
+
+
+def _computes_the_same(module: nn.Module, change: Change, shape: Sequence[int]) -> bool:
+    """Whether a layer that is made wider computes for two streams what it computes for one.
+
+    A subclass may have other tensors or another forward than torch's layer, and is tried: with
+    random weights, so that the result is the same for a model on the meta device.
+    """
+    tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if type(module).__module__.startswith("torch.nn.modules.") and tensors <= _TENSORS:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=()), torch.no_grad(), suppress(Exception):
+        twin = copy_module(module).to_empty(device="cpu").double().train()
+        for tensor in (*twin.parameters(), *twin.buffers()):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator, device="cpu"))
+        a, b = torch.randn((2, *shape), generator=generator, dtype=torch.float64, device="cpu")
+        trial = ModuleEditor(nn.Sequential(twin))
+        getattr(trial, change)("0")
+        b = b if change == "widen_norm" else a
+        wide = a if change == "widen" else torch.cat([a, b], 1)
+        expected = twin(a) if change == "double_inputs" else torch.cat([twin(a), twin(b)], 1)
+        return torch.allclose(trial.root(wide), expected, rtol=1e-4, atol=1e-5)
+    return False
 
 
 class ModuleEditor:
@@ -34,13 +67,19 @@ class ModuleEditor:
         """Changes requested since this was last cleared: layer and kind."""
         self._done: set[tuple[str, str]] = set()
 
-    def can_widen(self, path: str) -> bool:
-        """Is the layer a dense convolution or linear layer of known parameters?"""
+    def allows(self, path: str, change: Change, shape: Sequence[int]) -> bool:
+        """Whether the layer is one that the change is for, called on an input of this shape."""
+        if (path, change) in self._done:
+            return True
         module = self.root.get_submodule(path)
-        names = {name for name, _ in module.named_parameters()}
-        if isinstance(module, _ConvNd):
-            return names <= {"weight", "bias"} and module.groups == 1 and not module.transposed
-        return type(module) is nn.Linear
+        if change == "widen_norm":
+            fits = isinstance(module, _BatchNorm)
+        elif isinstance(module, _ConvNd):
+            is_batch = len(shape) == len(module.kernel_size) + 2
+            fits = is_batch and module.groups == 1 and not module.transposed
+        else:
+            fits = type(module) is nn.Linear
+        return fits and _computes_the_same(module, change, shape)
 
     def widen(self, path: str) -> None:
         """Twice the outputs: `[W, W]`."""
@@ -54,13 +93,9 @@ class ModuleEditor:
         for name in ("weight", "bias"):
             self._grow(path, module, name, WeightExpansion.TILE)
 
-    def can_widen_norm(self, path: str) -> bool:
-        """Is the layer a batch norm, which treats every channel alone?"""
-        return isinstance(self.root.get_submodule(path), _BatchNorm)
-
     def widen_norm(self, path: str) -> None:
         """Statistics and affine parameters for twice the channels."""
-        if not self._first(path, "norm"):
+        if not self._first(path, "widen_norm"):
             return
         module = self._replace(path)
         assert isinstance(module, _BatchNorm)
@@ -70,7 +105,7 @@ class ModuleEditor:
 
     def double_inputs(self, path: str) -> None:
         """Twice the inputs: `[W/2, W/2]`, the same result for two equal streams."""
-        if not self._first(path, "inputs"):
+        if not self._first(path, "double_inputs"):
             return
         module = self._replace(path)
         if isinstance(module, nn.Linear):

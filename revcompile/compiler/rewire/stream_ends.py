@@ -13,54 +13,44 @@ from torch import fx, nn
 
 from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.find.conflicts import is_activation
-from revcompile.compiler.rewire.module_editor import ModuleEditor
+from revcompile.compiler.rewire.module_editor import Change, ModuleEditor
 from revcompile.ir.module_tree import called_module, parameters_of
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import Residual
 
-_CHANNELWISE: Final = (
-    nn.Identity,
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-    nn.AvgPool1d,
-    nn.AvgPool2d,
-    nn.AvgPool3d,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-    nn.AdaptiveMaxPool2d,
-    nn.Dropout,
-    nn.Dropout2d,
-    nn.Flatten,
+_PER_CHANNEL: Final = frozenset(
+    (
+        *("MaxPool1d", "MaxPool2d", "MaxPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d"),
+        *("AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d", "AdaptiveMaxPool2d"),
+        *("max_pool2d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "Dropout2d"),
+    )
 )
-_CHANNELWISE_FUNCTIONS: Final = frozenset(
-    ["dropout", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_avg_pool1d"]
-)
+"""Layers and functions over the dimensions behind `[N, C]`, as many as their name says."""
 
 
 def enter_widened(flow: Flow, editor: ModuleEditor, x: fx.Node) -> int | None:
     """Double the last dense layer before `x`; returns the dimension to split, or None."""
     norms: list[str] = []
+    is_elementwise = True
     node = x
     while True:
-        target = str(node.target)
         if node is not x and len(node.users) != 1:
             return None
         if not _called_once(flow, node):
             return None
-        if node.op == "call_module" and editor.can_widen(target):
+        if _allows(editor, "widen", node):
             break
-        if node.op == "call_module" and editor.can_widen_norm(target):
-            norms.append(target)
+        if _allows(editor, "widen_norm", node):
+            norms.append(str(node.target))
         elif not _is_channelwise(flow, node) or _rank(node) != _rank(x):
             return None
+        is_elementwise = is_elementwise and _is_elementwise(flow, node)
         source = node.args[0]
         if not isinstance(source, fx.Node):
             return None
         node = source
     layer = editor.root.get_submodule(str(node.target))
-    if isinstance(layer, nn.Linear) and norms:
+    if isinstance(layer, nn.Linear) and not is_elementwise:  # its outputs are the last dimension
         return None
     editor.widen(str(node.target))
     for norm in norms:
@@ -97,13 +87,12 @@ def _double_consumer(flow: Flow, editor: ModuleEditor, node: fx.Node) -> int | N
     """Double the inputs of the first dense layer at or after `node`, if one is in reach."""
     norms: list[str] = []
     while True:
-        target = str(node.target)
         if not _called_once(flow, node):
             return None
-        if node.op == "call_module" and editor.can_widen(target):
+        if _allows(editor, "double_inputs", node):
             break
-        if node.op == "call_module" and editor.can_widen_norm(target):
-            norms.append(target)
+        if _allows(editor, "widen_norm", node):
+            norms.append(str(node.target))
         elif not _is_channelwise(flow, node) and not _is_spatial(node):
             return None
         users = flow.users(node)
@@ -143,14 +132,33 @@ def _called_once(flow: Flow, node: fx.Node) -> bool:
     return readers == [node] and not is_tied
 
 
-def _is_channelwise(flow: Flow, node: fx.Node) -> bool:
-    """Does the node treat every channel of `[N, C, ...]` alone?"""
+def _allows(editor: ModuleEditor, change: Change, node: fx.Node) -> bool:
+    """Whether the node calls a layer that the editor can change, on a batch of samples."""
+    source = node.args[0] if node.op == "call_module" and node.args else None
+    kind = tensor_type(source) if isinstance(source, fx.Node) else None
+    return kind is not None and editor.allows(str(node.target), change, kind.shape)
+
+
+def _is_elementwise(flow: Flow, node: fx.Node) -> bool:
+    """Whether the node treats every element alone, by no parameters."""
     module = called_module(node, flow.root)
-    if is_activation(node, flow.root):
-        return not isinstance(module, nn.PReLU)  # which has a parameter for each channel
     if module is not None:
-        return type(module) in _CHANNELWISE
-    return op_name(node) in _CHANNELWISE_FUNCTIONS and len(node.all_input_nodes) == 1
+        is_known = is_activation(node, flow.root) or type(module) in (nn.Identity, nn.Dropout)
+        return is_known and not isinstance(module, nn.PReLU)
+    is_known = is_activation(node, flow.root) or op_name(node) == "dropout"
+    return is_known and len(node.all_input_nodes) == 1
+
+
+def _is_channelwise(flow: Flow, node: fx.Node) -> bool:
+    """Whether the node treats every channel of `[N, C, ...]` alone."""
+    module = called_module(node, flow.root)
+    if isinstance(module, nn.Flatten):
+        return module.start_dim >= 1
+    name = op_name(node) if module is None else type(module).__name__
+    is_torch = module is None or type(module).__module__.startswith("torch.nn.")
+    if name in _PER_CHANNEL and is_torch and len(node.all_input_nodes) == 1:
+        return _rank(node) == int(name[-2]) + 2
+    return _is_elementwise(flow, node)
 
 
 def _is_spatial(node: fx.Node) -> bool:

@@ -35,7 +35,7 @@ from revcompile.ir.guards import (
     SizeGuards,
     input_types,
 )
-from revcompile.ir.module_tree import copy_module
+from revcompile.ir.module_tree import copy_module, device_of_model
 from revcompile.ir.ops import called
 from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import TYPE, TensorType
@@ -166,7 +166,7 @@ class _ModeChecker:
             skeleton = self._skeleton
             if skeleton is not None and dtype is not None and dtype != self._dtype:
                 skeleton = copy.deepcopy(skeleton).to(dtype)
-            device = next((p.device for p in root.parameters() if not p.is_meta), inputs[0].device)
+            device = device_of_model(root)
             problem = None
             if not is_autocasting(device):  # which leaves tensors on the meta device alone
                 shapes = [_without_data(tensor, _META) for tensor in inputs]
