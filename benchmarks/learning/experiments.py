@@ -42,8 +42,6 @@ class Experiment:
     backend: str = "auto"
     recipe: str = ""
     """What is done about delay, by stage: see `helps.py`."""
-    watch: int = 0
-    """How many times an epoch gradients are compared."""
     weights: str | None = None
     """Which weights backward uses; None: as the method has it."""
     policy: str = "paper"
@@ -160,12 +158,6 @@ def _helps(seeds: int, epochs: int) -> Iterator[Experiment]:
             )
 
 
-def _watched(seeds: int, epochs: int) -> Iterator[Experiment]:
-    """Gradients compared through training: PETRA's Figures 5 and 6."""
-    for order in ("1f1b", "paper"):
-        yield Experiment("petra", order, 1, 0, epochs=epochs, watch=15)
-
-
 def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
     """A vision transformer: what makes up for delay? All have updates with 256 images."""
     same = Experiment(
@@ -251,7 +243,6 @@ TABLES: dict[str, Callable[[int, int], Iterator[Experiment]]] = {
     "momentum": _momentum,
     "ablation": _ablation,
     "helps": _helps,
-    "watched": _watched,
     "transformer": _transformer,
     "muon": _transformer_muon,
     "weights": _weights,

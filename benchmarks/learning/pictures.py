@@ -137,44 +137,6 @@ _OF_DELAY: Final = ("order", "stages", "batch", "recipe", "accumulate")
 """Fields that matter only where gradients are late."""
 
 
-def draw_gradients(log: Log, file: Path) -> None:
-    """PETRA's Figure 5: cosine similarity and norm ratio by epoch, a line a stage."""
-    lines = [line for line in log if line.get("gradients")]
-    pairs = {
-        "method_vs_delayed": "PETRA and the delayed gradient",
-        "method_vs_end_to_end": "PETRA and backprop",
-        "delayed_vs_end_to_end": "the delayed gradient and backprop",
-    }
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    grid = figure.subplots(2, len(pairs), sharex=True, sharey="row")
-    stages = len(lines[0]["gradients"])
-    for column, (pair, title) in enumerate(pairs.items()):
-        for row, (measure, label) in enumerate(
-            (("cosine", "cosine of their angle"), ("norm_ratio", "ratio of their norms"))
-        ):
-            axes = grid[row][column]
-            for stage in range(stages):
-                values = [line["gradients"][stage][f"{pair}.{measure}"] for line in lines]
-                shade = 0.15 + 0.7 * stage / max(1, stages - 1)
-                axes.plot(
-                    [line["epoch"] for line in lines], values, color=_colour(shade), label=stage
-                )
-            axes.axhline(1, color="0.6", lw=0.8, zorder=0)
-            if row == 0:
-                axes.set_title(title, fontsize="medium")
-            else:
-                axes.set_xlabel("epoch")
-            if column == 0:
-                axes.set_ylabel(label)
-            _plain(axes)
-    grid[0][0].legend(title="stage", frameon=False, fontsize="x-small", ncols=2)
-    save_figure(figure, file)
-
-
-def _colour(shade: float) -> Any:
-    return colormaps["viridis"](shade)
-
-
 def _plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)

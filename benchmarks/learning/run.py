@@ -119,13 +119,9 @@ class Staged:
     def epoch(self, epoch: int) -> dict[str, float]:
         """Train, then test."""
         experiment, trainer = self.experiment, self.trainer
-        steps = len(self.data.train) // experiment.batch
-        every = math.ceil(steps / experiment.watch) if experiment.watch else 0
-        losses, probes = [], []
+        losses = []
         batches = self.data.epoch(experiment.batch, experiment.seed, epoch)
-        for number, (x, y) in enumerate(batches):
-            if every and number % every == 0:
-                probes.append(trainer.watch())
+        for x, y in batches:
             losses.append(trainer.step(x, y).loss_tensor)
         if epoch + 1 == experiment.epochs:
             trainer.flush()
@@ -137,8 +133,6 @@ class Staged:
             "test_accuracy": evaluation.metrics["accuracy"],
             "norms": self._norms(),
         }
-        if probes:
-            line["gradients"] = _gradients([p.report for p in probes if p.complete])
         return line
 
     def _norms(self) -> list[float]:
@@ -209,20 +203,6 @@ def _delays(net: revcompile.StagedModel, experiment: Experiment) -> dict[str, in
         for stage in net.stages
         for name in stage.generated.parameters
     }
-
-
-def _gradients(reports: list[Any]) -> list[dict[str, float]]:
-    """Means over an epoch's reports, stage by stage."""
-    pairs = ("method_vs_delayed", "method_vs_end_to_end", "delayed_vs_end_to_end")
-    means = []
-    for stages in zip(*(report.stages for report in reports), strict=True):
-        line = {}
-        for pair in pairs:
-            for measure in ("cosine", "norm_ratio"):
-                values = [getattr(getattr(stage, pair), measure) for stage in stages]
-                line[f"{pair}.{measure}"] = sum(values) / len(values)
-        means.append(line)
-    return means
 
 
 class Plain:

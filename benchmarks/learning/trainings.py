@@ -10,7 +10,7 @@ prints the results and draws the curves.
 
 Tables: orders (two orders of PETRA, and delay-aware momentum, against backprop, by accumulation),
 cosine (the same with another schedule), momentum (with a shorter one), ablation (PETRA's Table 4),
-helps (what else to do about delay), watched (its Figures 5 and 6), transformer, muon (the same with
+helps (what else to do about delay), transformer, muon (the same with
 matrices by Muon), weights (RevNet-18 at k = 1 by the weights of backward), resnet50 (18 stages).
 """
 
@@ -27,7 +27,7 @@ from benchmarks.harness import show
 from benchmarks.learning.cifar import load
 from benchmarks.learning.drift import MAX_DRIFT, add_drift_option
 from benchmarks.learning.experiments import MUON, PLAIN, TABLES, Experiment
-from benchmarks.learning.pictures import draw_curves, draw_gradients
+from benchmarks.learning.pictures import draw_curves
 from benchmarks.learning.results import gather
 from benchmarks.learning.run import run_to_line
 from benchmarks.learning.workers import add_options, train
@@ -98,9 +98,6 @@ def report(experiments: Sequence[Experiment], options: argparse.Namespace) -> No
         rows,
     )
     draw_curves(by_setting, options.out / "curves.svg")
-    for setting, results in by_setting.items():
-        if any("gradients" in line for line in results[0]["log"]):
-            draw_gradients(results[0]["log"], options.out / f"gradients-{setting}.svg")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -146,7 +146,6 @@ def wrong_calls(rank: int, options: dict[str, Any]) -> Any:
         "meta target": lambda: trainer.step(x, y.to("meta")),
         "no loader": lambda: trainer.evaluate(3),  # type: ignore[arg-type]
         "state": lambda: trainer.state_dict(),
-        "watch": lambda: trainer.watch(),
     }
     for name, call in calls.items():
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -75,18 +75,6 @@ Programs = tuple[Callable[..., Any], Callable[..., Any]]
 """A stage's forward and backward programs."""
 
 
-class Observer(Protocol):
-    """Is told of each pass, and changes nothing."""
-
-    def forwarded(self, stage: Stage, microbatch: int) -> None:
-        """A stage has run a micro-batch."""
-
-    def differentiated(
-        self, stage: Stage, microbatch: int, gradients: Mapping[str, Tensor | None]
-    ) -> None:
-        """A stage has a micro-batch's gradient, and has not been updated with it."""
-
-
 class Stage:
     """Runs a `StageProgram` on the modules of `root`.
 
@@ -150,7 +138,6 @@ class Stage:
         self._forward, self._backward = self._generated
         self.device: torch.device | None = None
         """Where it computes; None: where its parameters are."""
-        self.observers: Sequence[Observer] = ()
         self.in_flight: dict[int, InFlight] = {}
         self.slots = 0
         """For how many micro-batches it stores activations in static buffers; 0: anywhere."""
@@ -203,8 +190,6 @@ class Stage:
             samples=None if is_capturing(self._device()) else self._samples.start(sampled),
             hooks=hooks,
         )
-        for observer in self.observers:
-            observer.forwarded(self, microbatch)
         return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
     def _in_slot(self, microbatch: int, kept: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -277,8 +262,6 @@ class Stage:
             self._samples.finish(held.samples, sampled)
         if scale is not None:
             own_grads = unscaled(own_grads, scale)
-        for observer in self.observers:
-            observer.differentiated(self, microbatch, own_grads)
         self.accumulate(own_grads, input_grads)
         if original:
             errors = [

@@ -24,7 +24,6 @@ from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
 from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
-from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import InputBinder, split_batch, warn_if_larger_than_planned
 from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics, Throughput
 from revcompile.runtime.trainer.settings import Task, build_executors
@@ -310,14 +309,6 @@ class Trainer(TrainerState, ABC):
             totals.zero_()
         total, count = map(sum, zip(*of_ranks, strict=True))
         return float(total / count) if count else float("nan")
-
-    def watch(self) -> Probe:
-        """Compare the gradients of the next micro-batch, stage by stage (PETRA, Appendix B).
-
-        The probe is filled in by the steps (or the flush) that follow; `probe.report` is there
-        once `probe.complete`. Training is not affected. Only in one process.
-        """
-        self._needs_one_process("watch", "run in one process to compare gradients stage by stage")
 
     def _metrics(self, microbatch: int, samples: int) -> Metrics:
         if self.memory_plan is not None:

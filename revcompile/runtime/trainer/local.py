@@ -17,7 +17,6 @@ from revcompile.runtime.executor.transport import MessageKind, Transport
 from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
 from revcompile.runtime.trainer.core import Trainer
-from revcompile.runtime.trainer.gradient_probes import Probe
 from revcompile.runtime.trainer.inputs import split_batch, split_call
 from revcompile.runtime.trainer.metrics import (
     Evaluation,
@@ -43,9 +42,6 @@ class LocalTrainer(Trainer):
         stages = range(len(task.programs))
         device = device_of_model(task.model)
         super().__init__(task, transport=Transport(len(stages)), device=device, stages=stages)
-        self.probes: list[Probe] = []
-        for executor in self.executors:
-            executor.stage.observers = self.probes
         backend = self.settings.backend
         self.runner = GraphRunner(backend, self.executors, self.loss_head, self.schedule)
 
@@ -66,15 +62,11 @@ class LocalTrainer(Trainer):
         transaction = Transaction(self.schedule, self.executors)
         self.executors[0].inputs[microbatch] = values
         self.loss_head.targets[microbatch] = self.binder.to_device(target)
-        for probe in self.probes:
-            probe.fed(microbatch, values, self.loss_head.targets[microbatch])
         self._measure(microbatch)
         try:
             remaining = self.scheduler.forward(self.schedule.inject())
         except BaseException as error:
             self.schedule = transaction.rollback()
-            for probe in self.probes:
-                probe.rolled_back(microbatch)
             if isinstance(error, RevcompileError) or not isinstance(error, Exception):
                 error.add_note("Nothing was changed by this step.")
                 raise
@@ -82,7 +74,6 @@ class LocalTrainer(Trainer):
         transaction.commit()
         self._finish(remaining)
         metrics = self._metrics(microbatch, samples)
-        self._advance_probes()
         self.runner.observe((values, target))
         return self._report(metrics)
 
@@ -94,16 +85,12 @@ class LocalTrainer(Trainer):
         for given in (inputs, target):
             self.binder.check_tensors(given, dense=True)
         values = self.binder.check_guards(self.binder.bind(inputs), replay=self._replay)
-        is_observed = bool(self.probes or self._trace) or self._is_measured(microbatch)
+        is_observed = self._trace is not None or self._is_measured(microbatch)
         batch = values, target
         with self._stop_on_error():
             if not self.runner.step(self.schedule, self.transport, batch, not is_observed):
                 return None
         return self._report(self._metrics(microbatch, self.binder.count_samples(values)))
-
-    def _drain(self) -> None:
-        super()._drain()
-        self._advance_probes(drained=True)
 
     def _explained(self, error: Exception, values: Mapping[str, Any]) -> InputError:
         expected = ", ".join(map(str, self.programs[0].inputs))
@@ -144,25 +131,6 @@ class LocalTrainer(Trainer):
             ) from error
         means.add(self.loss_head.evaluate(output, target, where), output, target, samples)
 
-    def watch(self) -> Probe:
-        self._sync_stages()
-        if self.schedule.is_synchronous:
-            raise InputError(
-                f"trainer.watch: the first {self.schedule.synchronous} updates have no delay "
-                "(synchronous=); call it after them"
-            )
-        stages = [executor.stage for executor in self.executors]
-        probe = Probe(self.schedule.injected, stages, self.loss_head, self.settings.accumulate)
-        self.probes.append(probe)
-        return probe
-
-    def _advance_probes(self, drained: bool = False) -> None:
-        for probe in tuple(self.probes):
-            self.probes.remove(probe)  # for good, if it fails
-            probe.compare(drained)
-            if not probe.over:
-                self.probes.append(probe)
-
     # -- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,7 +147,6 @@ class LocalTrainer(Trainer):
         with self._stop_on_error():
             self._load_state(state)
         self.runner.clear()
-        self.probes.clear()
         self._stop_reason = None
 
     def _write_checkpoint(self, folder: str | Path, keep: int) -> Path:

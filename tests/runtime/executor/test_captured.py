@@ -265,21 +265,6 @@ def test_evaluation_sees_the_current_weights_and_changes_nothing() -> None:
     assert same(*found)
 
 
-def test_somebody_who_watches_sees_every_action() -> None:
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend)
-        data = even(2 * FULL)
-        for batch in data[:FULL]:
-            trainer.step(*batch)
-        probe = trainer.watch()
-        for batch in data[FULL:]:
-            trainer.step(*batch)
-        assert probe.complete
-        found.append((str(probe.report), weights(net)))
-    assert same(*found)
-
-
 def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
     found = []
     for backend in ("eager", "static"):

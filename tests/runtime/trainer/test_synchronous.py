@@ -108,5 +108,3 @@ def test_what_makes_no_sense_is_refused() -> None:
         net.trainer(momentum, F.cross_entropy, method="1f1b", synchronous=2)
     with pytest.raises(InputError, match="synchronous=-1; expected a whole number, at least 0"):
         net.trainer(momentum, F.cross_entropy, synchronous=-1)
-    with pytest.raises(InputError, match="call it after them"):
-        net.trainer(momentum, F.cross_entropy, synchronous=2).watch()

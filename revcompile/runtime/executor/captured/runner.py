@@ -190,7 +190,7 @@ class GraphRunner:
 
         Args:
             batch: See `StepInputs`.
-            allowed: False if a probe or a trace needs to see single actions.
+            allowed: False if a trace needs to see single actions.
             fingerprint: Of the micro-batch's data, for the next rank.
         """
         # Not before the first updates: they show what stages and optimizers do.
