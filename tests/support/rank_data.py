@@ -15,7 +15,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from revcompile.errors import InputError, RankError
@@ -66,10 +65,6 @@ def only_what_is_needed(rank: int) -> Any:
     return ((None, y) if rank else (x, None) for x, y in seeded(rank))
 
 
-def weighted(rank: int) -> Any:
-    return DataLoader(dataset(), 3, sampler=WeightedRandomSampler(range(1, 14), 9), drop_last=True)
-
-
 LOADERS: Final[dict[str, Callable[[int], Any]]] = {
     f.__name__: f
     for f in (
@@ -79,7 +74,6 @@ LOADERS: Final[dict[str, Callable[[int], Any]]] = {
         augmented,
         targets_apart,
         only_what_is_needed,
-        weighted,
     )
 }
 

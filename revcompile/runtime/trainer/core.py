@@ -23,7 +23,7 @@ from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.module_guards import ParameterGuard
-from revcompile.runtime.trainer.data import BatchSelection, Loader, make_loader
+from revcompile.runtime.trainer.data import Loader, make_loader
 from revcompile.runtime.trainer.inputs import InputBinder, split_batch, warn_if_larger_than_planned
 from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics, Throughput
 from revcompile.runtime.trainer.settings import Task, build_executors
@@ -382,9 +382,8 @@ class Trainer(TrainerState, ABC):
         The ranks of one pipeline get the same batches; ranks that need no data read none.
 
         Args:
-            data: a dataset, which is shuffled, or a DataLoader of your own, of which dataset,
-                batch size, sampling, collation and workers are taken over. Its order is drawn
-                anew from the seed, so that all ranks agree.
+            data: a dataset, which is shuffled, or a DataLoader that shuffles its dataset or reads
+                it in order. Its dataset, batch size, collation and workers are taken over.
             batch_size: samples a batch; a DataLoader's own if not given.
             epoch: every epoch has another order, so make a new loader for each.
             skip: batches to skip, because a resumed run has had them already.
@@ -393,7 +392,11 @@ class Trainer(TrainerState, ABC):
         return make_loader(
             data,
             batch_size,
-            BatchSelection(self.settings.seed, epoch, self.replica, self.replicas, skip),
+            seed=self.settings.seed,
+            epoch=epoch,
+            skip=skip,
+            replica=self.replica,
+            replicas=self.replicas,
             needed=self.is_first or self.is_last,
             **options,
         )

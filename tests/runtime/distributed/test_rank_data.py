@@ -58,14 +58,13 @@ def test_ranks_that_agree_on_the_targets_train(tmp_path: Path) -> None:
 
 
 def test_a_loader_of_the_users_own_is_the_same_on_ranks_and_in_one_process(tmp_path: Path) -> None:
-    names = ["unseeded", "seeded", "weighted"]
+    names = ["unseeded", "seeded"]
     results, codes = launch(tmp_path, 2, through_trainer, loaders=names, limit=60)
     assert codes == [0, 0]
     expected = through_trainer(0, {"loaders": names})
     assert results[1] == expected
     one, other = expected[0]
     assert len(one) == 5 and one != other  # epochs differ
-    assert [len(epoch) for epoch in expected[2]] == [3, 3]
 
 
 def test_padded_batches_of_a_llama_in_four_stages_have_autograd_s_gradients(tmp_path: Path) -> None:
