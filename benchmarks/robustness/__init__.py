@@ -1,1 +1,0 @@
-"""What goes wrong outside: damaged files, hostile messages, slow networks, long runs."""
