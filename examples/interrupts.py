@@ -1,4 +1,4 @@
-"""Ctrl-C: the step in progress ends and is saved; one line says how to go on, no traceback.
+"""SIGTERM and Ctrl-C: training goes on for a few steps and is saved; a line says how to go on.
 
 Import this first: importing torch takes seconds, and Ctrl-C may come then.
 """
@@ -6,11 +6,14 @@ Import this first: importing torch takes seconds, and Ctrl-C may come then.
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
+
+EVERY = 10
+"""Batches between two questions to the other ranks: the answer waits for the slowest."""
 
 advice = "nothing has been saved yet"
 """What the line says after "stopped"."""
@@ -36,21 +39,40 @@ def quiet_on_ctrl_c() -> None:
     sys.excepthook = _without_traceback
 
 
-def as_termination(batches: Iterable[T]) -> Iterator[T]:
-    """The batches of `trainer.save_on_signal`, which saves after a SIGTERM: Ctrl-C is one, too.
+def until_stopped(batches: Iterable[T], save: Callable[[], object]) -> Iterator[T]:
+    """The batches; after a SIGTERM or a Ctrl-C on any rank all ranks save and exit.
 
-    Only the first: a second Ctrl-C stops at once.
+    A second Ctrl-C stops at once.
     """
-    before = signal.getsignal(signal.SIGINT)
+    received: list[int] = []
+    every = EVERY if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 1
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, before)
-        signal.raise_signal(signal.SIGTERM)
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
+    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        for count, batch in enumerate(batches):
-            if count == 0:  # now save_on_signal listens
-                signal.signal(signal.SIGINT, terminate)
+        for count, batch in enumerate(batches, 1):
             yield batch
+            if count % every == 0 and on_any_rank(bool(received)):
+                break
+        else:
+            if not on_any_rank(bool(received)):
+                return
+        save()
+        raise SystemExit(128 + signal.SIGTERM)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank. Every rank calls it."""
+    import torch
+    from torch import distributed
+
+    most = torch.tensor(int(flag))
+    if distributed.is_initialized():
+        distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    return bool(most)

@@ -105,7 +105,7 @@ def train(
             report.begin(epoch)
             start = time.perf_counter()
             if args.checkpoint:
-                loader = interrupts.as_termination(trainer.save_on_signal(saved, loader))
+                loader = interrupts.until_stopped(loader, lambda: trainer.save(saved))
             for x, y in loader:
                 metrics = trainer.step(x, y)
                 if report.shown:

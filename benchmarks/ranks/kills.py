@@ -54,7 +54,7 @@ from benchmarks.ranks.victim import (
     use_gpu,
 )
 from benchmarks.registry import Benchmark, Row
-from revcompile.runtime.checkpoint.training import load_training
+from revcompile.runtime.checkpoint.folder import Checkpoint
 
 METHODS: Final = ("petra", "1f1b", "gpipe", "delayed", "pipedream", "ddg", "dni", "backprop")
 CAPTURED: Final = ("petra", "delayed", "pipedream")
@@ -269,7 +269,8 @@ def corrupted(folder: Path) -> list[str]:
     saved = checkpoints(folder)
     for place in saved.glob("step_*[0-9]"):
         try:
-            load_training(place)
+            checkpoint = Checkpoint(place)
+            checkpoint.read(checkpoint.trees())
         except revcompile.RevcompileError as error:
             problems.append(str(error))
     return problems

@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import revcompile
 from revcompile.arguments import member_of
-from revcompile.runtime.checkpoint.codec import encode_tree
+from revcompile.runtime.checkpoint.tree import encode_tree
 from revcompile.runtime.distributed.rank_weights import owning_stages
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured.runner import Backend

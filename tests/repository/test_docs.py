@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +112,14 @@ def test_the_newest_release_in_the_changelog_is_the_version() -> None:
 # -- Python ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def same_signals() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("same_signals")
 @pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
 def test_the_code_of_a_page_runs_in_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +133,33 @@ def test_the_code_of_a_page_runs_in_order(
     for line, code in found:
         # The empty lines make a traceback name the page's own line.
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+@pytest.mark.usefixtures("same_signals")
+def test_the_recipe_for_signals_saves_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = [code for _, code in blocks(ROOT / "docs/guides/checkpoints.md", "python")]
+    (recipe,) = (code for code in codes if "signal.SIGTERM" in code)
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(codes[0], namespace)
+    make = namespace["make_trainer"]
+
+    def interrupted(stages: int) -> Any:
+        net, trainer = make(stages)
+        step = trainer.step
+        trainer.step = lambda *batch: (step(*batch), signal.raise_signal(signal.SIGTERM))
+        return net, trainer
+
+    namespace["make_trainer"] = interrupted
+    with pytest.raises(SystemExit) as stopped:
+        exec(recipe, namespace)
+    assert stopped.value.code == 143
+    assert (tmp_path / "runs/c/latest").read_text() == "step_00000010\n"
+    namespace["make_trainer"] = make
+    exec(recipe, namespace)
+    assert namespace["trainer"].schedule.injected == 40
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=name_of)

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,24 +78,34 @@ def test_a_training_goes_on_from_the_middle_of_an_epoch(
     assert test_losses("--out", str(stopped_in), "--resume") == whole
 
 
-def test_ctrl_c_in_the_middle_of_an_epoch_is_a_termination() -> None:
-    """`save_on_signal` listens to SIGTERM from the first batch on; a second one stops at once."""
-    received = []
+@pytest.mark.parametrize(
+    ("world", "signals", "seen"), [(1, [4], 4), (2, [4], 10), (2, [13], 15), (2, [], 15)]
+)
+def test_a_signal_is_answered_after_some_batches_or_the_last(
+    world: int, signals: list[int], seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", f"{world}")
+    interrupts, batches, saved = example("interrupts"), list[int](), list[int]()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) if signals else nullcontext():
+        for batch in interrupts.until_stopped(range(1, 16), lambda: saved.append(len(batches))):
+            batches.append(batch)
+            if batch in signals:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert (len(batches), saved) == (seen, [seen] if signals else [])
+    assert signal.getsignal(signal.SIGTERM) is before
 
-    def batches() -> Iterator[int]:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-        yield from range(3)
-        signal.signal(signal.SIGTERM, before)
 
+def test_a_second_ctrl_c_stops_at_once() -> None:
     # Of a process that a script has started in the background, SIGINT is ignored.
     ours, before = signal.default_int_handler, signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, ours)
     try:
         with pytest.raises(KeyboardInterrupt):
-            for batch in example("interrupts").as_termination(batches()):
-                if batch > 0:
-                    os.kill(os.getpid(), signal.SIGINT)
-        assert received == [signal.SIGTERM] and signal.getsignal(signal.SIGINT) is ours
+            for _ in example("interrupts").until_stopped(range(3), list):
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is ours
     finally:
         signal.signal(signal.SIGINT, before)
 

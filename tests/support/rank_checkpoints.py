@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from distributed_worker import Run, batches, fed, final, trainer_of
@@ -43,6 +45,11 @@ def resuming(run: Run, folder: str, **options: Any) -> Found:
     losses = [fed(trainer, batch).loss for batch in data_of(run, trainer)[5:]]
     trainer.flush()
     return {"losses": losses, "state": final(net, trainer)}
+
+
+def resuming_apart(run: Run, folder: str, **options: Any) -> Found:
+    """`resuming`, with a folder for each rank."""
+    return resuming(run, str(Path(folder, os.environ["RANK"])), **options)
 
 
 def data_of(run: Run, trainer: Any) -> list[Any]:

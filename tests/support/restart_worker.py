@@ -23,6 +23,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.ranks.victim import at_every_touch, digests
+from examples.interrupts import until_stopped
 
 Note = Callable[[dict[str, Any]], None]
 
@@ -62,7 +63,7 @@ def train(course: Course, folder: Path, note: Note) -> None:
     note({"from": trainer.schedule.injected, "evaluated": trainer.evaluate(unseen).loss})
     share = data[trainer.replica :: trainer.replicas]
     rest = list(enumerate(share))[trainer.schedule.injected :]
-    for step, (x, y) in trainer.save_on_signal(folder, rest, drain=True):
+    for step, (x, y) in until_stopped(rest, lambda: trainer.save(folder, drain=True)):
         doom(course.end, step, folder)
         order = torch.randperm(len(y)).roll(random.randrange(3))  # as a loader draws
         loss = fed(trainer, (x[order], y[order])).loss

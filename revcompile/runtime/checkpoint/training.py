@@ -1,72 +1,300 @@
-"""A trainer's state in a checkpoint: each rank writes its stages, anybody reads all of them.
+"""A trainer's state: what it consists of, how ranks save it together, where it fits.
 
 state_dict --save_training--> {"model": ..., "optimizer": ..., "stage": {0: ..., 3: ...}, ...}
-                                one such tree a rank, written by storage.save_checkpoint
-state_dict <--load_training-- the trees of all ranks, merged
+                              one such tree for each rank, written by folder.save_checkpoint
+state_dict <--merged_state--- the trees of all ranks, merged; tensors are not read yet
 """
 
 from __future__ import annotations
 
 import random
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
+from revcompile.ir.coupling_ops import mix
 from revcompile.ir.module_tree import device_of_model
-from revcompile.runtime.checkpoint.codec import decode_tree, encode_tree, located, well_formed
-from revcompile.runtime.checkpoint.storage import (
-    Barrier,
-    Checkpoint,
-    find_checkpoint,
-    join_barriers,
-    save_checkpoint,
-)
-from revcompile.runtime.checkpoint.weights import aliases, with_aliases
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.runtime.checkpoint.folder import Checkpoint, Gather, save_checkpoint
+from revcompile.runtime.checkpoint.tree import StoredTensor, well_formed
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
+from revcompile.runtime.stage.update import Updater
+from revcompile.schedule import Schedule
 
+_FORMAT: Final = 1
 _COMMON: Final = ("format", "cuts", "seed", "schedule")
 """Entries that are the same on every rank."""
 _BY_STAGE: Final = {"stages": "stage", "lr_schedules": "lr_schedule"}
-"""Lists with an entry a stage, and their names in the file."""
+"""Lists with an entry for each stage, and their names in a checkpoint."""
+_ENTRIES: Final = (*_COMMON, *_BY_STAGE, "model", "optimizer", "groups", "messages")
+
+State = Mapping[str, Any]
+
+
+class TrainerState:
+    """What a trainer saves and loads: the part of its state that is in this process."""
+
+    model: Reversible
+    partition: Partition
+    programs: tuple[StageProgram, ...]
+    settings: Any
+    """The trainer's `Settings`."""
+    schedule: Schedule
+    executors: list[StageExecutor]
+    transport: Transport
+    rank: int
+    replica: int
+    """Which copy of the pipeline this is: it trains on its own part of the data."""
+    replicas: int
+
+    @property
+    def stage_seed(self) -> int:
+        """The seed of the stages' random numbers: copies of the pipeline drop other elements."""
+        seed: int = self.settings.seed
+        return mix(seed, self.replica) if self.replica else seed
+
+    def _check_savable(self) -> None:
+        """Refuse what no checkpoint can hold. All ranks come to the same result."""
+        for program in self.programs:
+            if self.schedule.outstanding[program.index] and program.keeps_graphs:
+                raise InputError(
+                    f"trainer.state_dict: stage {program.index} keeps graphs of micro-batches in "
+                    "flight, which cannot be saved; call trainer.flush() first, or "
+                    "trainer.save(folder, drain=True)"
+                )
+
+    def _state(self, weights: State, copy: TreeCopy) -> dict[str, Any]:
+        """The states of this process's stages; `weights` are entries of the model's state dict."""
+        optimizers = [executor.updater.state_dict(copy) for executor in self.executors]
+        return {
+            "format": _FORMAT,
+            "cuts": _segment_names(self.partition),
+            "seed": self.settings.seed,
+            "replicas": self.replicas,
+            "model": copy(dict(weights)),
+            "optimizer": {name: s for o in optimizers for name, s in o["state"].items()},
+            "groups": [group for o in optimizers for group in o["groups"]],
+            "lr_schedules": [o["lr_schedule"] for o in optimizers],
+            "schedule": self.schedule.state(),
+            "stages": [executor.state_dict(copy) for executor in self.executors],
+            "messages": self.transport.state_dict(copy),
+        }
+
+    def _read_state(self, checkpoint: Checkpoint, device: torch.device, world: int = 1) -> Any:
+        """The state in a checkpoint, with those tensors read that this process needs."""
+        read, state = checkpoint.read, merged_state(checkpoint, self.replica)
+        with well_formed(f"what trainer.save writes: {checkpoint.path}"):
+            devices = {state["device"]: device}
+            here = {n for n, v in self.model.state_dict().items() if not _is_elsewhere(v)}
+            trained = {name for e in self.executors for name in e.updater.parameters}
+            stages, rng = {e.index for e in self.executors}, state["rng"]
+            return state | {
+                "model": {n: read(v) if n in here else v for n, v in state["model"].items()},
+                "optimizer": {n: read(s) for n, s in state["optimizer"].items() if n in trained},
+                "groups": read(state["groups"]),
+                "lr_schedules": read(state["lr_schedules"]),
+                "stages": [
+                    read(s, devices) if index in stages else s
+                    for index, s in enumerate(state["stages"])
+                ],
+                "messages": [read(m, devices) for m in state["messages"] if m[1] in stages],
+                "rng": read(rng[self.rank]) if len(rng) == world else None,
+            }
+
+    def _check_fits(self, state: State) -> None:
+        """Refuse a state that this trainer cannot continue from; nothing is changed."""
+        with well_formed("what trainer.state_dict() returns"):
+            updaters = (executor.updater for executor in self.executors)
+            if problems := list(_mismatches(state, self.model, updaters)):
+                raise InputError(
+                    "trainer.load_state_dict: the state does not fit this trainer: "
+                    f"{first_few(problems)}"
+                )
+            self._check_in_flight(state)
+
+    def _check_in_flight(self, state: State) -> None:
+        """Refuse micro-batches in flight of another pipeline: only an empty one can be cut anew."""
+        saved, replicas = Schedule.load(state["schedule"]), state.get("replicas", 1)
+        if saved.idle or (self._is_same_pipeline(state) and replicas == self.replicas):
+            return
+        raise InputError(
+            f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
+            f"applied yet in {_described(saved, replicas)}, but this trainer has "
+            f"{_described(self.schedule, self.replicas)}, cut or scheduled otherwise, or with "
+            "another budget of memory. To move between them call flush() before state_dict(), or "
+            "trainer.save(folder, drain=True); if the run that saved it is over, load it into a "
+            "trainer like that one (one process will do) and save it from there with drain=True"
+        )
+
+    def _is_same_pipeline(self, state: State) -> bool:
+        """Were the same stages saved, with the same method and the same needs in flight?"""
+        here, saved = self.schedule.state(), state["schedule"]
+        if _segment_names(self.partition) != [list(names) for names in state["cuts"]]:
+            return False
+        if any(here[key] != saved[key] for key in ("method", "accumulate", "ties")):
+            return False
+        updates = min(progress["updates"] for progress in saved["progress"])
+        starts = here["synchronous"], saved.get("synchronous", 0)
+        if starts[0] != starts[1] and updates < max(starts):
+            return False
+        needed = [program.needed_in_flight for program in self.programs]
+        pairs = zip(needed, state["stages"], strict=True)
+        return all(names == list(stage.get("needs", names)) for names, stage in pairs)
+
+    @well_formed("what trainer.state_dict() returns")
+    def _load_state(self, state: State) -> None:
+        """Load a state that fits."""
+        same = self._is_same_pipeline(state)
+        saved = Schedule.load(state["schedule"])
+        self.schedule = saved if same else _continue_counting(self.schedule, saved)
+        self.settings = replace(self.settings, seed=state["seed"])
+        _load_model(self.model, state["model"])
+        self._load_updaters(state, same)
+        self.transport.load_state_dict(state["messages"] if same else ())
+        weights = dict(self.model.named_parameters())
+        for executor in self.executors:
+            executor.reset(self.stage_seed, weights)
+            # As the last update has left it: captured steps hold it fixed.
+            executor.set_delay(self.schedule.updates[executor.index] - 1)
+            if same:
+                executor.load_state_dict(state["stages"][executor.index])
+        if not same:
+            self._load_scaling(state)
+
+    def _load_updaters(self, state: State, same: bool) -> None:
+        """Optimizers by parameter name; after a new cut, every schedule continues as the first."""
+        schedules = state["lr_schedules"]
+        first = next((saved for saved in schedules if saved is not None), None)
+        settings = _group_settings(state)
+        for executor in self.executors:
+            schedule = schedules[executor.index] if same else first
+            executor.updater.load_state_dict(state["optimizer"], settings, schedule)
+
+    def _load_scaling(self, state: State) -> None:
+        """After a new cut: the last stage takes over the scale and overflows to be reported."""
+        saved = [stage["scaling"] for stage in state["stages"] if stage.get("scaling") is not None]
+        for executor in self.executors:
+            if saved and executor.scaling is not None and executor.loss_head is not None:
+                overflow = min(scaling["overflow"] for scaling in saved)
+                executor.scaling.load_state_dict(saved[-1] | {"overflow": overflow})
+
+
+# -- does a state fit? ----------------------------------------------------------------------------
+
+
+def _mismatches(state: State, model: nn.Module, updaters: Iterable[Updater]) -> Iterator[str]:
+    """Why it is no trainer's state, or that of another model or optimizer."""
+    if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
+        got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+        yield f"expected what trainer.state_dict() returns (format {_FORMAT}), got {got!r}"
+        return
+    missing = [key for key in _ENTRIES if key not in state]
+    if missing:
+        yield f"it lacks the entry {missing[0]!r}; load what trainer.state_dict() returned as it is"
+        return
+    yield from model_mismatches(model, state["model"])
+    settings = _group_settings(state)
+    for updater in updaters:
+        yield from updater.misfits(settings)
+
+
+def model_mismatches(model: nn.Module, saved: State) -> Iterator[str]:
+    """Where a state dict and a model differ in names, or in the shapes of what is read."""
+    present = model.state_dict()
+    yield from (f"it lacks {name}" for name in present if name not in saved)
+    yield from (f"the model has no {name}" for name in saved if name not in present)
+    for name, value in present.items():
+        there = saved.get(name, value)
+        if isinstance(value, Tensor) and not isinstance(there, StoredTensor):
+            shapes = tuple(getattr(there, "shape", ())), tuple(value.shape)
+            if shapes[0] != shapes[1]:
+                yield f"{name} has shape {shapes[0]} in it, {shapes[1]} here"
+
+
+def first_few(problems: Sequence[str], limit: int = 3) -> str:
+    """The first problems, and how many more there are."""
+    more = len(problems) - limit
+    return "; ".join(problems[:limit]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _segment_names(partition: Partition) -> list[list[str]]:
+    """The names of each stage's segments: where the model was cut."""
+    return [[piece.name for piece in part.pieces] for part in partition.parts]
+
+
+def _described(schedule: Schedule, replicas: int) -> str:
+    weights = f"weights={schedule.method.weights.value!r}"
+    method = f"{schedule.method.name}, {weights}, accumulate={schedule.accumulate}"
+    several = f", {replicas} copies of the pipeline" if replicas > 1 else ""
+    return f"{schedule.stages} stages ({method}{several})"
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Whether a tensor's values are on another rank; here it is on the meta device."""
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _load_model(model: nn.Module, saved: State) -> None:
+    """Copy saved weights into those tensors that are in this process."""
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if not isinstance(value, Tensor):  # from a module's get_extra_state
+                owner = model.get_submodule(name.rpartition(".")[0])
+                owner.set_extra_state(clone_tree(saved[name]))
+            elif not _is_elsewhere(value):
+                value.copy_(saved[name])
+
+
+def _continue_counting(schedule: Schedule, saved: Schedule) -> Schedule:
+    """An empty schedule of these stages that counts on where another one was."""
+    plain = Schedule(
+        schedule.method,
+        schedule.stages,
+        schedule.accumulate,
+        schedule.ties,
+        schedule.synchronous,
+    ).state()
+    plain["injected"] = saved.injected
+    for progress in plain["progress"]:
+        progress["updates"] = max(saved.updates)
+    return Schedule.load(plain)
+
+
+def _group_settings(state: State) -> dict[str, Any]:
+    return {name: group for group in state["groups"] for name in group["params"]}
+
+
+# -- on disk --------------------------------------------------------------------------------------
 
 
 def save_training(
-    folder: str | Path,
-    state: Mapping[str, Any],
+    folder: Path,
+    state: State,
     model: nn.Module,
     stages: Sequence[int],
     *,
     keep: int = 2,
     rank: int = 0,
-    world: int = 1,
     replica: int = 0,
-    barrier: Barrier = lambda: None,
+    gather: Gather = lambda value: [value],
 ) -> Path:
-    """Write a trainer's state; with several ranks, each calls it with the state of its own stages.
+    """Write a trainer's state. Every rank calls it, with the state of its own stages.
 
-    Args:
-        folder: where checkpoints are.
-        state: the entries of `Trainer.state_dict()`, for this rank's stages: their `stages` and
-            `lr_schedules`, the messages to them, and those entries of `model` and `optimizer` that
-            no other rank saves. Replicas beyond the first save what they do not have in common
-            with it: micro-batches in flight and buffers.
-        model: tells which names are one tensor, and the device.
-        stages: the numbers of this rank's stages.
-        keep: how many checkpoints stay.
-        rank: this rank.
-        world: how many ranks save.
-        replica: this rank's copy of the pipeline.
-        barrier: returns when every rank has called it.
-
-    Returns:
-        The path of the new checkpoint.
+    Replicas beyond the first save what they do not have in common with it: micro-batches in flight
+    and buffers. Weights and optimizer state that several ranks have are in one rank's state.
     """
-    repeated = {
+    names = {
         name: first
         for name, first in aliases(model.state_dict()).items()
         if {name, first} <= state["model"].keys()
@@ -75,7 +303,7 @@ def save_training(
     for message in state["messages"]:
         messages.setdefault(message[1], []).append(message)
     own = {
-        "model": {name: t for name, t in state["model"].items() if name not in repeated},
+        "model": {name: t for name, t in state["model"].items() if name not in names},
         "optimizer": state["optimizer"],
         **{key: dict(zip(stages, state[listed], strict=True)) for listed, key in _BY_STAGE.items()},
         "message": messages,
@@ -84,97 +312,66 @@ def save_training(
         **{key: state[key] for key in _COMMON},
         **(own if not replica else {"copy": {replica: own}}),
         "rank": {rank: {"groups": state["groups"], "rng": _generators()}},
+        "aliases": names,
+        "device": device_of_model(model).type,
     }
-    try:
-        with located("trainer.save"):
-            plain, tensors = encode_tree(tree)
-    except InputError:
-        join_barriers(barrier)  # so that the other ranks do not wait
-        raise
-    return save_checkpoint(
-        folder,
-        tensors,
-        {"aliases": repeated, "device": device_of_model(model).type, "state": plain},
-        step=state["schedule"]["injected"],
-        rank=rank,
-        world=world,
-        barrier=barrier,
-        keep=keep,
-    )
+    step = state["schedule"]["injected"]
+    return save_checkpoint(folder, tree, step=step, rank=rank, gather=gather, keep=keep)
 
 
-def load_training(
-    place: str | Path,
-    device: torch.device | None = None,
-    stages: Sequence[int] | None = None,
-    replica: int = 0,
-) -> tuple[Checkpoint, dict[str, Any]]:
-    """Read a checkpoint: the states of all ranks' stages, merged into one.
+def merged_state(checkpoint: Checkpoint, replica: int = 0) -> dict[str, Any]:
+    """One state from those of all ranks: weights of the first replica, the rest of `replica`.
 
-    Args:
-        place: a checkpoint, or a folder of them (the newest is read).
-        device: where tensors go that the given stages held on the device of the saving run; all
-            others go to the CPU.
-        stages: numbers of stages (default: all).
-        replica: which copy of the pipeline continues; it gets its own micro-batches and buffers
-            if that copy was saved.
-
-    Returns:
-        The checkpoint, and a trainer's state with one more entry, `rng`, for `set_generators`.
+    Tensors are `StoredTensor`s. It has two more entries, `device` and `rng`.
     """
-    checkpoint = Checkpoint(find_checkpoint(place))
-    tensors = checkpoint.tensors()
-    with located(f"checkpoint: {checkpoint.path}"), well_formed("what trainer.save writes"):
-        plain = checkpoint.plain
-        parts = [_read(part, tensors, device, stages) for part in plain]
-        state = _merged(parts, [part["aliases"] for part in plain], replica)
-    return checkpoint, state
+    with well_formed(f"what trainer.save writes: {checkpoint.path}"):
+        parts = checkpoint.trees()
+        first = [part for part in parts if "copy" not in part]
+        copies = [(number, part) for p in parts for number, part in p.get("copy", {}).items()]
+        own = [part for number, part in copies if number == replica]
+        weights = {name: t for part in (*first, *own) for name, t in part["model"].items()}
+        schedules = {index: s for part in first for index, s in part["lr_schedule"].items()}
+        stages = {index: s for part in own or first for index, s in part["stage"].items()}
+        messages = [m for part in own or first for sent in part["message"].values() for m in sent]
+        of_ranks = [part["rank"][rank] for rank, part in enumerate(parts)]
+        return {
+            **{key: parts[0][key] for key in _COMMON},
+            "replicas": 1 + len({number for number, _ in copies}),
+            "model": with_aliases(weights, (part["aliases"] for part in parts)),
+            "optimizer": {name: s for part in first for name, s in part["optimizer"].items()},
+            "groups": [group for entry in of_ranks for group in entry["groups"]],
+            "lr_schedules": [schedules[index] for index in sorted(schedules)],
+            "stages": [stages[index] for index in sorted(stages)],
+            "messages": messages,
+            "device": parts[0]["device"],
+            "rng": [entry["rng"] for entry in of_ranks],
+        }
 
 
-def _read(
-    part: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    device: torch.device | None,
-    stages: Sequence[int] | None,
-) -> dict[str, Any]:
-    def device_for(name: str, kind: str) -> torch.device:
-        # Names are like stage.2.in_flight... or, of further replicas, copy.1.stage.2.in_flight...
-        owner, _, rest = name.partition(".")
-        if owner == "copy":
-            owner, _, rest = rest.partition(".")[2].partition(".")
-        is_of_stage = owner in ("stage", "message")
-        is_here = is_of_stage and (stages is None or int(rest.partition(".")[0]) in stages)
-        return device if device and is_here and kind == part["device"] else torch.device("cpu")
+def aliases(tensors: State) -> dict[str, str]:
+    """Maps every further name of a tensor to its first one.
 
-    tree: dict[str, Any] = decode_tree(part["state"], tensors, device_for)
-    return tree
-
-
-def _merged(
-    parts: Sequence[Any], repeated: Iterable[Mapping[str, str]], replica: int
-) -> dict[str, Any]:
-    """One state from those of all ranks: weights of the first replica, the rest of `replica`."""
-    first = [part for part in parts if "copy" not in part]
-    copies = [(number, part) for p in parts for number, part in p.get("copy", {}).items()]
-    own = [part for number, part in copies if number == replica]
-    weights = {name: t for part in (*first, *own) for name, t in part["model"].items()}
-    schedules = {index: s for part in first for index, s in part["lr_schedule"].items()}
-    stages = {index: s for part in own or first for index, s in part["stage"].items()}
-    of_ranks = [part["rank"][rank] for rank, part in enumerate(parts)]
-    return {
-        **{key: parts[0][key] for key in _COMMON},
-        "replicas": 1 + len({number for number, _ in copies}),
-        "model": with_aliases(weights, repeated),
-        "optimizer": {name: s for part in first for name, s in part["optimizer"].items()},
-        "groups": [group for entry in of_ranks for group in entry["groups"]],
-        "lr_schedules": [schedules[index] for index in sorted(schedules)],
-        "stages": [stages[index] for index in sorted(stages)],
-        "messages": [m for part in own or first for sent in part["message"].values() for m in sent],
-        "rng": [entry["rng"] for entry in of_ranks],
-    }
+    >>> import torch
+    >>> weight = torch.zeros(2)
+    >>> aliases({"embedding": weight, "bias": torch.zeros(2), "head": weight})
+    {'head': 'embedding'}
+    """
+    first: dict[Any, str] = {}
+    repeated: dict[str, str] = {}
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):  # from a module's get_extra_state
+            continue
+        address = t.untyped_storage().data_ptr() if t.numel() else 0
+        memory = (address, t.storage_offset(), t.shape, t.stride(), t.dtype, t.device)
+        if address and first.setdefault(memory, name) != name:
+            repeated[name] = first[memory]
+    return repeated
 
 
-# -- random generators ----------------------------------------------------------------------------
+def with_aliases(tensors: State, aliases_of_ranks: Iterable[Mapping[str, str]]) -> dict[str, Any]:
+    """Tensors under all their names again."""
+    pairs = [pair for names in aliases_of_ranks for pair in names.items()]
+    return {**tensors, **{name: tensors[first] for name, first in pairs}}
 
 
 def _generators() -> dict[str, Any]:
@@ -186,58 +383,12 @@ def _generators() -> dict[str, Any]:
     return states
 
 
-def set_generators(states: Sequence[Mapping[str, Any]], rank: int = 0, world: int = 1) -> None:
-    """Restore torch's and Python's generators of this rank, if there were as many ranks."""
-    if len(states) != world:
+def set_generators(saved: Mapping[str, Any] | None) -> None:
+    """Restore torch's and Python's generators of a rank; None: there were more or fewer ranks."""
+    if saved is None:
         return
-    saved = states[rank]
     version, words, spare = saved["python"]
     random.setstate((version, tuple(words.tolist()), spare))
     torch.set_rng_state(saved["torch"].clone())
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"].clone())
-
-
-# -- saving on a signal ----------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-
-def until_signal(
-    loader: Iterable[T],
-    save: Callable[[], Any],
-    agree: Callable[[bool], bool] = lambda received: received,
-    agree_at_end: Callable[[], bool] = lambda: False,
-) -> Iterator[T]:
-    """The loader's batches; after a SIGTERM, at the end of the step, save and exit.
-
-    The exit status is a shell's for the signal: 143.
-
-    Args:
-        loader: the batches.
-        save: writes a checkpoint.
-        agree: called after every step with "has this rank received a signal?"; on several ranks
-            it returns whether any rank had, then or some steps earlier.
-        agree_at_end: returns at the end of the loader whether any rank had, where `agree` has not
-            said so yet.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        raise InputError(
-            "trainer.save_on_signal: Python delivers signals to the main thread, but this is "
-            f"{threading.current_thread().name}; train there"
-        )
-    received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        for batch in loader:
-            yield batch
-            if agree(bool(received)):
-                break
-        else:
-            if not agree_at_end():
-                return
-        save()
-        raise SystemExit(128 + signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""What all ranks do together: gather values, agree on what to train, and on when to stop."""
+"""What all ranks do together: gather values, and agree on what to train."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import enum
 import hashlib
 import json
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from revcompile.errors import InputError, VerificationError
 from revcompile.ir.python_code import source_of
@@ -99,45 +97,3 @@ def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 
 
 def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-# -- has any rank received a signal? --------------------------------------------------------------
-
-
-class SignalConsensus:
-    """Has any rank received a signal? Asked after every step, answered `lag` steps later.
-
-    Waiting for the answer at once would hold every rank until the last one has finished the step,
-    with a single micro-batch in the pipeline. All ranks learn of a signal after the same step.
-
-    Args:
-        group: all ranks.
-        lag: after how many steps the last stage has been through the step anyway.
-        collective: around collectives; see `DistributedTransport.collective`.
-    """
-
-    def __init__(
-        self, group: Any, lag: int, collective: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._group, self._lag, self._collective = group, lag, collective
-        self._pending: deque[tuple[Tensor, Any]] = deque()
-
-    def ask(self, received: bool) -> bool:
-        """Vote for this step; returns the answer of `lag` steps ago."""
-        vote = torch.tensor([int(received)])
-        with self._collective():
-            work = distributed.all_reduce(
-                vote, distributed.ReduceOp.MAX, group=self._group, async_op=True
-            )
-        self._pending.append((vote, work))
-        return len(self._pending) > self._lag and self._next_answer()
-
-    def remaining(self) -> bool:
-        """Whether any rank has voted for it since the last answer."""
-        return any(self._next_answer() for _ in range(len(self._pending)))
-
-    def _next_answer(self) -> bool:
-        vote, work = self._pending.popleft()
-        with self._collective():
-            work.wait()
-        return bool(vote)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError, VerificationError
-from revcompile.runtime.checkpoint.codec import decode, encode, has_few_gaps, parse_json
+from revcompile.runtime.checkpoint.tree import decode, encode
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.static_buffers import Layout
-from revcompile.runtime.stage.tensors import aligned, overlap, span
+from revcompile.runtime.stage.tensors import aligned, keeps_strides, span
 
 HEADER: Final = 8
 """How many int64 a header has."""
@@ -125,7 +125,7 @@ class TensorFormat:
         on_host = tensor.device.type == "cpu" and device.type != "cpu"
         stride = tuple(tensor.stride())
         core = _core(tensor.shape, stride)
-        if overlap(core, stride) or not has_few_gaps(core, stride):  # a sliding window
+        if not keeps_strides(core, stride):  # a sliding window
             stride = torch.empty(tensor.shape, device="meta").stride()
         return cls(tensor.dtype, tuple(tensor.shape), stride, on_host)
 
@@ -208,7 +208,7 @@ def describe(
     """A message's description, and its tensors in the order of the description."""
     tensors: list[tuple[TensorFormat, Tensor]] = []
 
-    def special(value: Any) -> dict[str, Any] | None:
+    def special(value: Any, _: str) -> dict[str, Any] | None:
         if not isinstance(value, Tensor):
             return None
         form = TensorFormat.of(value, device)
@@ -282,13 +282,8 @@ class Description:
     """A received description: parsed once, used for every message that follows it."""
 
     def __init__(self, text: bytes) -> None:
-        try:
-            self._parts = parse_json(text)
-            if not isinstance(self._parts, list) or len(self._parts) != 3:
-                raise InputError(f"expected values, gradients and a flag, got {text[:80]!r}")
-            formats = list(_formats(self._parts))
-        except RecursionError:
-            raise InputError("a description is nested too deeply") from None
+        self._parts = json.loads(text)
+        formats = list(_formats(self._parts))
         size = sum(form.numel * form.dtype.itemsize for form in formats)
         if size > _MOST_BYTES:
             raise InputError(f"a message announces {size} bytes")
@@ -341,7 +336,7 @@ def _format(content: Any) -> TensorFormat:
         sizes = (*form.shape, *form.stride)
         is_known = isinstance(dtype, torch.dtype) and type(on_host) is bool
         is_known &= all(type(size) is int and 0 <= size < _MOST_BYTES for size in sizes)
-        if is_known and not overlap(form.core, stride) and has_few_gaps(form.core, stride):
+        if is_known and keeps_strides(form.core, stride):
             return form
     except (TypeError, ValueError, KeyError):
         pass

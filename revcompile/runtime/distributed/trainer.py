@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,21 +16,13 @@ import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
+from revcompile.arguments import file_path
 from revcompile.errors import InputError, RankError, RevcompileError
 from revcompile.ir.types import Live
-from revcompile.runtime.checkpoint.codec import located, well_formed
-from revcompile.runtime.checkpoint.training import (
-    load_training,
-    save_training,
-    set_generators,
-    until_signal,
-)
-from revcompile.runtime.distributed.collectives import (
-    SignalConsensus,
-    check_ranks_agree,
-    gather_plain,
-    run_facts,
-)
+from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, on_all
+from revcompile.runtime.checkpoint.training import save_training, set_generators
+from revcompile.runtime.checkpoint.tree import located
+from revcompile.runtime.distributed.collectives import check_ranks_agree, gather_plain, run_facts
 from revcompile.runtime.distributed.evaluation import EvaluationPass
 from revcompile.runtime.distributed.process_groups import (
     Ranks,
@@ -65,7 +57,6 @@ from revcompile.runtime.trainer.metrics import (
 from revcompile.runtime.trainer.settings import Task
 from revcompile.schedule import window
 
-Batch = TypeVar("Batch")
 Made = TypeVar("Made")
 
 _open: Final[list[DistributedTransport]] = []
@@ -357,37 +348,32 @@ class DistributedTrainer(Trainer):
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def _write_checkpoint(self, folder: str | Path, keep: int) -> Path:
-        """Every rank writes its own stages; if one cannot, all raise and training can go on."""
-        ranks, problem, path = self.ranks, None, ""
-
-        def barrier() -> None:
-            # Over gloo, with the trainer's timeout: a rank that is gone is named.
-            with self.transport.collective():
-                distributed.barrier(group=ranks.control)
-
+    @contextmanager
+    def _refused_by_all(self) -> Iterator[None]:
+        """Around what ranks agree on: after an `InputError`, which all raise, they can go on."""
+        refusal = None
         with self._stop_on_error():
-            self.transport.wait_all_delivered()
             try:
-                saved = save_training(
-                    folder,
-                    self._own_state(),
-                    self.model,
-                    ranks.stages,
-                    keep=keep,
-                    replica=ranks.replica,
-                    rank=ranks.rank,
-                    world=ranks.layout.world,
-                    barrier=barrier,
-                )
-                path = str(saved)
-            except (InputError, OSError) as error:
-                problem = f"{ranks.named(ranks.rank)}: {error}"
-            of_ranks = self.everyone([problem, path])
-        for text, _ in of_ranks:
-            if text is not None:
-                raise InputError(f"trainer.save: {text}")
-        return Path(of_ranks[0][1])
+                yield
+            except InputError as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
+
+    def _write_checkpoint(self, folder: Path, keep: int) -> Path:
+        """Every rank writes its own stages; if one cannot, all raise and training can go on."""
+        with self._refused_by_all():
+            self.transport.wait_all_delivered()
+            return save_training(
+                folder,
+                self._own_state(),
+                self.model,
+                self.ranks.stages,
+                keep=keep,
+                rank=self.rank,
+                replica=self.replica,
+                gather=self.everyone,
+            )
 
     def _own_state(self) -> dict[str, Any]:
         """What no other rank saves.
@@ -412,34 +398,29 @@ class DistributedTrainer(Trainer):
     def load(self, place: str | Path) -> None:
         self._check_usable()
         self._throughput.pause()
-        with self._stop_on_error():
-            problem, ranks = None, self.ranks
-            try:
-                checkpoint, state = load_training(place, self.device, ranks.stages, ranks.replica)
-                with located(f"trainer.load: {checkpoint.path}"):
-                    self._check_fits(state)
-            except (InputError, OSError) as error:
-                problem = str(error)
-            problems = [text for text in self.everyone(problem) if text is not None]
-            if not problems:
-                self.transport.wait_all_delivered()  # what is in flight is dropped below
-                self.runner.leave(self.schedule, self.transport)
-                self._load_state(state)
-                self.runner.clear()
-                with well_formed("what trainer.save writes"):
-                    set_generators(state["rng"], self.rank, ranks.layout.world)
-                self.transport.completed = self.schedule.injected - 1
-                self.everyone(None)  # no rank sends before all have dropped what was in flight
-        if problems:
-            raise InputError(problems[0])
+        folder, state = file_path("trainer.load", place, "runs/a"), dict[str, Any]()
 
-    def _until_signal(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
-        """Once any rank has received a SIGTERM, all save."""
-        schedule = self.schedule
-        in_flight = window(schedule.method, schedule.stages, 0, schedule.accumulate)
-        lag = max(schedule.stages, in_flight)
-        consensus = SignalConsensus(self.ranks.control, lag, self.transport.collective)
-        return until_signal(loader, save, agree=consensus.ask, agree_at_end=consensus.remaining)
+        def find() -> str | None:
+            # The first rank chooses: what others see of the folder may be older.
+            return os.path.relpath(find_checkpoint(folder), folder) if self.rank == 0 else None
+
+        def read(name: str) -> None:
+            checkpoint = Checkpoint(folder / name)
+            state.update(self._read_state(checkpoint, self.device, self.ranks.layout.world))
+            with located(str(checkpoint.path)):
+                self._check_fits(state)
+
+        with self._refused_by_all():
+            name, *_ = on_all("trainer.load", find, self.everyone)
+            on_all("trainer.load", lambda: read(name), self.everyone)
+        with self._stop_on_error():
+            self.transport.wait_all_delivered()  # what is in flight is dropped below
+            self.runner.leave(self.schedule, self.transport)
+            self._load_state(state)
+            self.runner.clear()
+            set_generators(state["rng"])
+            self.transport.completed = self.schedule.injected - 1
+            self.everyone(None)  # no rank sends before all have dropped what was in flight
 
     def close(self) -> None:
         super().close()

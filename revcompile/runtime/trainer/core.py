@@ -9,14 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
+from revcompile.arguments import file_path
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
-from revcompile.runtime.checkpoint.training import until_signal
+from revcompile.runtime.checkpoint.training import TrainerState
 from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.trace import Trace
@@ -27,7 +28,6 @@ from revcompile.runtime.trainer.data import Loader, make_loader
 from revcompile.runtime.trainer.inputs import InputBinder, split_batch, warn_if_larger_than_planned
 from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics, Throughput
 from revcompile.runtime.trainer.settings import Task, build_executors
-from revcompile.runtime.trainer.state import TrainerState, stages_with_graphs
 from revcompile.schedule import Schedule, delay
 
 _latest: Final[WeakKeyDictionary[nn.Module, ref[Any]]] = WeakKeyDictionary()
@@ -43,9 +43,6 @@ def _tell_trainer(model: nn.Module, _: Any) -> None:
     trainer = None if latest is None else latest()
     if trainer is not None:
         trainer.weights_loaded()
-
-
-Batch = TypeVar("Batch")
 
 
 class _StopOnError:
@@ -433,6 +430,7 @@ class Trainer(TrainerState, ABC):
         """
         self._check_usable()
         self._throughput.pause()
+        folder = file_path("trainer.save", folder, "runs/a")
         self._raise_on_all("trainer.save", self._unseen_change())
         self._sync_stages()
         try:
@@ -446,7 +444,7 @@ class Trainer(TrainerState, ABC):
         return self._write_checkpoint(folder, keep)
 
     @abstractmethod
-    def _write_checkpoint(self, folder: str | Path, keep: int) -> Path: ...
+    def _write_checkpoint(self, folder: Path, keep: int) -> Path: ...
 
     @abstractmethod
     def load(self, place: str | Path) -> None:
@@ -456,24 +454,6 @@ class Trainer(TrainerState, ABC):
         `save(..., drain=True)` any; otherwise it is refused and nothing is changed, on any rank.
         The random generators of torch and Python continue too, if there are as many ranks.
         """
-
-    def save_on_signal(
-        self, folder: str | Path, loader: Iterable[Batch], *, keep: int = 2, drain: bool = False
-    ) -> Iterator[Batch]:
-        """The loader's batches; after a SIGTERM the current step ends, is saved, and exits (143).
-
-        Write `for x, y in trainer.save_on_signal(folder, loader): trainer.step(x, y)`. Methods
-        that keep graphs are drained first. On several ranks it is enough that one gets the signal.
-        """
-
-        def save() -> Path:
-            has_graphs = bool(stages_with_graphs(self.programs, self.schedule))
-            return self.save(folder, keep=keep, drain=drain or has_graphs)
-
-        return self._until_signal(loader, save)
-
-    def _until_signal(self, loader: Iterable[Batch], save: Callable[[], Path]) -> Iterator[Batch]:
-        return until_signal(loader, save)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue exactly from here, micro-batches in flight included.

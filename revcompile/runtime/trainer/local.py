@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from revcompile.arguments import file_path
 from revcompile.errors import InputError, RevcompileError
 from revcompile.ir.module_tree import device_of_model
-from revcompile.runtime.checkpoint.codec import located, well_formed
-from revcompile.runtime.checkpoint.training import load_training, save_training, set_generators
+from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint
+from revcompile.runtime.checkpoint.training import save_training, set_generators
+from revcompile.runtime.checkpoint.tree import located
 from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import MessageKind, Transport
@@ -149,18 +151,18 @@ class LocalTrainer(Trainer):
         self.runner.clear()
         self._stop_reason = None
 
-    def _write_checkpoint(self, folder: str | Path, keep: int) -> Path:
+    def _write_checkpoint(self, folder: Path, keep: int) -> Path:
         state = self._state(self.model.state_dict(), detach_tree)
         stages = [executor.index for executor in self.executors]
         return save_training(folder, state, self.model, stages, keep=keep)
 
     def load(self, place: str | Path) -> None:
         self._throughput.pause()
-        checkpoint, state = load_training(place, device_of_model(self.model))
+        checkpoint = Checkpoint(find_checkpoint(file_path("trainer.load", place, "runs/a")))
+        state = self._read_state(checkpoint, device_of_model(self.model))
         with located(f"trainer.load: {checkpoint.path}"):
             self.load_state_dict(state)
-            with self._stop_on_error(), well_formed("what trainer.save writes"):
-                set_generators(state["rng"])
+        set_generators(state["rng"])
 
 
 class Transaction:

@@ -42,9 +42,9 @@ from training import (
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.codec import decode_tree, encode_tree
-from revcompile.runtime.checkpoint.storage import Checkpoint, find_checkpoint, save_checkpoint
-from revcompile.runtime.checkpoint.training import load_training, save_training, until_signal
+from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, save_checkpoint
+from revcompile.runtime.checkpoint.training import merged_state, save_training
+from revcompile.runtime.checkpoint.tree import StoredTensor, encode_tree
 from revcompile.runtime.checkpoint.weights import load_weights
 
 RUNS: Final[dict[str, dict[str, Any]]] = {
@@ -84,9 +84,16 @@ def equal_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     states = []
     for state in (a, b):
         messages = sorted(state["messages"], key=lambda message: message[:3])
-        kept = {key: value for key, value in state.items() if key != "rng"}
+        kept = {key: value for key, value in state.items() if key not in ("device", "rng")}
         states.append(in_order(kept | {"messages": messages}))
     return same(*states)
+
+
+def state_in(folder: Path) -> dict[str, Any]:
+    """The state in the newest checkpoint."""
+    checkpoint = Checkpoint(find_checkpoint(folder))
+    state: dict[str, Any] = checkpoint.read(merged_state(checkpoint))
+    return state
 
 
 # -- going on -------------------------------------------------------------------------------------
@@ -116,7 +123,7 @@ def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one(tmp_path: Path)
         ends[run] = trainer.state_dict()
     assert in_new_process(resume, tmp_path) == expected
     for run, end in ends.items():
-        assert equal_states(load_training(tmp_path / run / "end")[1], end), run
+        assert equal_states(state_in(tmp_path / run / "end"), end), run
 
 
 def test_a_drained_checkpoint_moves_to_other_stages_methods_and_modules(tmp_path: Path) -> None:
@@ -206,20 +213,18 @@ def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # -- the folder -----------------------------------------------------------------------------------
 
 
-def content(step: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-    return {"model.w": torch.full((50,), float(step))}, {"step": step}
+def content(step: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((50,), float(step))}, "step": step}
 
 
 def put(folder: Path, step: int, **options: Any) -> Path:
-    return save_checkpoint(folder, *content(step), step=step, **options)
+    return save_checkpoint(folder, content(step), step=step, **options)
 
 
 def step_in(folder: Path) -> int:
     """The step of the checkpoint that would be loaded, seen to be whole."""
     checkpoint = Checkpoint(find_checkpoint(folder))
-    tensors, plain = content(checkpoint.step)
-    assert checkpoint.plain == [plain]
-    assert same(checkpoint.tensors(), tensors)
+    assert same(checkpoint.read(checkpoint.trees()), [content(checkpoint.step)])
     return checkpoint.step
 
 
@@ -252,7 +257,7 @@ def test_a_step_can_be_saved_twice(tmp_path: Path) -> None:
     assert again.schedule.outstanding[0]
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     """What a save dies of in a test."""
 
 
@@ -297,7 +302,7 @@ def die_everywhere(folder: Path) -> list[str]:
             how = {-signal.SIGKILL: "killed", 2: "went on", 3: "whole", 4: "raised"}[ended]
             report.append(f"{how} {step_in(place)}")
             for path in place.glob("step_*"):
-                assert path.suffix == ".tmp" or Checkpoint(path).tensors()  # else it raises
+                assert path.suffix == ".tmp" or Checkpoint(path).trees()  # else it raises
             put(place, 4)
             assert step_in(place) == 4
             assert len(list(place.iterdir())) == 3  # two checkpoints, `latest`, no rubbish
@@ -311,7 +316,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path: Path) -
     report = in_new_process(die_everywhere, tmp_path)
     for how in ("killed", "raised"):
         found = [line for line in report if line.startswith(how)]
-        # The old one, and from the moment it gets its name on the new one.
+        # The old one, and from the moment that `latest` names it on the new one.
         assert found == sorted(found)
         assert set(found) == {f"{how} 2", f"{how} 3"}
         assert found.count(f"{how} 2") >= 8
@@ -333,7 +338,7 @@ def test_a_file_that_is_half_written_is_never_taken_for_a_checkpoint(
 
     with monkeypatch.context() as patched:
         patched.setattr(safetensors.torch, "save_file", disk_full)
-        with pytest.raises(InputError, match=r"rank 0 cannot write .*No space left.* as before"):
+        with pytest.raises(InputError, match=r"trainer.save: .*No space left.* as before"):
             put(tmp_path, 2)
     assert step_in(tmp_path) == 1
     put(tmp_path, 2)
@@ -360,9 +365,9 @@ def without_index(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut_short, r"rank_00000.safetensors: expected \d+ bytes, got 100 bytes"),
-        (overwritten, r"rank_00000.safetensors: .*header"),
-        (without_tensors, r"rank_00000.safetensors: expected \d+ bytes, got no such file"),
+        (cut_short, r"rank_00000.safetensors: expected \d+ bytes, got 100"),
+        (overwritten, r"rank_00000.safetensors: it is not what was written"),
+        (without_tensors, r"rank_00000.safetensors: .*No such file"),
         (without_index, r"checkpoint.json: "),
     ],
 )
@@ -371,8 +376,8 @@ def test_damage_is_named_not_worked_around(
 ) -> None:
     older, newer = put(tmp_path, 1), put(tmp_path, 2)
     damage(newer)
-    with pytest.raises(InputError, match=f"step_00000002 is damaged: {said}.*load .*_00000001"):
-        load_weights(tmp_path)
+    with pytest.raises(InputError, match=f"step_00000002 cannot be used: {said}.*_00000001"):
+        step_in(tmp_path)
     assert Checkpoint(find_checkpoint(older)).step == 1
     shutil.rmtree(newer)
     assert step_in(tmp_path) == 1
@@ -384,7 +389,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         trainer.load(tmp_path / "nowhere")
     with pytest.raises(InputError, match="there is no whole checkpoint in"):
         trainer.load(tmp_path)
-    (tmp_path / "saving.tmp").mkdir()
+    (tmp_path / "saving_0.tmp").mkdir()
     with pytest.raises(InputError, match="a save began there and did not finish"):
         trainer.load(tmp_path)
     with pytest.raises(InputError, match=r"nothing.safetensors cannot be read"):
@@ -392,7 +397,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     index = trainer.save(tmp_path) / "checkpoint.json"
     content = json.loads(index.read_text())
     for change, said in [
-        ({"version": 3}, r"format version 3, but this revcompile reads 1 and 2; .* saved it \("),
+        ({"version": 4}, r"format version 4, but this revcompile reads 3; .* that saved it"),
         ({"format": "other"}, "was not written by trainer.save"),
     ]:
         index.write_text(json.dumps(content | change))
@@ -420,52 +425,28 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     assert same(trainer.state_dict(), before)
 
 
-@pytest.mark.parametrize("method", ["petra", "gpipe"])
-def test_a_signal_saves_when_the_step_is_over(tmp_path: Path, method: str) -> None:
-    trainer = trainer_of(fresh(), method=method)
-    handler = signal.getsignal(signal.SIGTERM)
-    seen = 0
-    with pytest.raises(SystemExit) as left:
-        for x, y in trainer.save_on_signal(tmp_path, batches(9)):
-            seen += 1
-            if seen == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
-            trainer.step(x, y)
-    assert left.value.code == 143
-    assert Checkpoint(find_checkpoint(tmp_path)).step == seen == 4
-    assert signal.getsignal(signal.SIGTERM) is handler
-    trainer.load(tmp_path)
-    assert len(list(trainer.save_on_signal(tmp_path, batches(2)))) == 2  # no signal: all of it
-    assert signal.getsignal(signal.SIGTERM) is handler
-
-
-def test_ranks_leave_together_and_signals_need_the_main_thread() -> None:
-    seen: list[str] = []
-    saved: list[list[str]] = []
-    others = iter([False, False, True])  # another rank got the signal at the third step
-    batches = until_signal("abcde", lambda: saved.append([*seen]), agree=lambda _: next(others))
-    with pytest.raises(SystemExit) as left:
-        seen.extend(batches)
-    assert (saved, left.value.code) == ([["a", "b", "c"]], 143)
-    batches = until_signal("abc", saved.clear, agree=lambda _: False, agree_at_end=lambda: True)
-    with pytest.raises(SystemExit):  # at the third, and there is no fourth
-        list(batches)
-    assert not saved
-    (error,) = run_ranks(1, lambda rank, barrier: list(until_signal("ab", list)))
-    assert "Python delivers signals to the main thread" in str(error)
-
-
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def run_ranks(world: int, work: Callable[[int, Callable[[], Any]], Any]) -> list[Any]:
+Gather = Callable[[Any], list[Any]]
+
+
+def run_ranks(world: int, work: Callable[[int, Gather], Any]) -> list[Any]:
     """Every rank in a thread of its own; what each returned or raised."""
     barrier = threading.Barrier(world, timeout=30)
     found: list[Any] = [None] * world
+    values: list[Any] = [None] * world
 
     def run(rank: int) -> None:
+        def gather(value: Any) -> list[Any]:
+            values[rank] = json.loads(json.dumps(value))
+            barrier.wait()
+            gathered = list(values)
+            barrier.wait()
+            return gathered
+
         try:
-            found[rank] = work(rank, barrier.wait)
+            found[rank] = work(rank, gather)
         except Exception as error:
             found[rank] = error
 
@@ -499,16 +480,9 @@ def test_ranks_save_their_states_and_anybody_loads_all(tmp_path: Path) -> None:
     stages_of_rank = [(0, 3), (1, 2)]  # not in a row
     states = [rank_state(trainer, stages) for stages in stages_of_rank]
 
-    def save(rank: int, barrier: Callable[[], Any]) -> Path:
-        return save_training(
-            tmp_path,
-            states[rank],
-            trainer.model,
-            stages_of_rank[rank],
-            rank=rank,
-            world=2,
-            barrier=barrier,
-        )
+    def save(rank: int, gather: Gather) -> Path:
+        options: dict[str, Any] = {"rank": rank, "gather": gather}
+        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **options)
 
     assert run_ranks(2, save) == [tmp_path / "step_00000006"] * 2
     files = sorted(p.name for p in (tmp_path / "step_00000006").iterdir())
@@ -529,33 +503,35 @@ def test_ranks_save_their_states_and_anybody_loads_all(tmp_path: Path) -> None:
 def test_what_stages_hold_goes_to_the_device_of_the_model(tmp_path: Path) -> None:
     trainer = started("petra")
     feed(trainer, batches(6))
-    trainer.save(tmp_path)
+    checkpoint = Checkpoint(trainer.save(tmp_path))
 
     def kinds(tree: Any) -> set[str]:
-        return {t.device.type for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)}
+        return {
+            leaf.device.type if isinstance(leaf, Tensor) else "not read"
+            for leaf in pytree.tree_leaves(tree)
+            if isinstance(leaf, Tensor | StoredTensor)
+        }
 
     elsewhere = torch.device("meta")
-    _, state = load_training(tmp_path, elsewhere)
+    state = trainer._read_state(checkpoint, elsewhere)
     assert kinds(state["stages"]) == kinds(state["messages"]) == {"meta"}
     assert kinds([state[key] for key in ("model", "optimizer", "rng")]) == {"cpu"}
-    _, state = load_training(tmp_path, elsewhere, stages=[0])
+    trainer.executors = trainer.executors[:1]
+    state = trainer._read_state(checkpoint, elsewhere)
     # Reversible stages hold nothing.
-    assert [kinds(held) for held in state["stages"]] == [{"meta"}, set(), set(), {"cpu"}]
-    targets = {target: kinds(message) for _, target, _, message in state["messages"]}
-    assert targets == {0: {"meta"}, 1: {"cpu"}, 2: {"cpu"}, 3: {"cpu"}}
+    assert [kinds(held) for held in state["stages"]] == [{"meta"}, set(), set(), {"not read"}]
+    assert {target for _, target, _, _ in state["messages"]} == {0}
+    assert state["optimizer"].keys() == trainer.executors[0].updater.parameters.keys()
 
 
 def test_when_one_rank_fails_all_do_and_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save(step: int, names: Sequence[str], rank: int, barrier: Callable[[], Any]) -> Path:
-        tensors = {names[rank]: torch.ones(3)}
-        return save_checkpoint(
-            tmp_path, tensors, {}, step=step, rank=rank, world=3, barrier=barrier
-        )
+    def save(step: int, rank: int, gather: Gather) -> Path:
+        tree = {"model": {f"{rank}": torch.ones(3)}}
+        return save_checkpoint(tmp_path, tree, step=step, rank=rank, gather=gather)
 
-    names = ["model.a", "model.b", "model.c"]
-    assert set(run_ranks(3, functools.partial(save, 1, names))) == {tmp_path / "step_00000001"}
+    assert set(run_ranks(3, functools.partial(save, 1))) == {tmp_path / "step_00000001"}
     write = safetensors.torch.save_file
 
     def full_at_rank_1(tensors: Any, file: Path, *rest: Any) -> None:
@@ -566,16 +542,34 @@ def test_when_one_rank_fails_all_do_and_nothing_changes(
     for step in (1, 2):
         with monkeypatch.context() as patched:
             patched.setattr(safetensors.torch, "save_file", full_at_rank_1)
-            errors = run_ranks(3, functools.partial(save, step, names))
-        assert "rank_00001.safetensors is missing" in str(errors[0])
-        assert "rank 1 cannot write" in str(errors[1])
-        assert "another rank failed" in str(errors[2])
-    errors = run_ranks(3, functools.partial(save, 2, ["model.a", "model.a", "model.c"]))
-    assert "both hold 'model.a'" in str(errors[0])
-    assert "another rank failed" in str(errors[1])
+            errors = run_ranks(3, functools.partial(save, step))
+        for error in errors:
+            assert "trainer.save: rank 1: OSError: No space left on device" in str(error)
+            assert "as before" in str(error)
     checkpoint = Checkpoint(find_checkpoint(tmp_path))
     assert (checkpoint.step, checkpoint.world) == (1, 3)
-    assert sorted(checkpoint.tensors("model.")) == names
+    assert len(checkpoint.trees()) == 3
+
+
+def test_ranks_know_of_a_save_without_looking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may show a rank the file `latest` as it was."""
+
+    def save(step: int, rank: int, gather: Gather) -> Path:
+        return save_checkpoint(tmp_path, {}, step=step, rank=rank, gather=gather)
+
+    run_ranks(2, functools.partial(save, 1))
+    monkeypatch.setattr(os, "replace", lambda *_: None)
+    assert set(run_ranks(2, functools.partial(save, 2))) == {tmp_path / "step_00000002"}
+
+
+def test_ranks_that_share_no_folder_are_told(tmp_path: Path) -> None:
+    def save(rank: int, gather: Gather) -> Path:
+        return save_checkpoint(tmp_path / f"{rank}", {}, step=1, rank=rank, gather=gather)
+
+    for error in run_ranks(2, save):
+        assert "rank 1: there is no" in str(error) and "one folder that they share" in str(error)
 
 
 def test_a_rank_that_cannot_write_its_state_down_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -583,15 +577,14 @@ def test_a_rank_that_cannot_write_its_state_down_keeps_nobody_waiting(tmp_path: 
     stages_of_rank = [(0, 1), (2, 3)]
     states = [rank_state(trainer, stages) for stages in stages_of_rank]
 
-    def save(rank: int, barrier: Callable[[], Any]) -> Path:
-        options: dict[str, Any] = {"rank": rank, "world": 2, "barrier": barrier}
+    def save(rank: int, gather: Gather) -> Path:
+        options: dict[str, Any] = {"rank": rank, "gather": gather}
         return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **options)
 
     assert run_ranks(2, save) == [tmp_path / "step_00000000"] * 2
     states[1]["groups"] = [{"callback": print}]
-    errors = run_ranks(2, save)
-    assert "rank_00001.safetensors is missing" in str(errors[0])
-    assert "rank.1.groups.0.callback: a builtin_function" in str(errors[1])
+    for error in run_ranks(2, save):
+        assert "rank 1: rank.1.groups.0.callback: a value of type builtins.builtin" in str(error)
     assert Checkpoint(find_checkpoint(tmp_path)).step == 0
 
 
@@ -601,8 +594,8 @@ def test_a_rank_that_cannot_write_its_state_down_keeps_nobody_waiting(tmp_path: 
 def test_names_are_the_models(tmp_path: Path) -> None:
     trainer = trainer_of(fresh(), adam)
     feed(trainer, batches(4))
-    saved = trainer.save(tmp_path)
-    names = Checkpoint(saved).tensors().keys()
+    stored = pytree.tree_leaves(Checkpoint(trainer.save(tmp_path)).trees())
+    names = {leaf.name for leaf in stored if isinstance(leaf, StoredTensor)}
     assert {"model.stem.weight", "model.first.running_mean"} <= names
     assert {"optimizer.head.bias.exp_avg", "optimizer.head.bias.step"} <= names
     assert "model.blocks.0.up.weight" in names
@@ -623,9 +616,9 @@ def test_torch_distributed_checkpoint_reads_all_of_it(
         weights_of_rank = state["model"].items()
         state["model"] = {n: t for n, t in weights_of_rank if not n.startswith("blocks.3.up.")}
 
-    def save(rank: int, barrier: Callable[[], Any]) -> Path:
-        world = {"rank": rank, "world": len(stages_of_rank), "barrier": barrier}
-        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **world)
+    def save(rank: int, gather: Gather) -> Path:
+        options: dict[str, Any] = {"rank": rank, "gather": gather}
+        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **options)
 
     saved = run_ranks(len(stages_of_rank), save)[0]
     expected = {
@@ -656,7 +649,7 @@ def test_an_export_holds_tied_tensors_once_and_loads_anywhere(tmp_path: Path) ->
         net.export(tmp_path / "net.pt")
 
 
-def test_values_come_back_as_they_were() -> None:
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
     """Layout in memory too: kernels round differently for another one."""
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     tree = {
@@ -667,17 +660,13 @@ def test_values_come_back_as_they_were() -> None:
         "sizes": (torch.Size([2, 3]), (1, [True, None]), torch.bfloat16),
         3: {"numbers": [0.1, float("inf"), 1e-300, -0.0, 10**20]},
     }
-    plain, tensors = encode_tree(tree)
-    assert set(tensors) == {"images", "transposed.0", "transposed.1", "empty", "scalar"}
-    stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    found = decode_tree(json.loads(json.dumps(plain)), stored)
+    checkpoint = Checkpoint(save_checkpoint(tmp_path, tree, step=0))
+    (found,) = checkpoint.read(checkpoint.trees())
     assert same(found, tree)
     assert repr(found[3]) == repr(tree[3])
     assert type(found["sizes"][0]) is torch.Size
     assert found["images"].stride() == images.stride()
     assert found["transposed"][0].stride() == (1, 4)
-    with pytest.raises(InputError, match="the tensor 'images' is missing"):
-        decode_tree(plain, {})
 
 
 def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
@@ -685,21 +674,20 @@ def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
         return [{"params": [p for _, p in named], "callback": print}]
 
     trainer = trainer_of(fresh(), param_groups=groups)
-    with pytest.raises(InputError, match=r"rank\.0\.groups\.0\.callback: a builtin_function"):
+    with pytest.raises(InputError, match=r"rank\.0\.groups\.0\.callback: .* cannot be saved"):
         trainer.save(tmp_path)
     with pytest.raises(InputError, match=r"two tensors would be saved as 'a.b'"):
         encode_tree({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})
-    with pytest.raises(InputError, match=r"safetensors cannot write .*bits8"):
-        save_checkpoint(
-            tmp_path, {"z": torch.zeros(1).to(torch.uint8).view(torch.bits8)}, {}, step=0
-        )
+    with pytest.raises(InputError, match=r"trainer.save: .*bits8"):
+        save_checkpoint(tmp_path, [torch.zeros(1).to(torch.uint8).view(torch.bits8)], step=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_tensors_are_saved_as_pairs(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"z": torch.randn(2, 3, dtype=dtype), "c": torch.randn(2, 2, dtype=dtype).conj()}
     tensors |= {"number": torch.randn((), dtype=dtype), "x": torch.randn(3, 2)}
-    found = Checkpoint(save_checkpoint(tmp_path, tensors, {}, step=0)).tensors()
+    checkpoint = Checkpoint(save_checkpoint(tmp_path, tensors, step=0))
+    (found,) = checkpoint.read(checkpoint.trees())
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype

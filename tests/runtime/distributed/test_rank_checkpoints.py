@@ -7,6 +7,7 @@ same stages. Other stages and methods need a drained checkpoint, and say so.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rank_checkpoints import resuming, saving, several, step
 from training import same
 
 from revcompile.errors import InputError
+from revcompile.runtime.checkpoint.folder import find_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUNS = {
@@ -64,6 +66,21 @@ def test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are(tmp_pa
         assert same(of_rank[-1]["state"], alone["tied"]["state"])
 
 
+def test_a_rank_reads_its_own_tensors_alone(tmp_path: Path) -> None:
+    """In the folder of each rank the other one's tensors are damaged."""
+    run = RUNS["petra"]
+    (saved, *_), _ = on_ranks(tmp_path / "first", [step("saving", run, tmp_path / "saved")])
+    for rank in range(2):
+        folder = shutil.copytree(tmp_path / "saved", tmp_path / "apart" / f"{rank}")
+        other = find_checkpoint(folder) / f"rank_0000{1 - rank}.safetensors"
+        other.write_bytes(bytes(other.stat().st_size))
+    steps = [step("resuming_apart", run, tmp_path / "apart")]
+    for (resumed,) in on_ranks(tmp_path / "second", steps):
+        assert same(resumed["state"], saved["state"])
+    with pytest.raises(InputError, match=r"rank_00001.safetensors: it is not what was written"):
+        resuming(run, str(tmp_path / "apart" / "0"))
+
+
 def test_other_stages_without_a_drained_checkpoint_are_refused(tmp_path: Path) -> None:
     """Four stages on two ranks to two stages in one process, and back; refused before any step."""
     four, two = Run(steps=9), Run(stages=2, steps=9)
@@ -81,7 +98,7 @@ def test_other_stages_without_a_drained_checkpoint_are_refused(tmp_path: Path) -
     expected = trained(four)["state"]
     for refused, unwritable, drained in on_ranks(tmp_path / "second", steps):
         assert "in 2 stages" in refused["said"] and "drain=True" in refused["said"]
-        assert "rank 0 (stages 0, 1)" in unwritable["said"] and "nowhere" in unwritable["said"]
+        assert "rank 0: NotADirectoryError: [Errno 20] Not a directory" in unwritable["said"]
         assert same(refused["state"], expected) and same(unwritable["state"], expected)
         assert "stage 0 keeps graphs of micro-batches in flight" in drained["said"]
     moved = resuming(dataclasses.replace(two, steps=9), str(tmp_path / "graphs"))

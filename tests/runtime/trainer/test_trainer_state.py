@@ -271,7 +271,7 @@ class Noted(nn.Linear):
         self.note = state["note"]
 
 
-def test_what_modules_add_to_their_state_comes_back() -> None:
+def test_what_modules_add_to_their_state_comes_back(tmp_path: Path) -> None:
     models = [nn.Sequential(nn.Linear(5, 6), nn.Tanh(), Noted(6, 3)).double() for _ in range(2)]
     nets = [revcompile.petrafy(m, 2, batches(1)[0][0], check="off") for m in models]
     one, other = (trainer_of(net) for net in nets)
@@ -281,6 +281,11 @@ def test_what_modules_add_to_their_state_comes_back() -> None:
     other.load_state_dict(through_a_file(one.state_dict()))
     assert last[1].note == 3
     assert same(nets[0].model.state_dict(), nets[1].model.state_dict())
+    one.save(tmp_path)
+    for load in (other.load, nets[1].load):
+        last[1].note = 0  # type: ignore[assignment]
+        load(tmp_path)
+        assert last[1].note == 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""What goes wrong outside: slow networks, long runs."""
