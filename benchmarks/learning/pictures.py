@@ -140,22 +140,3 @@ _OF_DELAY: Final = ("order", "stages", "batch", "recipe", "accumulate")
 def _plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
-
-
-def draw_stability(
-    delays: Sequence[int], largest: Mapping[str, Sequence[float]], file: Path
-) -> None:
-    """The largest stable curvature by delay, a line a kind of momentum."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for index, (kind, values) in enumerate(largest.items()):
-        colour = colormaps["tab10"](index)
-        axes.plot(delays, values, marker="o", ms=4, color=colour, label=kind)
-    axes.set(
-        xlabel="delay in updates", ylabel="largest stable curvature × effective step", yscale="log"
-    )
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.legend(frameon=False, fontsize="small")
-    _plain(axes)
-    save_figure(figure, file)

@@ -1,1 +1,0 @@
-"""What goes wrong outside: slow networks, long runs."""
