@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from helpers import refilling
 from nets import ResNet, ViT, Words
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -141,7 +142,7 @@ def fed(trainer: Trainer, batch: tuple[Any, Any]) -> Any:
     x, y = batch
     if isinstance(trainer, DistributedTrainer):
         x, y = (x if trainer.is_first else None), (y if trainer.is_last else None)
-    return trainer.step(x, y)
+    return refilling(trainer.step, x, y)
 
 
 def trained(run: Run, **options: Any) -> dict[str, Any]:

@@ -1,13 +1,30 @@
-"""What several test files need: gradients of a net, and how far two sets of them are apart."""
+"""What several test files need: gradients of a net, how far two sets of them are apart, steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+Returned = TypeVar("Returned")
+
+
+def refilling(step: Callable[..., Returned], *batch: Any) -> Returned:
+    """A step on a copy of a batch, whose memory is written to right after it, unseen by autograd.
+
+    So may every caller of `trainer.step`.
+    """
+    copy = pytree.tree_map_only(Tensor, torch.clone, batch)
+    try:
+        return step(*copy)
+    finally:
+        for tensor in pytree.tree_leaves(copy):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                is_float = tensor.is_floating_point() or tensor.is_complex()
+                tensor.data.fill_(torch.nan if is_float else 0)
 
 
 def gradients(net: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from helpers import refilling
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
@@ -140,7 +141,7 @@ def trainer_of(
 
 
 def feed(trainer: Trainer, data: list[Batch]) -> list[float]:
-    return [trainer.step(*batch).loss for batch in data]
+    return [refilling(trainer.step, *batch).loss for batch in data]
 
 
 def next_word(output: Tensor, target: Tensor) -> Tensor:

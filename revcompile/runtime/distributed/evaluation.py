@@ -47,6 +47,7 @@ class EvaluationPass:
             for executor in self._trainer.executors:
                 if executor.index in self._running:
                     self._run_batch(executor, number)
+            self._trainer.binder.wait_copied()
             if not self._running:
                 break
         if self.error is None and self._trainer.is_last and self._tried(next, self._ends[-1], None):
@@ -91,7 +92,8 @@ class EvaluationPass:
         batch = next(self._ends[0], None)
         if batch is None:
             return None
-        values = self._trainer.binder.prepare(batch[0], f"evaluation, batch {number}")
+        binder = self._trainer.binder
+        values = binder.take(binder.prepare(batch[0], f"evaluation, batch {number}"))
         return values, Fingerprint.of(*batch, number)
 
     def _outputs(
@@ -109,7 +111,8 @@ class EvaluationPass:
         if sent and (different := compared(sent, *batch, number)):
             raise self._trainer.mixed_up(where, different)
         binder, output = self._trainer.binder, head.assembled(outputs)
-        target = binder.to_device(batch[1], where)
+        binder.check_tensors(batch[1], where)
+        target = binder.take(batch[1], copy=False)
         loss = head.evaluate(output, target, where)
         self._means.add(loss, output, target, binder.count_samples(outputs))
         return outputs

@@ -186,11 +186,11 @@ class DistributedTrainer(Trainer):
             )
         if self.is_last:
             self._given = inputs, target
-            moved = self._prepared(
-                self.executors[-1], lambda: (binder.to_device(target, dense=dense),)
+            checked = self._prepared(
+                self.executors[-1], lambda: (binder.check_tensors(target, dense=dense),)
             )
-            if moved is not None:
-                self.loss_head.targets[microbatch] = moved[0]
+            if checked is not None:
+                (self.loss_head.targets[microbatch],) = checked
         fingerprint = None
         if self.is_first and not self.is_last:
             fingerprint = Fingerprint.of(inputs, target, microbatch)
@@ -209,9 +209,13 @@ class DistributedTrainer(Trainer):
 
     def _eager_step(self, values: dict[str, Any] | None, fingerprint: Fingerprint | None) -> None:
         """Action by action."""
-        microbatch = self.schedule.injected
+        microbatch, take = self.schedule.injected, self.binder.take
+        first, last, targets = self.executors[0], self.executors[-1], self.loss_head.targets
         if self.is_first:
-            self.executors[0].inputs[microbatch] = values
+            first.inputs[microbatch] = self._prepared(first, lambda: take(values))
+        if microbatch in targets:
+            taken = self._prepared(last, lambda: {microbatch: take(targets.pop(microbatch))})
+            targets.update(taken or {})
         if fingerprint is not None:
             self.executors[0].fingerprints[microbatch] = fingerprint
         self._measure(microbatch)

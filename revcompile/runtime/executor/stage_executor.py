@@ -38,7 +38,7 @@ from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import Scaling
 from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, not_finite
+from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, not_finite, storage
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Order
 
@@ -177,6 +177,7 @@ class StageExecutor:
         measure = microbatch in self.measured
         outputs = self.stage.forward(microbatch, inputs, measure=measure)
         if self.loss_head is not None:
+            outputs = _apart(outputs, inputs)  # callers get them, and may write to them
             scale = None if self.scaling is None else self._number(self.scaling.next_scale())
             gradients = self.loss_head(microbatch, outputs, scale)
             self.incoming[microbatch] = Message(
@@ -476,6 +477,17 @@ class StageExecutor:
                 f"{source}, got that of {message.index}"
             )
         return message
+
+
+def _apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with copies of those tensors that lie in the memory of others."""
+
+    def memory(value: Any) -> int | None:
+        is_strided = isinstance(value, Tensor) and value.layout is torch.strided
+        return storage(value) if is_strided else None
+
+    used = {*map(memory, others.values())} - {None}
+    return {name: v.clone() if memory(v) in used else v for name, v in values.items()}
 
 
 def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:

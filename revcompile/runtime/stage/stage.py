@@ -59,8 +59,6 @@ class InFlight:
     used: Used = _UNKNOWN
     """The weights of its forward pass."""
     buffers: list[BufferSnapshot] = field(default_factory=list)
-    versions: tuple[int, ...] = ()
-    """Autograd versions of `kept`, to notice in-place writes."""
     original: Mapping[str, Tensor] = field(default_factory=dict)
     """The stage's inputs, if the error of rebuilding them is to be measured."""
     parameter_versions: tuple[int, ...] = ()
@@ -184,7 +182,6 @@ class Stage:
             kept=kept,
             used=self.weights.used(weights),
             buffers=self._stateful.changed(snapshots, identities),
-            versions=_versions(kept),
             original={name: inputs[name] for name in program.sends_back} if measure else {},
             parameter_versions=tuple(p._version for p in self._saved_by_reference()),
             samples=None if is_capturing(self._device()) else self._samples.start(sampled),
@@ -206,7 +203,7 @@ class Stage:
     def hold(self, microbatch: int, kept: tuple[Any, ...], age: int) -> None:
         """Store these values of a micro-batch, whose forward pass was so many updates ago."""
         used = self.weights.of_age(age)
-        self.in_flight[microbatch] = InFlight(kept, used=used, versions=_versions(kept))
+        self.in_flight[microbatch] = InFlight(kept, used=used)
 
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run in the modules' present mode; nothing is stored or changed."""
@@ -283,7 +280,6 @@ class Stage:
     ) -> tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Tensor | None]]:
         """Values and gradients of the inputs, and gradients of the parameters, not accumulated."""
         program, held = self.program, self.in_flight.pop(microbatch)
-        self._check_unwritten(microbatch, held)
         if self.ring is not None and held.kept is self.ring.value(microbatch):
             held.kept = clone_tree(held.kept)  # what backward returns outlives the slot's contents
         is_compiled = self._backward is not self._generated[1]
@@ -345,11 +341,6 @@ class Stage:
         others = [gradient for gradient in input_grads.values() if gradient is not None]
         add_gradients(self.gradients, gradients, others)
 
-    def _check_unwritten(self, microbatch: int, held: InFlight) -> None:
-        for name, value, version in zip(self.program.kept, held.kept, held.versions, strict=True):
-            if isinstance(value, Tensor) and value._version != version:
-                raise self._written(f"{name} of micro-batch {microbatch}")
-
     @contextmanager
     def _naming_microbatch(self, microbatch: int) -> Iterator[None]:
         """Say in autograd's own error about in-place writes which micro-batch it was."""
@@ -358,14 +349,11 @@ class Stage:
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            what = f"what its graph of micro-batch {microbatch} has saved"
-            raise self._written(what) from error
-
-    def _written(self, what: str) -> InputError:
-        return InputError(
-            f"stage {self.program.index}: {what} was written to while it was in flight; hand the "
-            "trainer a fresh tensor for each step"
-        )
+            raise InputError(
+                f"stage {self.program.index}: what its graph of micro-batch {microbatch} has saved "
+                "was written to while it was in flight; write to copies of a step's outputs and of "
+                "the model's buffers"
+            ) from error
 
     def _saved_by_reference(self) -> tuple[Tensor, ...]:
         """Parameters that graphs in flight have saved by reference, and that updates change.
@@ -416,7 +404,6 @@ class Stage:
                 kept=kept,
                 used=self.weights.load_used(saved, state),
                 buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
-                versions=_versions(kept),
                 hooks=None,
             )
 
@@ -462,7 +449,3 @@ class Stage:
     def is_stateful(self) -> bool:
         """Do its layers change buffers in every call? Known once it has run."""
         return not self._stateful.is_empty
-
-
-def _versions(kept: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(value._version if isinstance(value, Tensor) else 0 for value in kept)

@@ -198,6 +198,15 @@ def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             torch._foreach_copy_([a for a, _ in group], [b for _, b in group])
 
 
+def when_copied(sources: Iterable[Any], device: torch.device) -> torch.cuda.Event | None:
+    """When the device will have read these, which were copied to it; None if it has.
+
+    The host's memory, pinned or not, may be read after the call that copies it.
+    """
+    is_late = device.type == "cuda" and any(isinstance(s, Tensor) and s.is_cpu for s in sources)
+    return torch.cuda.current_stream(device).record_event() if is_late else None
+
+
 # -- buffers of a pool -----------------------------------------------------------------------------
 
 

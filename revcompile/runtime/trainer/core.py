@@ -128,6 +128,8 @@ class Trainer(TrainerState, ABC):
                 keyword arguments.
             target: what the loss takes as its second argument.
 
+        Both are copied: their memory may be refilled as soon as `step` returns.
+
         Returns:
             The metrics of this micro-batch.
         """
@@ -334,6 +336,7 @@ class Trainer(TrainerState, ABC):
 
     def _report(self, metrics: Metrics) -> Metrics:
         """The end of a step."""
+        self.binder.wait_copied()
         self.metrics = metrics
         if self._trace is not None:
             self._trace.stepped()

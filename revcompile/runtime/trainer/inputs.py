@@ -16,6 +16,7 @@ from revcompile.ir.signature import bind
 from revcompile.ir.types import TensorType
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.stage.loss_head import described
+from revcompile.runtime.stage.static_buffers import when_copied
 
 _EVERY: Final = 16
 """Steps between two checks of guards, while steps are replayed."""
@@ -40,6 +41,8 @@ class InputBinder:
         """What guards can read of the last inputs for which all held."""
         self._is_checked = True
         """Have guards been looked at since the last step?"""
+        self._copied: torch.cuda.Event | None = None
+        """When the device has read all that was copied from the host."""
 
     def prepare(
         self,
@@ -48,9 +51,9 @@ class InputBinder:
         replay: int | None = None,
         dense: bool = False,
     ) -> dict[str, Any]:
-        """Inputs by argument name, on the device, and such that every guard holds."""
-        moved = self.to_device(inputs, where, dense)
-        return self.check_guards(self.bind(moved, where), where, replay)
+        """Inputs by argument name, such that every guard holds; still the caller's (`take`)."""
+        self.check_tensors(inputs, where, dense)
+        return self.check_guards(self.bind(inputs, where), where, replay)
 
     def bind(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
         """Inputs by the names of the model's arguments; not moved."""
@@ -108,14 +111,30 @@ class InputBinder:
             "or call petrafy with an example of this case"
         )
 
-    def to_device(self, tree: Any, where: str = "trainer.step", dense: bool = False) -> Any:
-        self.check_tensors(tree, where, dense)
-        if isinstance(tree, Tensor):
-            return tree.to(self.device, non_blocking=True)
-        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), tree)
+    def take(self, tree: Any, copy: bool = True) -> Any:
+        """A copy on the device: once `wait_copied` returns, callers may refill their memory.
 
-    def check_tensors(self, tree: Any, where: str = "trainer.step", dense: bool = False) -> None:
-        """Refuse tensors without values and, if `dense` (for static buffers), sparse ones."""
+        Args:
+            copy: False if what is there already may stay the caller's.
+        """
+        leaves, spec = pytree.tree_flatten(tree)
+        own = [
+            leaf.detach().to(self.device, non_blocking=True, copy=copy)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        self._copied = when_copied(leaves, self.device) or self._copied
+        return pytree.tree_unflatten(own, spec)
+
+    def wait_copied(self) -> None:
+        """At the end of a step: the device computes it while the host waits for its copies."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def check_tensors(self, tree: Any, where: str = "trainer.step", dense: bool = False) -> Any:
+        """The values; tensors on the meta device and, if `dense`, sparse ones are refused."""
         tensors = [tree]
         if not isinstance(tree, Tensor):
             tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -130,6 +149,7 @@ class InputBinder:
                     f"{where}: got a tensor of layout {tensor.layout}, but captured steps take "
                     "dense ones; feed tensor.to_dense(), or pass backend='eager'"
                 )
+        return tree
 
     def count_samples(self, values: Mapping[str, Any]) -> int:
         """The size of the dimension that grows with the batch."""

@@ -57,13 +57,15 @@ class LocalTrainer(Trainer):
         if (problem := self._changed_model()) is not None:
             raise InputError(f"trainer.step: {problem}")
         self._resume_training()
-        if (metrics := self._captured_step(inputs, target)) is not None:
+        binder, dense = self.binder, self.runner.is_on
+        values = binder.prepare(inputs, replay=self._replay, dense=dense)
+        binder.check_tensors(target, dense=dense)
+        if (metrics := self._captured_step(values, target)) is not None:
             return metrics
-        values = self.binder.prepare(inputs)
-        microbatch, samples = self.schedule.injected, self.binder.count_samples(values)
+        microbatch, samples = self.schedule.injected, binder.count_samples(values)
         transaction = Transaction(self.schedule, self.executors)
-        self.executors[0].inputs[microbatch] = values
-        self.loss_head.targets[microbatch] = self.binder.to_device(target)
+        self.executors[0].inputs[microbatch] = binder.take(values)
+        self.loss_head.targets[microbatch] = binder.take(target)
         self._measure(microbatch)
         try:
             remaining = self.scheduler.forward(self.schedule.inject())
@@ -79,14 +81,11 @@ class LocalTrainer(Trainer):
         self.runner.observe((values, target))
         return self._report(metrics)
 
-    def _captured_step(self, inputs: Any, target: Any) -> Metrics | None:
+    def _captured_step(self, values: dict[str, Any], target: Any) -> Metrics | None:
         """The step as a replay of a captured one; None if it has to run action by action."""
         if not self.runner.is_on:
             return None
         microbatch = self.schedule.injected
-        for given in (inputs, target):
-            self.binder.check_tensors(given, dense=True)
-        values = self.binder.check_guards(self.binder.bind(inputs), replay=self._replay)
         is_observed = self._trace is not None or self._is_measured(microbatch)
         batch = values, target
         with self._stop_on_error():
@@ -119,7 +118,8 @@ class LocalTrainer(Trainer):
 
     def _evaluate_batch(self, where: str, batch: Any, means: RunningMeans) -> None:
         split = split_batch(batch, self.loss_head.has_target)
-        inputs, target = self.binder.to_device(split, where)
+        self.binder.check_tensors(split, where)
+        inputs, target = self.binder.take(split, copy=False)
         samples = self.binder.count_samples(self.binder.bind(inputs, where))
         args, kwargs = split_call(inputs)
         try:
@@ -132,6 +132,7 @@ class LocalTrainer(Trainer):
                 f"  inputs: {described(inputs)}"
             ) from error
         means.add(self.loss_head.evaluate(output, target, where), output, target, samples)
+        self.binder.wait_copied()
 
     # -- checkpoints --------------------------------------------------------------------------
 

@@ -107,6 +107,25 @@ def test_convolutions_in_bfloat16(backend: str) -> None:
     assert convolved(backend) == pytest.approx(losses, abs=0.03)
 
 
+@pytest.mark.parametrize("backend", ["eager", "cudagraphs"])
+def test_pinned_memory_may_be_refilled_after_a_step(backend: str) -> None:
+    """What the GPU has to do first lasts longer than the host takes for a step."""
+    losses, expected, _ = trained(backend, check_finite=False)
+    net, trainer = net_and_trainer(backend, check_finite=False)
+    inputs, target = (tensor.pin_memory() for tensor in even(1)[0])
+    found = []
+    for batch in even(40):
+        inputs.copy_(batch[0])
+        target.copy_(batch[1])
+        torch.cuda._sleep(50_000_000)
+        found.append(trainer.step(inputs, target))
+        inputs.fill_(torch.nan)
+        target.fill_(0)
+    trainer.flush()
+    assert [metrics.loss for metrics in found] == pytest.approx(losses, rel=1e-9)
+    assert off_by(weights(net), expected) < 1e-9
+
+
 @pytest.mark.parametrize("staying", [{0, 2}, {1}, {0, 1, 2}], ids=str)
 def test_stages_with_large_tensors_stay_on_the_current_stream(
     monkeypatch: pytest.MonkeyPatch, staying: set[int]

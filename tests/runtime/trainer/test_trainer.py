@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import worst
+from helpers import refilling, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import (
@@ -178,6 +178,27 @@ def test_pytrees_in_and_out(method: str) -> None:
     assert trainer.metrics is not None
     assert list(trainer.metrics.output) == ["main", "aux"]
     assert trainer.evaluate(data).samples == sum(len(t["labels"]) for _, t in data)
+
+
+@pytest.mark.parametrize("settings", [*({"method": m} for m in METHODS), {"backend": "static"}])
+def test_callers_may_write_to_a_batch_and_to_outputs_after_the_step(
+    settings: dict[str, Any],
+) -> None:
+    """Also by numpy, unseen by autograd. The mask is an input of the last stage and an output."""
+    inputs, _ = words_batch(0)
+    given = (inputs["words"],), {"mask": inputs["mask"]}
+    net = revcompile.petrafy(seeded(Words), 4, *given, check="off")
+    expected, settings = copy.deepcopy(net), {"accumulate": 2, **settings}
+    untouched, trainer = (
+        trainer_of(each, plain_sgd, words_loss, **settings) for each in (expected, net)
+    )
+    for batch in map(words_batch, range(9)):
+        untouched.step(*batch)
+        output = refilling(trainer.step, *batch).output
+        output["main"][1].detach().numpy()[:] = 7.0
+    for each in (untouched, trainer):
+        each.flush()
+    assert same(weights(net), weights(expected))
 
 
 class Arranged(nn.Module):

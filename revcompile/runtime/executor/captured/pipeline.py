@@ -32,7 +32,7 @@ from revcompile.runtime.executor.captured.stages import CapturedStageExecutor
 from revcompile.runtime.executor.captured.static_state import StaticState
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Route, Transport
-from revcompile.runtime.stage.static_buffers import StaticBuffers
+from revcompile.runtime.stage.static_buffers import StaticBuffers, when_copied
 from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.weights import version
 from revcompile.schedule import Action, Schedule
@@ -85,6 +85,7 @@ class StaticPipeline(StaticState):
             raise
         self._boundary.wait_sent()
         self._inputs.copy_(batch.local)
+        copied = when_copied(batch.local.leaves, self._flags.device)
         self._boundary.receive(transport, before_forward, batch)
         planned[0]()
         if self._boundary.has_next:
@@ -116,6 +117,8 @@ class StaticPipeline(StaticState):
             head = self._trainers_head
             head.losses[entering], head.scale = clone_tree(self._loss.value)
             head.outputs[entering] = clone_tree(self._output.value)
+        if copied is not None:
+            copied.synchronize()
 
     def _follow_host(self) -> None:
         """Copy weights and learning rates again that were written to since the last step."""

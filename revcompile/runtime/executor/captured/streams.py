@@ -21,7 +21,7 @@ Two streams use the same memory in these places, each ordered by an event:
     all-reduce         sums of gradients          `ReplicaAverage.mean`; captured steps wait
     overlap            streams of a chain         `TwoStreams`, at both ends
     copies to the host flags of a step            `NonFiniteReports.submit`
-    ... from the host  batches in pinned memory   `InputBinder.to_device`
+    ... from the host  batches in pinned memory   `when_copied`: a step ends after its copies
 """
 
 from __future__ import annotations
