@@ -67,11 +67,11 @@ class Routed(nn.Module):
         return x
 
 
-def _train_at_two_lengths(model: nn.Module) -> None:
-    batches = [torch.randn(*size, WIDTH, dtype=torch.float64) for size in ((2, 6), (3, 9))]
+def _train(model: nn.Module, *sizes: tuple[int, int]) -> None:
+    batches = [torch.randn(*size, WIDTH, dtype=torch.float64) for size in sizes]
     net = revcompile.petrafy(model, 3, batches[0], check="off")
     trainer = net.trainer(Recorder, loss)
-    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(2)]
+    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(len(batches))]
     for x, y in zip(batches, targets, strict=True):
         trainer.step(x, y)
     trainer.flush()
@@ -87,12 +87,58 @@ def test_a_view_by_the_shape_of_another_value() -> None:
     net = revcompile.reversify(model, torch.randn(2, 6, WIDTH, dtype=torch.float64))
     assert len(net.rewired.couplings) == 6
     assert not net.rewired.guards.train.written.guards
-    _train_at_two_lengths(model)
+    _train(model, (2, 6), (3, 9))
 
 
 def test_a_shape_given_behind_a_layer_that_needs_real_numbers() -> None:
     torch.manual_seed(0)
-    _train_at_two_lengths(Routed().double())
+    _train(Routed().double(), (2, 6), (3, 9))
+
+
+class Reused(nn.Module):
+    """Sizes that are read inside a branch and used in the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mlp = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mix, mlp in zip(self.mix, self.mlp, strict=True):
+            mixed = torch.tanh(mix(x))
+            first, second, width = mixed.shape
+            x = x + mixed
+            rows = torch.tanh(mlp(x).reshape(first * second, width))
+            x = x + rows.reshape(first, second, width)
+        return x
+
+
+class SequenceFirst(Reused):
+    """Of a fixed length, so that the batch is the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(6, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions)
+
+
+class EvenBatch(Reused):
+    """One sample more than an even batch has takes another path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.shape[0] % 2 else 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [(SequenceFirst, [(6, 4), (6, 3)]), (EvenBatch, [(4, 6), (6, 6), (2, 6)])]
+)
+def test_a_size_of_one_block_that_the_next_one_reads(
+    kind: type[nn.Module], sizes: list[tuple[int, int]]
+) -> None:
+    torch.manual_seed(0)
+    _train(kind().double(), *sizes)
 
 
 class Dropped(nn.Module):

@@ -317,7 +317,7 @@ def _infer_types(graph: fx.Graph, root: nn.Module, example: Example) -> None:
     for node in graph.nodes:
         pair = runs[1].get(node), runs[0].get(node)
         node.meta[TYPE] = type_of_values(pair[0], pair[1], example.batch)
-        node.meta[VALUE] = size_of_values(pair[0], pair[1])
+        node.meta[VALUE] = size_of_values(pair[0], pair[1], example.batch)
         node.meta[STRUCTURE] = structure_of(pair[0]) if node.op != "output" else None
     mark_state(graph, fake)
 

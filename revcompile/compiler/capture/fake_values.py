@@ -165,12 +165,14 @@ def type_of_values(first: Any, second: Any, batch: tuple[int, int]) -> Any:
     return None
 
 
-def size_of_values(first: Any, second: Any) -> tuple[Any, Any] | None:
-    """The pair itself if it is a number or a shape."""
+def size_of_values(first: Any, second: Any, batch: tuple[int, int]) -> tuple[Any, Any] | None:
+    """A number or a shape, at the first batch size and at one more."""
+    grown = batch[1] - batch[0] or 1
     if type(first) is int and type(second) is int:
-        return first, second
+        return first, first + (second - first) // grown
     if isinstance(first, tuple) and first and all(type(n) is int for n in (*first, *second)):
-        return tuple(first), tuple(second)
+        pairs = zip(first, second, strict=True)
+        return tuple(first), tuple(n + (m - n) // grown for n, m in pairs)
     return None
 
 

@@ -450,7 +450,7 @@ class Tracer(ShapedTracer):
     def _learn(self, node: fx.Node, first: Any, second: Any) -> None:
         self.values[node] = Values(first, second)
         node.meta[TYPE] = type_of_values(first, second, self._example.batch)
-        node.meta[VALUE] = size_of_values(first, second)
+        node.meta[VALUE] = size_of_values(first, second, self._example.batch)
         node.meta[STRUCTURE] = structure_of(first)
 
     def _evaluate(self, node: fx.Node, layer: nn.Module | None, which: int) -> Any:

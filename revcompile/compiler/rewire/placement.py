@@ -160,17 +160,20 @@ class Placement:
         slope = values[1] - values[0]
         if not slope:
             return region.call(int, values[0], like=like)
-        source, batch = self._batched_input()
-        size = region.call(torch.Tensor.size, region.input(source.name, like=source), 0, like=like)
+        source = self._batched_input()
+        kind = tensor_type(source)
+        assert kind is not None
+        batched = region.input(source.name, like=source)
+        size = region.call(torch.Tensor.size, batched, kind.batch_dim, like=like)
         scaled = region.call(operator.mul, size, slope, like=like)
-        return region.call(operator.add, scaled, values[0] - slope * batch, like=like)
+        return region.call(operator.add, scaled, values[0] - slope * kind.batch, like=like)
 
-    def _batched_input(self) -> tuple[fx.Node, int]:
-        """An input whose first dimension is the batch, and the example's batch size."""
+    def _batched_input(self) -> fx.Node:
+        """An input that grows with the batch."""
         for node in self.flow.nodes:
             kind = tensor_type(node)
-            if node.op == "placeholder" and kind is not None and kind.per_sample[:1] == (1,):
-                return node, kind.batch
+            if node.op == "placeholder" and kind is not None and kind.batch_dim is not None:
+                return node
         raise AssertionError("a size depends on the batch, but no input does")
 
     def written_sizes(self) -> WrittenSizes:

@@ -18,10 +18,10 @@ from torch import fx
 from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.guards import ExpressionPrinter, needed_for
 from revcompile.ir.guards import Guards, SizeGuard, SizeGuards
-from revcompile.ir.types import SOURCE, VALUE, Captured
+from revcompile.ir.types import SOURCE, TYPE, VALUE, Captured, TensorType
 
-WrittenSizes = tuple[Iterable[fx.Node], tuple[fx.Node, int] | None]
-"""Sizes that became functions of the batch size; an input with that size, and the example's."""
+WrittenSizes = tuple[Iterable[fx.Node], fx.Node | None]
+"""Sizes that became functions of the batch size, and an input that grows with the batch."""
 
 
 def guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSizes) -> Guards:
@@ -39,7 +39,7 @@ def guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSize
 
 
 def _size_guards(
-    captured: Captured, nodes: Iterable[fx.Node], batched: tuple[fx.Node, int] | None
+    captured: Captured, nodes: Iterable[fx.Node], batched: fx.Node | None
 ) -> SizeGuards:
     nodes = list(nodes)
     if not nodes:
@@ -54,14 +54,15 @@ def _size_guards(
     outputs: list[fx.Node] = []
 
     def expect(value: fx.Node, seen: tuple[int, int], text: str, source: str) -> None:
-        slope = seen[1] - seen[0]
+        rest, slope = seen[0], seen[1] - seen[0]
         if slope:
             assert batched is not None
-            batch = graph.call_function(torch.Tensor.size, (copies[batched[0]], 0))
-            scaled = graph.call_function(operator.mul, (batch, slope))
+            kind: TensorType = batched.meta[TYPE]
+            size = graph.call_function(torch.Tensor.size, (copies[batched], kind.batch_dim))
+            scaled = graph.call_function(operator.mul, (size, slope))
             value = graph.call_function(operator.sub, (value, scaled))
-            text = f"{text} - {slope} * {printer.show(batched[0])}.shape[0]"
-        rest = seen[0] - slope * (batched[1] if batched else 0)
+            text = f"{text} - {slope} * {printer.show(batched)}.shape[{kind.batch_dim}]"
+            rest -= slope * kind.batch
         guards.append(SizeGuard(text, rest, source))
         outputs.append(value)
 
