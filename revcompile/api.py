@@ -211,7 +211,9 @@ def _reversified(
         net.on_new_case(Recompiler(model, captured, chosen), any_arguments)
         _warn_of_hooks(net, caller)
         if level is not Check.OFF:
-            args, kwargs = make_example(model, example_inputs, example_kwargs).call(0)
+            is_single = _example_batch(net) == 1  # the model takes no more samples
+            example = make_example(model, example_inputs, example_kwargs, is_single)
+            args, kwargs = example.call(0)
             _refuse_uninvertible(net, args, kwargs, caller)
             why_not = why_not_compared(net, level)
             if why_not is None:

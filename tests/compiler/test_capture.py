@@ -258,6 +258,32 @@ def test_batch_that_cannot_grow_is_fixed() -> None:
     assert captured.notes == ("the batch size is fixed at 2: the model fails at any other",)
 
 
+class OneSample(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(1, 8)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_that_takes_one_sample_only(device: str) -> None:
+    with torch.device(device):
+        net = revcompile.reversify(OneSample(), torch.randn(1, 8))
+        result = net(torch.randn(1, 8))
+    assert result.shape == (1, 8) and len(net.rewired.couplings) == 3
+    assert "the batch size is fixed at 1: the model fails at any other" in net.rewired.notes
+
+
+def test_a_wrong_example_of_one_sample_is_shown_as_it_was_given() -> None:
+    text = message(InputError, lambda: FX(OneSample(), torch.randn(1, 7)))
+    assert "OneSample fails on the example inputs themselves (x: float32[1, 7]): shape" in text
+
+
 def test_meta_device_needs_no_memory() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(*(zoo.Mlp(4096) for _ in range(20))), torch.randn(2, 4096)

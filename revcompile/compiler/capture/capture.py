@@ -236,12 +236,16 @@ def _fitting(model: nn.Module, example: Example) -> Example:
     """The example, grown along a dimension along which the model lets it grow."""
     on_meta = any(t.is_meta for t in (*model.parameters(), *example.tensors(0)))
     error = why_it_fails(model, example, 0)
+    if error is not None and example.single is not None:
+        single = example.single
+        example = replace(example, leaves=single, grown=single, batch=(1, 1), single=None)
+        error = why_it_fails(model, example, 0)
     if error is not None:
         if on_meta and "meta" in str(error).lower():  # it reads values, which there are none of
             return example
         raise InputError(
             f"capture: {type(model).__name__} fails on the example inputs themselves "
-            f"({example}): {error}"
+            f"({example}): {str(error) or repr(error)}"
         ) from error
     if on_meta:
         return example

@@ -30,6 +30,8 @@ class Example:
     names: tuple[str, ...]
     labels: tuple[str, ...]
     batch: tuple[int, int]
+    single: tuple[Any, ...] | None = None
+    """The leaves as given, if they are a batch of one: `leaves` has two samples then."""
 
     def tensors(self, which: int) -> list[torch.Tensor]:
         """The tensors among the arguments at the first or the second batch size."""
@@ -82,10 +84,11 @@ def make_example(
         raise InputError("capture: the example inputs have no samples; pass a batch of two or more")
     size = 1 if first is None else first.shape[0]
     batched = [i for i in where if leaves[i].dim() and leaves[i].shape[0] == size]
+    single = None
     if fixed_batch:
         batched = []
     elif size == 1:
-        leaves, size = _grown(leaves, batched, 0), 2
+        single, leaves, size = tuple(leaves), _grown(leaves, batched, 0), 2
     tensor_labels = tuple(labels[i] for i in where)
     return Example(
         forward=signature,
@@ -96,6 +99,7 @@ def make_example(
         names=_names(tensor_labels),
         labels=tensor_labels,
         batch=(size, size if fixed_batch else size + 1),
+        single=single,
     )
 
 
