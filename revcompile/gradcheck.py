@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -32,13 +33,19 @@ from revcompile.compiler.capture.isolation import (
 )
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.cost import node_flops
+from revcompile.compiler.cost.run_pieces import (
+    PieceCall,
+    PieceResult,
+    run_pieces,
+    submodules_only,
+)
 from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
 from revcompile.ir.module_tree import copy_module
-from revcompile.ir.ops import op_name
 from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.python_code import compile_graph
 from revcompile.ir.signature import bind
-from revcompile.ir.types import Rewired
+from revcompile.ir.types import Coupling, Rewired, Segment
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.runtime.stage.loss_head import LossHead
@@ -135,18 +142,27 @@ def _explain_by_ties(
     wrong: Sequence[str],
 ) -> None:
     """Refuse a model that selects among equal numbers: reconstructed, they are not equal."""
-    with Ties() as ties:
-        _module_gradients(net, copy_module(net), args, kwargs, reversible=False)
-    for coupling in net.rewired.couplings:
-        names = {op_name(node) for node in coupling.branch.nodes}
-        selecting = [name for name in ties.operations if name in names]
-        if selecting:
+    rewired, twin = net.rewired, set_mode(copy_module(net), net, training=True)
+    root, (given, _) = submodules_only(twin), _fresh((args, dict(kwargs)))
+
+    def run(piece: Segment, call: PieceCall) -> PieceResult:
+        with Ties() as ties:
+            result = call.forward()
+        if isinstance(piece, Coupling) and ties.operations:
             raise InversionError(
-                f"{where}: {coupling.name} selects among numbers that are exactly equal (by "
-                f"{', '.join(selecting)}). Its input is reconstructed up to rounding errors, so "
-                "that another of them may get the gradient; make the module a leaf module with "
+                f"{where}: {piece.name} selects among numbers that are exactly equal (by "
+                f"{', '.join(ties.operations)}). Its input is reconstructed up to rounding errors, "
+                "so another of them may get the gradient; make the module a leaf module with "
                 f"leaf_modules=[...], or avoid exact ties. On the example:\n  - {wrong[0]}"
             )
+        return result
+
+    seed_all(0)
+    values = bind(rewired.signature, rewired.name, *given)
+    with torch.enable_grad():
+        run_pieces(
+            rewired.body.segments, values, lambda g: partial(compile_graph(g, "ties"), root), run
+        )
 
 
 def _in_double(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 import revcompile
 from revcompile import gradcheck
@@ -145,6 +147,36 @@ def test_gradients_of_stages_that_differ_by_ties_are_explained(
     calls.clear()
     with pytest.raises(VerificationError, match=r"stages \(petra\)"):
         revcompile.petrafy(Selecting(), 2, x)
+
+
+def to_max(x: Tensor) -> Tensor:
+    return F.max_pool1d(x, 3, 1, 1)
+
+
+class Pooling(nn.Module):
+    """Max pooling by a function or by a layer, at the beginning of each branch."""
+
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv1d(4, 4, 3, padding=1) for _ in range(3))
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(self.pool(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "pool", [nn.MaxPool1d(3, 1, 1), nn.Sequential(nn.MaxPool1d(3, 1, 1)), to_max]
+)
+def test_ties_of_max_pooling_are_explained(pool: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randint(1, 3, (2, 4, 8)).float() / 3
+    leaves = [nn.Sequential] if isinstance(pool, nn.Sequential) else []
+    with pytest.raises(InversionError, match=r"reversify: layers\.0 selects among .*by max_pool2d"):
+        revcompile.reversify(Pooling(pool), x, leaf_modules=leaves)
+    revcompile.reversify(Pooling(pool), x, leaf_modules=leaves, check="off")
+    revcompile.reversify(Pooling(pool), torch.randn(2, 4, 8), leaf_modules=leaves)
 
 
 @pytest.mark.parametrize("on_meta", [True, False])
