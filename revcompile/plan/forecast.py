@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -80,7 +82,8 @@ def forecast(
         workload: Method, batch size, optimizer and precision.
         cluster: Its devices and links.
         replicas: Copies of the pipeline.
-        alpha: For methods that are never drained. Default: the least that hides the links.
+        alpha: For methods that are never drained. Default: the least that hides the links, or the
+            largest that fits the budget.
         memory_budget: Bytes that one device may hold.
         zero_bubble: Give the zero-bubble bound for the work of this method instead.
     """
@@ -88,18 +91,26 @@ def forecast(
     alone = stage_times(cut, workload, cluster.time, cluster.link)
     costs = stage_times(cut, workload, cluster.time, cluster.link, replicas)
     link_busy = _link_busy(costs, cluster.link)
+    alphas: list[float | None] = [None]
     if method.order is Order.CONTINUOUS:
-        alpha = hiding_alpha(method, costs, accumulate, link_busy) if alpha is None else alpha
-        method = choose(method, alpha=alpha)
-        workload = dataclasses.replace(workload, method=method)
-    else:
-        alpha = None
+        alphas = [alpha]
+        if alpha is None:
+            most = hiding_alpha(method, costs, accumulate, link_busy)
+            alphas = [*(step / 10 for step in range(10, math.ceil(10 * most))), most]
+
+    def memory_at(alpha: float | None) -> int:
+        how = dataclasses.replace(workload, method=choose(workload.method, alpha=alpha))
+        model = MemoryModel.of(cut, how)
+        return max(model.stage(j, *pieces).total for j, pieces in enumerate(cut.ranges))
+
+    budget = math.inf if memory_budget is None else memory_budget
+    alpha = alphas[max(bisect_right(alphas, budget, key=memory_at) - 1, 0)]
+    method, memory = choose(method, alpha=alpha), memory_at(alpha)
     if zero_bubble:
         time = max((zero_bubble_period(costs, accumulate), *link_busy))
     else:
         time = period(method, costs, accumulate, link_busy)
-    model, stages = MemoryModel.of(cut, workload), len(cut.parts)
-    memory = max(model.stage(j, *pieces).total for j, pieces in enumerate(cut.ranges))
+    stages = len(cut.parts)
     return Forecast(
         method=f"{ZERO_BUBBLE} (bound)" if zero_bubble else method.name,
         stages=stages,
@@ -112,7 +123,7 @@ def forecast(
         updating=busy_share(_updates_alone(alone), time, accumulate) if time else 0.0,
         delay=max(delay(method, stages, j, accumulate) for j in range(stages)),
         memory=memory,
-        fits=None if memory_budget is None else memory <= memory_budget,
+        fits=None if memory_budget is None else memory <= budget,
         bottleneck=_bottleneck(
             time, stage_work(alone, accumulate), stage_work(costs, accumulate), link_busy
         ),
@@ -183,24 +194,47 @@ def plan_cluster(
     if stages is not None and not 1 <= stages <= devices:
         raise InputError(f"plan: stages={stages} on {devices} devices; use 1 to {devices}")
     counts = [stages] if stages else stage_counts(rewired, devices)
-    plans = []
-    for count in counts if memory_budget is not None else counts[:1]:
-        cut = partition(rewired, count, workload, cost=cost)
-        forecasts = tuple(
+
+    def predict(cut: Partition, memory_budget: int | None) -> tuple[Forecast, ...]:
+        return tuple(
             forecast(
                 cut,
                 dataclasses.replace(workload, method=method, accumulate=each),
                 cluster,
-                replicas=devices // count,
+                replicas=devices // len(cut.parts),
                 alpha=alpha,
                 memory_budget=memory_budget,
                 zero_bubble=name == ZERO_BUBBLE,
             )
             for name, method in _chosen(methods)
-            for each in _accumulations(method, accumulate or 4 * count)
+            for each in _accumulations(method, accumulate or 4 * len(cut.parts))
         )
-        plans.append((cut, forecasts))
-    return max(plans, key=lambda plan: _rank(plan[1][0]))
+
+    def cuts(count: int) -> Iterator[Partition]:
+        """Balanced by work, and, if the first method does not fit then, within the budget."""
+        balanced = partition(rewired, count, workload, cost=cost)
+        yield balanced
+        for row in _of_first_method(predict(balanced, None)) if memory_budget is not None else ():
+            assert memory_budget is not None
+            if row.memory <= memory_budget:
+                return
+            fits = False
+            for most in dict.fromkeys((row.alpha, row.alpha and (alpha or 1.0))):
+                method = choose(_chosen(methods)[0][1], alpha=most)
+                how = dataclasses.replace(workload, method=method, accumulate=row.accumulate)
+                with suppress(InputError):
+                    yield partition(rewired, count, how, cost=cost, memory_budget=memory_budget)
+                    fits = True
+            if fits:
+                return
+
+    tried = counts if memory_budget is not None else counts[:1]
+    plans = [(cut, predict(cut, memory_budget)) for count in tried for cut in cuts(count)]
+    return max(plans, key=lambda plan: max(map(_rank, _of_first_method(plan[1]))))
+
+
+def _of_first_method(forecasts: Sequence[Forecast]) -> list[Forecast]:
+    return [row for row in forecasts if row.method == forecasts[0].method]
 
 
 def better_stages(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import revcompile
 from revcompile.compiler.cost import Workload
+from revcompile.compiler.partition import partition
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
 from revcompile.ir.types import Rewired
@@ -259,6 +260,30 @@ def test_with_a_memory_limit_the_fastest_cut_that_fits_is_taken() -> None:
     tight = planned(8, memory_budget=roomy.memory // 2, accumulate=1)["petra"]
     assert tight.stages > 1 and tight.fits and tight.memory <= roomy.memory // 2
     assert planned(8, memory_budget=1000)["petra"].fits is False
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_a_plan_fits_where_petrafy_finds_a_cut_that_does(stages: int) -> None:
+    workload = replace(PETRA, batch_size=1024)
+
+    def least(budget: int | None) -> Forecast:
+        cluster = Cluster(stages, FAST, SLOW_DEVICE)
+        options: dict[str, Any] = {"stages": stages, "methods": ["petra"]}
+        return plan_cluster(rewired(), cluster, workload, memory_budget=budget, **options)[1][1]
+
+    budget = int(0.95 * least(None).memory)
+    partition(rewired(), stages, workload, memory_budget=budget)
+    found = least(budget)
+    assert found.fits and found.memory <= budget
+
+
+def test_within_a_memory_budget_fewer_micro_batches_are_in_flight() -> None:
+    far = {"link": NetworkLink(bandwidth=1e12, latency=0.01), "stages": 3, "accumulate": 1}
+    roomy = planned(3, **far)["petra"]
+    tight = planned(3, **far, memory_budget=int(0.9 * roomy.memory))["petra"]
+    assert tight.fits and tight.alpha is not None and roomy.alpha is not None
+    assert 1 < tight.alpha < roomy.alpha
+    assert planned(3, **far, memory_budget=1000)["petra"].alpha == 1
 
 
 def test_averaging_over_slow_links_is_counted_but_is_no_work() -> None:
