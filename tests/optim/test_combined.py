@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
-from training import Plain, batches, feed, fresh, same, seeded, through_a_file, weights
+from training import (
+    Plain,
+    batches,
+    feed,
+    fresh,
+    groups_of,
+    same,
+    seeded,
+    through_a_file,
+    weights,
+)
 
 from revcompile.errors import InputError
 from revcompile.optim import CombinedOptimizer, ErrorFeedback
@@ -82,7 +92,7 @@ def test_a_flushed_state_moves_to_other_stages_by_name() -> None:
     loaded = trainers[1].state_dict()
     assert loaded["optimizer"].keys() == state["optimizer"].keys()
     assert same(loaded["optimizer"]["stem.weight"], state["optimizer"]["stem.weight"])
-    rates = [{n: g["lr"] for g in s["groups"] for n in g["params"]} for s in (state, loaded)]
+    rates = [{n: g["lr"] for g in groups_of(s) for n in g["params"]} for s in (state, loaded)]
     assert rates[0]["layers.1.weight"] == rates[1]["layers.1.weight"] < 0.05
     feed(trainers[1], batches(3))
     with pytest.raises(InputError, match=r"has torch\.optim\.sgd\.SGD, but the state is of anoth"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from training import groups_of
 
 import revcompile
 from revcompile.optim import DelayAwareMuon, DelayAwareSGD, ErrorFeedback, muon_groups
@@ -441,7 +442,7 @@ def test_a_trainer_loads_a_state_without_the_newer_settings() -> None:
     trainer.step(tokens, tokens)
     trainer.flush()
     state = trainer.state_dict()
-    for group in state["groups"]:
+    for group in groups_of(state):
         del group["max_drift"], group["chunks"]
     for stages in (4, 2):
         resumed = trainer_of(stages)

@@ -144,6 +144,11 @@ def feed(trainer: Trainer, data: list[Batch]) -> list[float]:
     return [refilling(trainer.step, *batch).loss for batch in data]
 
 
+def groups_of(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups of all stages in a trainer's state."""
+    return [group for stage in state["stages"].values() for group in stage["groups"]]
+
+
 def next_word(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 

@@ -1,8 +1,9 @@
 """A trainer's state: what it consists of, how ranks save it together, where it fits.
 
-state_dict --save_training--> {"model": ..., "optimizer": ..., "stage": {0: ..., 3: ...}, ...}
-                              one such tree for each rank, written by folder.save_checkpoint
-state_dict <--merged_state--- the trees of all ranks, merged; tensors are not read yet
+{"model": {name: ...}, "optimizer": {name: ...}, "stages": {0: ..., 3: ...}, ...}
+
+--save_training-->  one such tree for each rank, with what no other rank has
+<--merged_state---  all of them as one; tensors are not read yet
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Schedule
 
-_FORMAT: Final = 1
-_COMMON: Final = ("format", "cuts", "seed", "schedule")
+_FORMAT: Final = 2
+_COMMON: Final = ("format", "cuts", "seed", "device", "schedule")
 """Entries that are the same on every rank."""
-_BY_STAGE: Final = {"stages": "stage", "lr_schedules": "lr_schedule"}
-"""Lists with an entry for each stage, and their names in a checkpoint."""
-_ENTRIES: Final = (*_COMMON, *_BY_STAGE, "model", "optimizer", "groups", "messages")
+_PARTS: Final = ("model", "optimizer", "stages")
+"""Entries of which a rank has some."""
 
 State = Mapping[str, Any]
 
@@ -73,41 +73,43 @@ class TrainerState:
 
     def _state(self, weights: State, copy: TreeCopy) -> dict[str, Any]:
         """The states of this process's stages; `weights` are entries of the model's state dict."""
-        optimizers = [executor.updater.state_dict(copy) for executor in self.executors]
+        optimizer: dict[str, Any] = {}
+        stages: dict[int, Any] = {}
+        messages = self.transport.state_dict(copy)
+        for executor in self.executors:
+            updater = executor.updater.state_dict(copy)
+            optimizer |= updater.pop("state")
+            waiting = [message for message in messages if message[1] == executor.index]
+            stages[executor.index] = executor.state_dict(copy) | updater | {"messages": waiting}
         return {
             "format": _FORMAT,
             "cuts": _segment_names(self.partition),
             "seed": self.settings.seed,
+            "device": device_of_model(self.model).type,
             "replicas": self.replicas,
-            "model": copy(dict(weights)),
-            "optimizer": {name: s for o in optimizers for name, s in o["state"].items()},
-            "groups": [group for o in optimizers for group in o["groups"]],
-            "lr_schedules": [o["lr_schedule"] for o in optimizers],
             "schedule": self.schedule.state(),
-            "stages": [executor.state_dict(copy) for executor in self.executors],
-            "messages": self.transport.state_dict(copy),
+            "model": copy(dict(weights)),
+            "optimizer": optimizer,
+            "stages": stages,
         }
 
     def _read_state(self, checkpoint: Checkpoint, device: torch.device, world: int = 1) -> Any:
         """The state in a checkpoint, with those tensors read that this process needs."""
         read, state = checkpoint.read, merged_state(checkpoint, self.replica)
-        with well_formed(f"what trainer.save writes: {checkpoint.path}"):
-            devices = {state["device"]: device}
-            here = {n for n, v in self.model.state_dict().items() if not _is_elsewhere(v)}
-            trained = {name for e in self.executors for name in e.updater.parameters}
-            stages, rng = {e.index for e in self.executors}, state["rng"]
-            return state | {
-                "model": {n: read(v) if n in here else v for n, v in state["model"].items()},
-                "optimizer": {n: read(s) for n, s in state["optimizer"].items() if n in trained},
-                "groups": read(state["groups"]),
-                "lr_schedules": read(state["lr_schedules"]),
-                "stages": [
-                    read(s, devices) if index in stages else s
-                    for index, s in enumerate(state["stages"])
-                ],
-                "messages": [read(m, devices) for m in state["messages"] if m[1] in stages],
-                "rng": read(rng[self.rank]) if len(rng) == world else None,
-            }
+        devices, rng = {state["device"]: device}, state["rng"]
+        here = {n for n, v in self.model.state_dict().items() if not _is_elsewhere(v)}
+        trained = {name for executor in self.executors for name in executor.updater.parameters}
+        stages = {executor.index for executor in self.executors}
+        return state | {
+            "model": {n: read(v) if n in here else v for n, v in state["model"].items()},
+            "optimizer": {n: read(s) for n, s in state["optimizer"].items() if n in trained},
+            "stages": {
+                index: (read(stage, devices) if index in stages else stage)
+                | {key: read(stage[key]) for key in ("groups", "lr_schedule")}
+                for index, stage in state["stages"].items()
+            },
+            "rng": read(rng[self.rank]) if len(rng) == world else None,
+        }
 
     def _check_fits(self, state: State) -> None:
         """Refuse a state that this trainer cannot continue from; nothing is changed."""
@@ -145,9 +147,8 @@ class TrainerState:
         starts = here["synchronous"], saved.get("synchronous", 0)
         if starts[0] != starts[1] and updates < max(starts):
             return False
-        needed = [program.needed_in_flight for program in self.programs]
-        pairs = zip(needed, state["stages"], strict=True)
-        return all(names == list(stage.get("needs", names)) for names, stage in pairs)
+        needs = ((p.needed_in_flight, state["stages"][p.index]["needs"]) for p in self.programs)
+        return all(needed == list(saved_needs) for needed, saved_needs in needs)
 
     @well_formed("what trainer.state_dict() returns")
     def _load_state(self, state: State) -> None:
@@ -158,7 +159,8 @@ class TrainerState:
         self.settings = replace(self.settings, seed=state["seed"])
         _load_model(self.model, state["model"])
         self._load_updaters(state, same)
-        self.transport.load_state_dict(state["messages"] if same else ())
+        messages = [m for stage in state["stages"].values() for m in stage["messages"]]
+        self.transport.load_state_dict(messages if same else ())
         weights = dict(self.model.named_parameters())
         for executor in self.executors:
             executor.reset(self.stage_seed, weights)
@@ -171,8 +173,8 @@ class TrainerState:
 
     def _load_updaters(self, state: State, same: bool) -> None:
         """Optimizers by parameter name; after a new cut, every schedule continues as the first."""
-        schedules = state["lr_schedules"]
-        first = next((saved for saved in schedules if saved is not None), None)
+        schedules = {index: stage["lr_schedule"] for index, stage in state["stages"].items()}
+        first = next((schedules[i] for i in sorted(schedules) if schedules[i] is not None), None)
         settings = _group_settings(state)
         for executor in self.executors:
             schedule = schedules[executor.index] if same else first
@@ -180,11 +182,11 @@ class TrainerState:
 
     def _load_scaling(self, state: State) -> None:
         """After a new cut: the last stage takes over the scale and overflows to be reported."""
-        saved = [stage["scaling"] for stage in state["stages"] if stage.get("scaling") is not None]
+        *_, last = saved = [state["stages"][index]["scaling"] for index in sorted(state["stages"])]
         for executor in self.executors:
-            if saved and executor.scaling is not None and executor.loss_head is not None:
+            if last and executor.scaling is not None and executor.loss_head is not None:
                 overflow = min(scaling["overflow"] for scaling in saved)
-                executor.scaling.load_state_dict(saved[-1] | {"overflow": overflow})
+                executor.scaling.load_state_dict(last | {"overflow": overflow})
 
 
 # -- does a state fit? ----------------------------------------------------------------------------
@@ -196,7 +198,7 @@ def _mismatches(state: State, model: nn.Module, updaters: Iterable[Updater]) -> 
         got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         yield f"expected what trainer.state_dict() returns (format {_FORMAT}), got {got!r}"
         return
-    missing = [key for key in _ENTRIES if key not in state]
+    missing = [key for key in (*_COMMON, *_PARTS) if key not in state]
     if missing:
         yield f"it lacks the entry {missing[0]!r}; load what trainer.state_dict() returned as it is"
         return
@@ -272,7 +274,8 @@ def _continue_counting(schedule: Schedule, saved: Schedule) -> Schedule:
 
 
 def _group_settings(state: State) -> dict[str, Any]:
-    return {name: group for group in state["groups"] for name in group["params"]}
+    groups = (group for stage in state["stages"].values() for group in stage["groups"])
+    return {name: group for group in groups for name in group["params"]}
 
 
 # -- on disk --------------------------------------------------------------------------------------
@@ -281,39 +284,24 @@ def _group_settings(state: State) -> dict[str, Any]:
 def save_training(
     folder: Path,
     state: State,
-    model: nn.Module,
-    stages: Sequence[int],
     *,
     keep: int = 2,
     rank: int = 0,
     replica: int = 0,
     gather: Gather = lambda value: [value],
 ) -> Path:
-    """Write a trainer's state. Every rank calls it, with the state of its own stages.
+    """Write a trainer's state. Every rank calls it, with what no other rank of its replica has.
 
-    Replicas beyond the first save what they do not have in common with it: micro-batches in flight
-    and buffers. Weights and optimizer state that several ranks have are in one rank's state.
+    Replicas beyond the first have their own stages and buffers, and no weights or optimizers.
     """
-    names = {
-        name: first
-        for name, first in aliases(model.state_dict()).items()
-        if {name, first} <= state["model"].keys()
-    }
-    messages: dict[int, list[Any]] = {}
-    for message in state["messages"]:
-        messages.setdefault(message[1], []).append(message)
-    own = {
-        "model": {name: t for name, t in state["model"].items() if name not in names},
-        "optimizer": state["optimizer"],
-        **{key: dict(zip(stages, state[listed], strict=True)) for listed, key in _BY_STAGE.items()},
-        "message": messages,
-    }
+    names = aliases(state["model"])
+    distinct = {name: t for name, t in state["model"].items() if name not in names}
+    own = {**{key: state[key] for key in _PARTS}, "model": distinct}
     tree = {
         **{key: state[key] for key in _COMMON},
         **(own if not replica else {"copy": {replica: own}}),
-        "rank": {rank: {"groups": state["groups"], "rng": _generators()}},
         "aliases": names,
-        "device": device_of_model(model).type,
+        "rng": {rank: _generators()},
     }
     step = state["schedule"]["injected"]
     return save_checkpoint(folder, tree, step=step, rank=rank, gather=gather, keep=keep)
@@ -322,30 +310,20 @@ def save_training(
 def merged_state(checkpoint: Checkpoint, replica: int = 0) -> dict[str, Any]:
     """One state from those of all ranks: weights of the first replica, the rest of `replica`.
 
-    Tensors are `StoredTensor`s. It has two more entries, `device` and `rng`.
+    Tensors are `StoredTensor`s. It has one more entry: `rng`, by rank.
     """
-    with well_formed(f"what trainer.save writes: {checkpoint.path}"):
-        parts = checkpoint.trees()
-        first = [part for part in parts if "copy" not in part]
-        copies = [(number, part) for p in parts for number, part in p.get("copy", {}).items()]
-        own = [part for number, part in copies if number == replica]
-        weights = {name: t for part in (*first, *own) for name, t in part["model"].items()}
-        schedules = {index: s for part in first for index, s in part["lr_schedule"].items()}
-        stages = {index: s for part in own or first for index, s in part["stage"].items()}
-        messages = [m for part in own or first for sent in part["message"].values() for m in sent]
-        of_ranks = [part["rank"][rank] for rank, part in enumerate(parts)]
-        return {
-            **{key: parts[0][key] for key in _COMMON},
-            "replicas": 1 + len({number for number, _ in copies}),
-            "model": with_aliases(weights, (part["aliases"] for part in parts)),
-            "optimizer": {name: s for part in first for name, s in part["optimizer"].items()},
-            "groups": [group for entry in of_ranks for group in entry["groups"]],
-            "lr_schedules": [schedules[index] for index in sorted(schedules)],
-            "stages": [stages[index] for index in sorted(stages)],
-            "messages": messages,
-            "device": parts[0]["device"],
-            "rng": [entry["rng"] for entry in of_ranks],
-        }
+    trees = checkpoint.trees()
+    first = [tree for tree in trees if "copy" not in tree]
+    copies = [item for tree in trees for item in tree.get("copy", {}).items()]
+    parts = [*first, *(part for number, part in copies if number == replica)]
+    merged = {key: {k: v for p in parts for k, v in p[key].items()} for key in _PARTS}
+    return {
+        **{key: trees[0][key] for key in _COMMON},
+        **merged,
+        "model": with_aliases(merged["model"], (tree["aliases"] for tree in trees)),
+        "replicas": 1 + len({number for number, _ in copies}),
+        "rng": [tree["rng"][rank] for rank, tree in enumerate(trees)],
+    }
 
 
 def aliases(tensors: State) -> dict[str, str]:

@@ -34,8 +34,11 @@ def export_weights(model: nn.Module, file: Path) -> Path:
         raise InputError(f"export: {file.name}; name the file ....safetensors")
     tensors = dict(model.state_dict())
     names = aliases(tensors)
-    for name, tensor in tensors.items():
-        _check_writable(tensor, name)
+    for name, t in tensors.items():
+        is_plain = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+        if not is_plain or t.is_quantized or t.is_meta:
+            kind = f"a {type(t).__name__}, not a dense tensor with values"
+            raise InputError(f"export: {name} is {kind}, and cannot be written")
     distinct = {name: tensor for name, tensor in tensors.items() if name not in names}
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.{secrets.token_hex(4)}.new")  # several ranks may export
@@ -74,15 +77,3 @@ def load_into(model: nn.Module, place: str | Path) -> None:
     if problems:
         raise InputError(f"net.load: {place} holds another model: {first_few(problems)}")
     model.load_state_dict(weights)
-
-
-def _check_writable(tensor: Tensor, name: str) -> None:
-    problem = None
-    if type(tensor) not in (Tensor, nn.Parameter):
-        problem = f"is a {type(tensor).__name__}; replace it by a plain tensor"
-    elif tensor.layout is not torch.strided or tensor.is_quantized:
-        problem = f"is {tensor.layout}, not dense; convert it with to_dense() or dequantize()"
-    elif tensor.is_meta:
-        problem = "is on the meta device and has no values; load the weights before saving"
-    if problem:
-        raise InputError(f"export: tensor {name}: {problem}")

@@ -371,8 +371,6 @@ class DistributedTrainer(Trainer):
             return save_training(
                 folder,
                 self._own_state(),
-                self.model,
-                self.ranks.stages,
                 keep=keep,
                 rank=self.rank,
                 replica=self.replica,
@@ -396,7 +394,7 @@ class DistributedTrainer(Trainer):
         if self.replica:
             parameters = dict(self.model.named_parameters(remove_duplicate=False))
             buffers = {n: value for n, value in state["model"].items() if n not in parameters}
-            state |= {"model": buffers, "optimizer": {}, "groups": []}
+            state |= {"model": buffers, "optimizer": {}}
         return state
 
     def load(self, place: str | Path) -> None:

@@ -154,8 +154,7 @@ class LocalTrainer(Trainer):
 
     def _write_checkpoint(self, folder: Path, keep: int) -> Path:
         state = self._state(self.model.state_dict(), detach_tree)
-        stages = [executor.index for executor in self.executors]
-        return save_training(folder, state, self.model, stages, keep=keep)
+        return save_training(folder, state, keep=keep)
 
     def load(self, place: str | Path) -> None:
         self._throughput.pause()

@@ -83,9 +83,12 @@ def equal_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """To the bit; messages between different stages have no order."""
     states = []
     for state in (a, b):
-        messages = sorted(state["messages"], key=lambda message: message[:3])
-        kept = {key: value for key, value in state.items() if key not in ("device", "rng")}
-        states.append(in_order(kept | {"messages": messages}))
+        kept = {key: value for key, value in state.items() if key != "rng"}
+        kept["stages"] = {
+            index: stage | {"messages": sorted(stage["messages"], key=lambda message: message[:3])}
+            for index, stage in state["stages"].items()
+        }
+        states.append(in_order(kept))
     return same(*states)
 
 
@@ -467,10 +470,7 @@ def rank_state(trainer: Any, stages: Sequence[int]) -> dict[str, Any]:
     return state | {
         "model": first,
         "optimizer": {n: s for n, s in state["optimizer"].items() if n in own},
-        "groups": [group for group in state["groups"] if set(group["params"]) <= own],
-        "lr_schedules": [state["lr_schedules"][j] for j in stages],
-        "stages": [state["stages"][j] for j in stages],
-        "messages": [message for message in state["messages"] if message[1] in stages],
+        "stages": {j: state["stages"][j] for j in stages},
     }
 
 
@@ -482,7 +482,7 @@ def test_ranks_save_their_states_and_anybody_loads_all(tmp_path: Path) -> None:
 
     def save(rank: int, gather: Gather) -> Path:
         options: dict[str, Any] = {"rank": rank, "gather": gather}
-        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **options)
+        return save_training(tmp_path, states[rank], **options)
 
     assert run_ranks(2, save) == [tmp_path / "step_00000006"] * 2
     files = sorted(p.name for p in (tmp_path / "step_00000006").iterdir())
@@ -514,13 +514,12 @@ def test_what_stages_hold_goes_to_the_device_of_the_model(tmp_path: Path) -> Non
 
     elsewhere = torch.device("meta")
     state = trainer._read_state(checkpoint, elsewhere)
-    assert kinds(state["stages"]) == kinds(state["messages"]) == {"meta"}
+    assert kinds(state["stages"]) == {"meta"}
     assert kinds([state[key] for key in ("model", "optimizer", "rng")]) == {"cpu"}
     trainer.executors = trainer.executors[:1]
     state = trainer._read_state(checkpoint, elsewhere)
-    # Reversible stages hold nothing.
-    assert [kinds(held) for held in state["stages"]] == [{"meta"}, set(), set(), {"not read"}]
-    assert {target for _, target, _, _ in state["messages"]} == {0}
+    found = [kinds(stage) for stage in state["stages"].values()]
+    assert found == [{"meta"}, *[{"not read"}] * 3]
     assert state["optimizer"].keys() == trainer.executors[0].updater.parameters.keys()
 
 
@@ -579,12 +578,12 @@ def test_a_rank_that_cannot_write_its_state_down_keeps_nobody_waiting(tmp_path: 
 
     def save(rank: int, gather: Gather) -> Path:
         options: dict[str, Any] = {"rank": rank, "gather": gather}
-        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **options)
+        return save_training(tmp_path, states[rank], **options)
 
     assert run_ranks(2, save) == [tmp_path / "step_00000000"] * 2
-    states[1]["groups"] = [{"callback": print}]
+    states[1]["stages"][2]["groups"] = [{"callback": print}]
     for error in run_ranks(2, save):
-        assert "rank 1: rank.1.groups.0.callback: a value of type builtins.builtin" in str(error)
+        assert "rank 1: stages.2.groups.0.callback: a value of type builtins.builtin" in str(error)
     assert Checkpoint(find_checkpoint(tmp_path)).step == 0
 
 
@@ -618,7 +617,7 @@ def test_torch_distributed_checkpoint_reads_all_of_it(
 
     def save(rank: int, gather: Gather) -> Path:
         options: dict[str, Any] = {"rank": rank, "gather": gather}
-        return save_training(tmp_path, states[rank], trainer.model, stages_of_rank[rank], **options)
+        return save_training(tmp_path, states[rank], **options)
 
     saved = run_ranks(len(stages_of_rank), save)[0]
     expected = {
@@ -674,7 +673,7 @@ def test_what_a_file_cannot_hold_is_refused_when_saving(tmp_path: Path) -> None:
         return [{"params": [p for _, p in named], "callback": print}]
 
     trainer = trainer_of(fresh(), param_groups=groups)
-    with pytest.raises(InputError, match=r"rank\.0\.groups\.0\.callback: .* cannot be saved"):
+    with pytest.raises(InputError, match=r"stages\.0\.groups\.0\.callback: .* cannot be saved"):
         trainer.save(tmp_path)
     with pytest.raises(InputError, match=r"two tensors would be saved as 'a.b'"):
         encode_tree({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}})

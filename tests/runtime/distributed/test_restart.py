@@ -32,7 +32,7 @@ from restart_worker import (
 )
 from torch import nn
 from torch.nn import functional as F
-from training import same
+from training import groups_of, same
 
 import revcompile
 from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint
@@ -161,7 +161,7 @@ def saved(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """All tensors of model and optimizer by their names, and each parameter's learning rate."""
     checkpoint = Checkpoint(find_checkpoint(folder))
     state = checkpoint.read(merged_state(checkpoint))
-    rates = {name: group["lr"] for group in state["groups"] for name in group["params"]}
+    rates = {name: group["lr"] for group in groups_of(state) for name in group["params"]}
     found: dict[str, Any] = dict(sorted(state["model"].items()))
     for name, entries in sorted(state["optimizer"].items()):
         found |= {f"{name}.{key}": entry for key, entry in sorted(entries.items())}

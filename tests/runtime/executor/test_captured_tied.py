@@ -101,7 +101,7 @@ class Training:
         """All there is to compare."""
         state = self.trainer.state_dict()
         self.trainer.flush()
-        return self.losses, state["stages"], state["messages"], weights(self.net)
+        return self.losses, state["stages"], weights(self.net)
 
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {

@@ -131,7 +131,8 @@ def test_stashed_weights_are_copies_of_what_is_trained(method: str) -> None:
         feed(trainer, STEPS[:6])
         if method == "petra_stashed":
             state = through_a_file(trainer.state_dict())
-            saved = {name for stage in state["stages"] for v in stage["versions"] for name in v}
+            versions = [v for stage in state["stages"].values() for v in stage["versions"]]
+            saved = {name for version in versions for name in version}
             assert saved and all(net.model.get_parameter(name).requires_grad for name in saved)
             net = fresh(PartlyFrozen)
             trainer = net.trainer(momentum, F.cross_entropy, method=method, backend=backend)

@@ -26,6 +26,7 @@ from training import (
     batches,
     feed,
     fresh,
+    groups_of,
     momentum,
     same,
     seeded,
@@ -320,14 +321,16 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     wrong_shape = {**state, "model": {**state["model"], "head.bias": torch.zeros(9)}}
     missing = {**state, "model": {k: v for k, v in state["model"].items() if k != "head.bias"}}
     with_adam = trainer_of(fresh(), adam).state_dict()
-    more = [{**group, "amsgrad": False} for group in state["groups"]]
+    more = trainer.state_dict()
+    for group in groups_of(more):
+        group["amsgrad"] = False
     for bad, said in [
         ({"weights": 1}, r"what trainer.state_dict\(\) returns .*got None"),
         (state["model"], "got None"),
         (wrong_shape, r"head.bias has shape \(9,\) in it, \(3,\) here"),
         (missing, "lacks head.bias"),
         (with_adam, "stage 0 has torch.optim.sgd.SGD, but .* has no 'dampening'"),
-        ({**state, "groups": more}, r"stage 0 has .*SGD, but .* \(it has 'amsgrad'\)"),
+        (more, r"stage 0 has .*SGD, but .* \(it has 'amsgrad'\)"),
     ]:
         with pytest.raises(InputError, match=said):
             trainer.load_state_dict(bad)
