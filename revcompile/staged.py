@@ -52,12 +52,7 @@ from revcompile.runtime.trainer.core import Trainer
 from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.metrics import Metrics
 from revcompile.runtime.trainer.settings import Settings, Task
-from revcompile.schedule import (
-    Method,
-    check_schedule,
-    choose,
-    delay,
-)
+from revcompile.schedule import Method, check_schedule, delay
 from revcompile.units import parse_memory_budget
 
 __all__ = [
@@ -110,7 +105,6 @@ class StagedModel(StageReport):
 
     def __init__(self, model: Reversible, partition: Partition, method: Method) -> None:
         super().__init__(partition, method)
-        self._default_method = method
         self.model = model
         """The rewired module, which owns the parameters under their original names."""
         self._tree = TreeGuard(partition.rewired, model)
@@ -215,7 +209,7 @@ class StagedModel(StageReport):
         loss: Loss | None,
         *,
         # method
-        method: MethodName | Method = "petra",
+        method: MethodName | Method | None = None,
         order: OrderName | None = None,
         alpha: float | None = None,
         weights: WeightsName | None = None,
@@ -263,6 +257,7 @@ class StagedModel(StageReport):
 
         Args: method
             method: A row of the methods' table: "petra", "backprop", "1f1b", "pipedream", ...
+                Default: `net.method`, which is PETRA unless it was set.
             order: "1f1b" (the default; stage j of J is J-1-j updates late) or "paper" (twice that).
             alpha: The order as a number: 1 is "1f1b", 2 is "paper", and anything from 1 on works.
             weights: Which parameters passes use. "latest": PETRA's choice, no copies. "stashed":
@@ -353,9 +348,9 @@ class StagedModel(StageReport):
             buffers=buffers,
             messages=messages,
         )
-        if method == "petra" and weights is None:  # what suits the policy, unless weights= says
-            method = self._default_method
-        chosen = choose(method, order=order, alpha=alpha, weights=weights)
+        chosen = self._choose(
+            self.method if method is None else method, order=order, alpha=alpha, weights=weights
+        )
         check_schedule(chosen, self.num_stages, accumulate, self.partition.ties, synchronous)
         plan = None
         if memory_budget is not None:

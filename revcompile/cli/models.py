@@ -64,7 +64,7 @@ def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> N
         metavar="N",
         help=f"how many stages to cut it into{if_left_out}",
     )
-    parser.add_argument("--method", default="petra", help="petra (default), 1f1b, gpipe, ...")
+    parser.add_argument("--method", help="petra (default), 1f1b, gpipe, ...")
     parser.add_argument("--order", help='"1f1b" (the default: half the delay) or "paper"')
     parser.add_argument("--weights", help='of passes: "latest", "stashed" or "predicted"')
     parser.add_argument(
@@ -106,7 +106,9 @@ def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
     from revcompile.schedule import choose
 
     net = petrafy(loaded.model, args.stages, loaded.example, policy=args.policy, check="off")
-    net.method = choose(args.method, order=args.order, weights=args.weights)
+    if args.method is not None:
+        net.method = args.method
+    net.method = choose(net.method, order=args.order, weights=args.weights)
     return net
 
 

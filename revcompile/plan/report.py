@@ -57,12 +57,18 @@ class StageReport:
 
     @property
     def method(self) -> Method:
-        """What programs, delays and memory are shown for; trainers are given theirs."""
+        """What programs, delays and memory are shown for, and trainers use unless they are told."""
         return self._method
 
     @method.setter
     def method(self, method: MethodName | Method) -> None:
-        self._method = choose(method)
+        self._method = self._choose(method)
+
+    def _choose(self, method: str | Method, *, weights: str | None = None, **order: Any) -> Method:
+        """A method by name; "petra" has the weights that the policy needs."""
+        if method == "petra" and weights is None and self.partition.rewired.policy.averaged:
+            weights = "stashed"
+        return choose(method, weights=weights, **order)
 
     @property
     def num_stages(self) -> int:
@@ -70,7 +76,7 @@ class StageReport:
 
     @property
     def stages(self) -> tuple[CompiledStage, ...]:
-        """The stages with their programs for the default method."""
+        """The stages with their programs for `net.method`."""
         count = self.num_stages
         lists = actions(self.method, count, 2 * count, ties=self.partition.ties)
         programs = self._programs(self.method)
@@ -81,7 +87,7 @@ class StageReport:
         )
 
     def delays(self, accumulate: int = 1) -> tuple[int, ...]:
-        """Updates between forward and backward of a micro-batch at each stage, with PETRA."""
+        """Updates between forward and backward of a micro-batch at each stage."""
         count = self.num_stages
         whole_number("net.delays", "accumulate", accumulate, 1)
         return tuple(delay(self.method, count, j, accumulate) for j in range(count))
@@ -94,7 +100,7 @@ class StageReport:
         weights: WeightsName | None = None,
         accumulate: int = 1,
     ) -> tuple[StageMemory, ...]:
-        """What each stage holds at its peak, in bytes, with PETRA.
+        """What each stage holds at its peak, in bytes.
 
         Parameters that are frozen now have no gradients, stashed copies or optimizer state, and
         below the first piece that has something to train nothing is kept, unless there are batch
@@ -200,11 +206,11 @@ class StageReport:
         return drawing.draw(self.partition, programs, path, name=name, batch=size, memory=memory)
 
     def draw_schedule(self, path: str | Path, *, accumulate: int | None = None) -> Path:
-        """Draw when each stage computes, for PETRA beside other methods: `timeline.svg`."""
+        """Draw when each stage computes, by `net.method` beside others: `timeline.svg`."""
         path = new_file("net.draw_schedule", path, "timeline.svg")
-        costs = drawing.costs_of(self.partition)
-        name = self.partition.rewired.name
-        return drawing.draw_schedule(costs, path, accumulate=accumulate, title=name)
+        costs, name = drawing.costs_of(self.partition), self.partition.rewired.name
+        methods = drawing.beside_others(self.method)
+        return drawing.draw_schedule(costs, path, methods, accumulate=accumulate, title=name)
 
     def _repr_html_(self) -> str:
         return drawing.fragment(self.partition, self._programs(self.method))

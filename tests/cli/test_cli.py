@@ -288,6 +288,28 @@ def test_draw_writes_what_it_is_asked_for(called: Called, tmp_path: Path) -> Non
     assert all("<svg" in file.read_text() for file in files)
 
 
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        ((), "PETRA, 1F1B order"),
+        (("--order", "paper"), "PETRA, paper order"),
+        (("--method", "pipedream"), "pipedream"),
+        (("--weights", "stashed", "--order", "paper"), "petra_stashed, alpha=2"),
+        (("--policy", "pretrained"), "petra_stashed"),
+    ],
+)
+def test_the_method_of_the_command_line_is_drawn_first(
+    called: Called, tmp_path: Path, options: tuple[str, ...], first: str
+) -> None:
+    file = tmp_path / "time.svg"
+    argv = ("draw", MODEL, "--stages", "2", "--schedule", str(file), *options)
+    assert called(*argv)[0] == 0
+    drawn = file.read_text()
+    labels = [first, "PETRA, 1F1B order", "PETRA, paper order", "GPipe", "backprop"]
+    at = [drawn.index(f">{label}<") for label in dict.fromkeys(labels)]
+    assert at[0] == min(at)
+
+
 def test_plan_compares_methods_on_a_cluster(called: Called) -> None:
     argv = ("plan", MODEL, "--devices", "8", "--link", "10Gbps", "--latency", "1ms")
     found = in_json(called, *argv, "--batch-size", "4")

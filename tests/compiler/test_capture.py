@@ -8,6 +8,7 @@ import functools
 import gc
 import random
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -589,12 +590,72 @@ def test_unregistered_dataclass_as_input() -> None:
 @pytest.mark.parametrize(
     ("wrap", "words"),
     [
-        (torch.compile, "compiled (OptimizedModule); pass the plain model, model._orig_mod"),
+        (torch.compile, "the model is compiled (OptimizedModule); pass the plain module, its _or"),
         (nn.DataParallel, "wrapped for data parallelism (DataParallel); pass the plain model"),
     ],
 )
 def test_wrapped_model(wrap: Callable[[nn.Module], nn.Module], words: str) -> None:
     assert words in message(InputError, lambda: FX(wrap(zoo.Mlp()), zoo.rows(2)))
+
+
+def compiled_module(layer: nn.Module) -> nn.Module:
+    return torch.compile(layer)  # type: ignore[return-value]
+
+
+def compiled_forward(layer: nn.Module) -> nn.Module:
+    layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+    return layer
+
+
+def doubled_forward(layer: nn.Module) -> nn.Module:
+    before = layer.forward
+    layer.forward = lambda x: 2 * before(x)  # type: ignore[method-assign]
+    return layer
+
+
+class WithLambda(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.run = lambda x: self.layer(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.run(x)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (compiled_module, "capture: 1 is compiled (OptimizedModule); pass the plain module"),
+        (compiled_forward, "capture: 1 has a function as its attribute forward, which holds 1 ("),
+        (doubled_forward, "capture: 1 has a function as its attribute forward, which holds 1 ("),
+        (WithLambda, "capture: 1 has a function as its attribute run, which holds 1 ("),
+    ],
+)
+def test_parts_that_a_copy_would_share_with_the_model(
+    wrap: Callable[[nn.Module], nn.Module], words: str
+) -> None:
+    model = nn.Sequential(zoo.Mlp(), wrap(nn.Linear(8, 8)))
+    text = message(InputError, lambda: FX(model, zoo.rows(2)))
+    assert words in text and "0x" not in text
+
+
+def test_functions_that_hold_nothing_of_the_model() -> None:
+    class Patched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, factor = nn.Linear(8, 8), 2.0
+            self.double = lambda x, scale=2.0: x * scale / factor * 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.double(self.f(x))
+
+    model = Patched()
+    model.f.forward = types.MethodType(nn.Linear.forward, model.f)  # type: ignore[method-assign]
+    model.compile()
+    net = revcompile.reversify(model, zoo.rows(2))
+    net(*zoo.rows(2)).sum().backward()
+    assert net.f.weight.grad is not None and model.f.weight.grad is None
 
 
 def test_scripted_part() -> None:

@@ -136,7 +136,7 @@ def raising(argument: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": None}, "method=None; use the name of a method, e.g. method='petra'"),
+        ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
         ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
         ({"order": ["paper"]}, 'use "1f1b" or "paper"'),
         ({"alpha": "x"}, r"alpha='x'; use a number, at least 1 \(1: order='1f1b'"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -186,26 +188,56 @@ def _grown(leaves: Sequence[Any], chosen: Sequence[int], dim: int) -> list[Any]:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    data_parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    is_compiled = isinstance(getattr(model, "_orig_mod", None), nn.Module)  # by torch.compile
-    for is_wrapped, attribute, kind in (
-        (is_compiled, "_orig_mod", "compiled"),
-        (isinstance(model, data_parallel), "module", "wrapped for data parallelism"),
-    ):
-        if is_wrapped:
-            raise InputError(
-                f"capture: the model is {kind} ({type(model).__name__}); pass the plain model, "
-                f"model.{attribute}, and wrap the result"
-            )
-    for path, module in model.named_modules():
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(
+            f"capture: the model is wrapped for data parallelism ({type(model).__name__}); pass "
+            "the plain model, model.module, and wrap the result"
+        )
+    paths = {module: path or "the model" for path, module in model.named_modules()}
+    for module, path in paths.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"capture: {path or 'the model'} is scripted, and copies of scripted modules do "
-                "not train; pass the Python module it was made from"
+                f"capture: {path} is scripted, and copies of scripted modules do not train; pass "
+                "the Python module it was made from"
             )
+        if isinstance(module._modules.get("_orig_mod"), nn.Module):  # torch.compile
+            raise InputError(
+                f"capture: {path} is compiled ({type(module).__name__}); pass the plain module, "
+                "its _orig_mod, and compile the result"
+            )
+        for name, value in vars(module).items():
+            held = None if name == "_compiled_call_impl" else _held_module(value, paths)
+            if held is not None:
+                raise InputError(
+                    f"capture: {path} has a function as its attribute {name}, which holds "
+                    f"{paths[held]} (as a lambda that reads self does, or torch.compile of a "
+                    "method). A copy of the model would run that module, not its own copy of it: "
+                    f"make {name} a method of the class, and compile the result"
+                )
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise InputError(f"capture: {lazy} has no shape yet; run the model once, then capture it")
+
+
+def _held_module(value: Any, modules: Container[nn.Module]) -> nn.Module | None:
+    """One of the modules that a function refers to. Deep copies of the function do so, too."""
+    work, seen = [(value, False)], set[int]()
+    while work:
+        value, is_shared = work.pop()
+        if isinstance(value, nn.Module) and is_shared and value in modules:
+            return value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType):
+            cells = [cell for cell in value.__closure__ or () if cell != CellType()]  # not empty
+            work += [(cell.cell_contents, True) for cell in cells]
+            work += [(default, True) for default in value.__defaults__ or ()]
+        elif isinstance(value, MethodType):
+            work += [(value.__self__, is_shared), (value.__func__, is_shared)]
+        elif isinstance(value, partial):
+            work += [(part, is_shared) for part in (value.func, *value.args)]
+    return None
 
 
 def _refuse_unknown_containers(leaves: Sequence[Any], labels: Sequence[str]) -> None:

@@ -18,11 +18,11 @@ from revcompile.errors import InputError
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
 from revcompile.inspect.drawing.picture import Picture, picture
-from revcompile.inspect.drawing.timeline import timeline_svg
+from revcompile.inspect.drawing.timeline import beside_others, timeline_svg
 from revcompile.ir.program import Partition, StageMemory, StageProgram
 from revcompile.schedule import Costs, Method
 
-__all__ = ["Picture", "costs_of", "draw", "draw_schedule", "fragment", "picture"]
+__all__ = ["Picture", "beside_others", "costs_of", "draw", "draw_schedule", "fragment", "picture"]
 
 
 def draw(

@@ -38,6 +38,14 @@ METHODS: Final[Mapping[str, Method]] = {
 }
 """The default methods."""
 
+
+def beside_others(method: Method) -> dict[str, Method]:
+    """A method before the default ones."""
+    label = next((name for name, other in METHODS.items() if other == method), None)
+    order = f", alpha={method.alpha:g}" if method.alpha > 1 else ""
+    return {label or f"{method.name}{order}": method} | dict(METHODS)
+
+
 _WIDTH: Final = 1000.0
 _MARGIN: Final = 20.0
 _LEFT: Final = 74.0

@@ -130,6 +130,16 @@ def test_streams_are_rebuilt_to_the_bit_and_few_bits_are_kept(bits: int) -> None
     assert kept == 2 * 2 * elements * bits // 8  # two blocks, two micro-batches in flight
 
 
+def test_petra_has_the_weights_that_the_policy_needs() -> None:
+    net = staged()
+    for method in ("petra", "1f1b", "petra"):
+        net.method = method
+        trainer = net.trainer(sgd, F.mse_loss)
+        assert trainer.schedule.method == net.method
+    assert net.method.name == "petra_stashed"
+    assert net.trainer(sgd, F.mse_loss, method="petra").schedule.method == net.method
+
+
 def test_as_modules_for_torch_pipelining() -> None:
     net, x = staged(), batches()[0][0]
     stages = net.to_pipeline_stages(reversible=True)

@@ -438,6 +438,16 @@ def test_metrics_of_a_step() -> None:
     assert [sorted(m.reconstruction) for m in found] == [[3], [2], [1], [3], [2], [1]]
 
 
+def test_tables_show_the_method_that_is_trained() -> None:
+    net = fresh()
+    assert trainer_of(net).delays == net.delays() == (3, 2, 1, 0)
+    net.method = "1f1b"
+    trainer = trainer_of(net)
+    assert trainer.delays == net.delays() == (0, 0, 0, 0)
+    assert trainer.schedule.method == net.method and "stages, 1f1b" in str(net)
+    assert trainer_of(net, method="petra", order="paper").delays == (6, 4, 2, 0)
+
+
 def test_throughput_is_that_of_training_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
