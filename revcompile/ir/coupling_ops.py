@@ -11,8 +11,8 @@ that run their steps are inlined, with `recording` to switch autograd and statis
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -43,6 +43,7 @@ __all__ = [
     "call_norm",
     "cast_gradient",
     "couple_average",
+    "current_seeder",
     "detached",
     "draw_sign",
     "enter_average",
@@ -76,7 +77,6 @@ __all__ = [
 _WORD: Final = (1 << 64) - 1
 _engine: Final = torch.autograd.Variable._execution_engine
 _Gradient = TypeVar("_Gradient", Tensor, Tensor | None)
-_seeder: Final[ContextVar[Callable[[int, int], None] | None]] = ContextVar("_seeder", default=None)
 
 
 def recording(on: bool) -> None:
@@ -365,27 +365,44 @@ def seed_torch(seed: int) -> None:
         torch.manual_seed(seed)
 
 
+def _seed_default(key: int, place: int) -> None:
+    seed_torch(seed_of(key, place))
+
+
+Seeder = Callable[[int, int], None]
+"""Seeds the random numbers of the piece at a place, by a key."""
+_seeder: Final[ContextVar[Seeder]] = ContextVar("_seeder", default=_seed_default)
+
+
 def reseed(key: int, place: int) -> None:
     """Seed the random numbers of one piece, the same in forward and backward."""
-    if (seeder := _seeder.get()) is None:
-        seed_torch(seed_of(key, place))
-    else:
-        seeder(key, place)
+    _seeder.get()(key, place)
+
+
+def current_seeder() -> Seeder:
+    """What `reseed` calls in this thread."""
+    return _seeder.get()
 
 
 def is_seeded_elsewhere() -> bool:
     """Is `seeding` in effect, so that the global random state need not be saved?"""
-    return _seeder.get() is not None
+    return _seeder.get() is not _seed_default
 
 
-@contextmanager
-def seeding(seeder: Callable[[int, int], None]) -> Iterator[None]:
-    """Have `seeder(key, place)` called by `reseed`: a captured step seeds its own generators."""
-    token = _seeder.set(seeder)
-    try:
-        yield
-    finally:
-        _seeder.reset(token)
+class seeding(AbstractContextManager[None]):
+    """Have `seeder(key, place)` called by `reseed`: a captured step seeds its own generators.
+
+    Not a generator: many passes enter one.
+    """
+
+    def __init__(self, seeder: Seeder) -> None:
+        self._own = seeder
+
+    def __enter__(self) -> None:
+        self._token = _seeder.set(self._own)
+
+    def __exit__(self, *_: Any) -> None:
+        _seeder.reset(self._token)
 
 
 # -- calls of higher order -------------------------------------------------------------------------

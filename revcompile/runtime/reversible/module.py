@@ -10,7 +10,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -34,7 +34,7 @@ from revcompile.runtime.reversible.inlined_modules import Inlined
 from revcompile.runtime.reversible.original import Original, OriginalSurface, in_method_of_original
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance
-from revcompile.runtime.reversible.replay import ReplayContext, StatefulBuffers
+from revcompile.runtime.reversible.replay import DrawCheck, ReplayContext, StatefulBuffers
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ def _block(
         rearrange_sides=tuple(position[name] for name in rearrange.sides) if rearrange else (),
         bindings=bindings,
         sharded=sharded,
-        replay_context=_replay_context(coupling.branch, root, list(bindings.modules)),
+        replay_context=_replay_context(coupling, root, list(bindings.modules)),
         has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
         batch_dim=None if kind is None else kind.batch_dim,
         weights=BlockWeights() if sharded else BlockWeights.of(coupling.branch, root, bindings),
@@ -345,12 +345,13 @@ def _sharded(bindings: Bindings) -> tuple[ShardedModule, ...]:
 
 
 def _replay_context(
-    branch: fx.Graph, root: nn.Module, modules: Sequence[nn.Module]
+    coupling: Coupling, root: nn.Module, modules: Sequence[nn.Module]
 ) -> ReplayContext:
     norms = tuple(m for m in modules if isinstance(m, _BatchNorm))
     others = [m for m in modules if not isinstance(m, _BatchNorm)]
     buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
-    return ReplayContext(norms, random_reads(branch, root), StatefulBuffers(buffers))
+    random, draws = random_reads(coupling.branch, root), DrawCheck(f"block {coupling.name}")
+    return ReplayContext(norms, random, StatefulBuffers(buffers), draws)
 
 
 def _grow_state_dict(

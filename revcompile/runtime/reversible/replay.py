@@ -6,7 +6,7 @@ statistics alone, so that these move once a step however often a branch runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -98,31 +98,67 @@ def _dropout_rate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return None
 
 
-_RandomState = tuple[Tensor, Tensor | None]
-"""Of the CPU's generator (as int64: bytes take five times as long to compare), and the GPU's."""
+RandomStates = tuple[Tensor, ...]
+"""Of generators, as int64: bytes take five times as long to compare."""
 
 
-def _random_state(device: torch.device) -> _RandomState:
-    on_device = None
-    if device.type == "cuda":
-        on_device = torch.cuda.default_generators[device.index].get_state()
-    return torch.default_generator.get_state().view(torch.int64), on_device
+def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """Those that layers on a device may draw from; its own is the last."""
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.default_generator, torch.cuda.default_generators[index]
 
 
-def _set_random_state(device: torch.device, state: _RandomState) -> None:
-    torch.default_generator.set_state(state[0].view(torch.uint8))
-    if state[1] is not None:
-        torch.cuda.default_generators[device.index].set_state(state[1])
+def random_states(generators: Iterable[torch.Generator]) -> RandomStates:
+    return tuple(generator.get_state().view(torch.int64) for generator in generators)
 
 
-@contextmanager
-def _random_state_as(device: torch.device, state: _RandomState) -> Iterator[None]:
-    now = _random_state(device)
-    _set_random_state(device, state)
-    try:
-        yield
-    finally:
-        _set_random_state(device, now)
+def _set_random_states(generators: Iterable[torch.Generator], states: RandomStates) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state.view(torch.uint8))
+
+
+class DrawCheck:
+    """Refuses second runs of a branch that have not drawn the random numbers of the first.
+
+    All threads of a process draw from the same default generators. If another one draws during one
+    of the runs, that run gets other numbers, and leaves the generators in other states. Where the
+    branch itself draws nothing, this does no harm. Which generators it draws from is learned from
+    runs that leave them alike.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._draws: dict[int, bool] = {}
+        """By the position of a generator. Unless known, a branch draws on its own device only."""
+
+    def has_drawn(self, before: RandomStates, after: RandomStates) -> bool:
+        """Has a first run drawn anything?"""
+        is_same = list(map(torch.equal, before, after))
+        for position in (position for position, same in enumerate(is_same) if same):
+            self._draws.setdefault(position, False)
+        return not all(is_same)
+
+    def compare(
+        self, start: Callable[[], RandomStates], first: RandomStates, second: RandomStates
+    ) -> None:
+        """Compare the states after two runs, which have begun in the same."""
+        for position, (one, other) in enumerate(zip(first, second, strict=True)):
+            if torch.equal(one, other):
+                if not self._draws.get(position):
+                    self._draws[position] = not torch.equal(one, start()[position])
+            elif any(torch.equal(state, start()[position]) for state in (one, other)):
+                self._draws[position] = False
+            elif self._draws.get(position, position == len(first) - 1):
+                raise ModifiedError(
+                    f"{self._name}: the backward pass has not drawn the random numbers of the "
+                    "forward pass again. Most likely another thread, which loads data or trains, "
+                    "draws from torch's default generator at the same time; let it draw from a "
+                    "torch.Generator of its own, or in another process (DataLoader with "
+                    "num_workers). Hooks that draw, and layers that draw more or less depending on "
+                    "their values, do the same"
+                )
 
 
 # -- buffers --------------------------------------------------------------------------------------
@@ -292,38 +328,35 @@ class ReplayContext:
     norms: tuple[nn.Module, ...] = ()
     random: RandomReads = _UNKNOWN
     stateful: StatefulBuffers = field(default_factory=lambda: StatefulBuffers(()))
+    draws: DrawCheck = field(default_factory=lambda: DrawCheck("a block"))
 
 
 class Surroundings:
     """What the branches of a chain run under in one call: autocast, and the random state.
 
-    Nothing is drawn between two branches, so the state after one is that before the next that may
-    draw.
+    A call draws nothing between two branches, so the state after one is that before the next that
+    may draw. (If another thread draws there, `DrawCheck` finds the next one disturbed.)
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         kinds = dict.fromkeys(("cpu", device.type))
         self.autocast = _Autocast.now(kind for kind in kinds if kind != "meta")
         self.captures = is_capturing(device)
         self.is_observed = _has_any_global_hook() or bool(_len_torch_function_stack())
         """Is there code of others around every operation, which may draw random numbers, too?"""
-        self._random: _RandomState | None = None
+        self.generators = () if self.captures else default_generators(device)
+        self._random: RandomStates | None = None
 
     def before_draws(self) -> None:
         """Before a run that may draw random numbers."""
         if self._random is None:
-            self._random = _random_state(self.device)
+            self._random = random_states(self.generators)
 
-    def random_before(self) -> _RandomState | None:
-        """After such a run: the random state before it, if it has drawn something."""
+    def after_draws(self) -> tuple[RandomStates, RandomStates]:
+        """After such a run: the random states before and after it."""
         assert self._random is not None
-        before, now = self._random, _random_state(self.device)
-        pairs = zip(before, now, strict=True)
-        if all(a is None or (b is not None and torch.equal(a, b)) for a, b in pairs):
-            return None
-        self._random = now
-        return before
+        before, self._random = self._random, random_states(self.generators)
+        return before, self._random
 
 
 class Replay(AbstractContextManager[None]):
@@ -346,7 +379,7 @@ class Replay(AbstractContextManager[None]):
         if self._may_draw:
             around.before_draws()
         self.masks = Masks() if around.captures else None
-        self.random: _RandomState | None = None
+        self.random: tuple[RandomStates, RandomStates] | None = None
         self.buffers = branch.stateful.snapshot()
         self._identities = branch.stateful.identities()
         self.statistics = Statistics() if branch.norms else None
@@ -362,9 +395,10 @@ class Replay(AbstractContextManager[None]):
         return stack
 
     def finish(self) -> Replay:
-        """After the first run: save the random state before it if it drew, and needed copies."""
+        """After the first run: save random states if it drew, and needed copies."""
         if self._may_draw:
-            self.random = self.around.random_before()
+            states = self.around.after_draws()
+            self.random = states if self.branch.draws.has_drawn(*states) else None
         if self._identities:
             self.buffers = self.branch.stateful.changed(self.buffers, self._identities)
             self._identities = []
@@ -374,7 +408,7 @@ class Replay(AbstractContextManager[None]):
         """What few branches need in the second run."""
         contexts: list[AbstractContextManager[Any]] = []
         if self.random is not None:
-            contexts.append(_random_state_as(self.around.device, self.random))
+            contexts.append(self._drawing_again(*self.random))
         if self.masks is not None:
             contexts.append(self.masks.replay())
         if self.buffers:
@@ -382,6 +416,18 @@ class Replay(AbstractContextManager[None]):
         if self.statistics is not None and self.statistics.is_needed:
             contexts.append(self.statistics.replay())
         return contexts
+
+    @contextmanager
+    def _drawing_again(self, before: RandomStates, after: RandomStates) -> Iterator[None]:
+        generators = self.around.generators
+        now = random_states(generators)
+        _set_random_states(generators, before)
+        try:
+            yield
+            again = random_states(generators)
+        finally:
+            _set_random_states(generators, now)
+        self.branch.draws.compare(lambda: before, after, again)
 
     def __enter__(self) -> None:
         self._stack: ExitStack | None = None

@@ -28,6 +28,7 @@ from revcompile.runtime.reversible.replay import (
 )
 from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.stage.activations import ActivationStore
+from revcompile.runtime.stage.draws import StageDraws
 from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import parameters_to_watch
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
@@ -117,7 +118,7 @@ class Stage:
         names = castable_parameters(program, root, self.parameters) if autocast else []
         self.cast_weights = CastWeights(self.parameters, names, autocast)
         self.hooks = LayerHooks(TreeReads(program.forward, root).modules)
-        self._random = any(unit.random for unit in program.units)
+        self._draws = StageDraws(program)
         self._stateful = StatefulBuffers(stateful_candidates(program, root))
         statistics, is_early = statistics_of(program, root), statistics_move_early(program)
         self._early_statistics = statistics if is_early else []
@@ -173,6 +174,7 @@ class Stage:
         hooks: HookRecord = {}
         with (
             self._program_context(weights),
+            self._draws.forward(microbatch, self._device()),
             self.hooks.recorded(hooks),
             self._samples.collecting() as sampled,
         ):
@@ -290,16 +292,16 @@ class Stage:
             *(values[name] for name in program.needs_back),
             *(gradients.get(name) for name in program.outputs_with_grad),
         )
+        key = mix(self.seed, microbatch)
         with (
             self._program_context(self.weights.backward(held.used)),
+            self._draws.backward(microbatch, key, self._device()),
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
             at_versions(self._saved_by_reference(), held.parameter_versions),
         ):
-            returned, of_inputs, of_parameters = self._backward(
-                self.root, mix(self.seed, microbatch), *arguments
-            )
+            returned, of_inputs, of_parameters = self._backward(self.root, key, *arguments)
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
         own_grads = self.cast_weights.like_weights(
             dict(zip(program.parameters, dense, strict=True))
@@ -377,6 +379,7 @@ class Stage:
     def reset(self, seed: int) -> None:
         """Start anew: other parameters were loaded, and random numbers come from another seed."""
         self.clear()
+        self._draws.clear()
         self.seed = mix(seed, self.program.index)
         self.reconstruction.clear()
         self.weights.loaded()
@@ -422,7 +425,7 @@ class Stage:
         """Around a program: weights, autocast and random state; global state is restored."""
         with ExitStack() as stack:
             device = self._device()
-            if self._random and not is_seeded_elsewhere():
+            if self._draws.is_random and not is_seeded_elsewhere():
                 devices = [device] if device.type == "cuda" else []
                 stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.no_grad())

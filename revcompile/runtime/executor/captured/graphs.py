@@ -78,7 +78,8 @@ class CudaGraphReplay(EagerReplay):
         from the 3rd on       replayed
 
     A graph cannot seed random numbers. Each place that draws some gets a generator of its own,
-    which is seeded from the host before the graph is replayed.
+    which is seeded from the host before the graph is replayed. No other thread draws from it. Only
+    during the capture it is the default generator: who draws from that then gets an error of torch.
     """
 
     def __init__(self, device: torch.device) -> None:
