@@ -66,8 +66,9 @@ class RandomReads(NamedTuple):
         return self.is_unknown or any(layer.p and layer.training for layer in self.dropouts)
 
     @property
-    def may_draw_in_training(self) -> bool:
-        return self.is_unknown or any(layer.p for layer in self.dropouts)
+    def may_ever_draw(self) -> bool:
+        """In any mode, and with any rate: both may change between two steps."""
+        return self.is_unknown or bool(self.dropouts)
 
 
 def random_reads(graph: fx.Graph, root: nn.Module) -> RandomReads:

@@ -51,4 +51,4 @@ def _draws(piece: Segment, root: nn.Module) -> bool:
     """May a piece draw random numbers: in its graph, or the signs of an averaged coupling?"""
     if isinstance(piece, Coupling) and piece.kept_bits:
         return True
-    return random_reads(piece.graph, root).may_draw_in_training
+    return random_reads(piece.graph, root).may_ever_draw

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -52,7 +52,6 @@ from revcompile.runtime.trainer.metrics import (
     Metrics,
     RunningMeans,
     check_loader,
-    eval_mode,
 )
 from revcompile.runtime.trainer.settings import Task
 from revcompile.schedule import window
@@ -173,17 +172,23 @@ class DistributedTrainer(Trainer):
         """Train on one micro-batch; see the class for which rank needs to pass what."""
         self._check_usable()
         self._resume_training()
+        problem = self._refusal()
+        # What is in flight goes back all the same, with the settings it was computed with.
+        with nullcontext() if problem is None else self._guard.settings.restored():
+            try:
+                return self._step(inputs, target, problem)
+            finally:
+                if not self.runner.is_replaying:
+                    self._follow_settings()  # layers may change their own as they run
+
+    def _step(self, inputs: Any, target: Any, problem: str | None) -> Metrics:
         microbatch = self.schedule.injected
-        problem = self._changed_model()
         refusal = problem and f"trainer.step: {problem}"
         for executor in self.executors:
             executor.refusal = refusal
         values, binder, dense = None, self.binder, self.runner.is_on
         if self.is_first:
-            values = self._prepared(
-                self.executors[0],
-                lambda: binder.prepare(inputs, replay=self._replay, dense=dense),
-            )
+            values = self._prepared(self.executors[0], lambda: binder.prepare(inputs, dense=dense))
         if self.is_last:
             self._given = inputs, target
             checked = self._prepared(
@@ -338,7 +343,7 @@ class DistributedTrainer(Trainer):
         self._finish(self.scheduler.own(self.schedule.receive_tied_weights()))
         means, merged = RunningMeans(metrics), RunningMeans(metrics)
         evaluation = EvaluationPass(self, loader, means)
-        with eval_mode(self.model, self.settings.autocast), self._stop_on_error():
+        with self._evaluating(), self._stop_on_error():
             evaluation.run()
         error = evaluation.error
         text = None if error is None else f"{type(error).__name__}: {error}"
@@ -420,6 +425,7 @@ class DistributedTrainer(Trainer):
             self.runner.leave(self.schedule, self.transport)
             self._load_state(state)
             self.runner.clear()
+            self._follow_settings()
             set_generators(state["rng"])
             self.transport.completed = self.schedule.injected - 1
             self.everyone(None)  # no rank sends before all have dropped what was in flight

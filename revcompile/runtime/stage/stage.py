@@ -17,6 +17,7 @@ from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.precision_rewrites import for_stages, taking_stored
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
+from revcompile.ir.snapshot import has_hooks, read_by
 from revcompile.kernels.repeatable import Repeatable
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
@@ -30,7 +31,7 @@ from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.stage.activations import ActivationStore
 from revcompile.runtime.stage.draws import StageDraws
 from revcompile.runtime.stage.loss_scale import unscaled
-from revcompile.runtime.stage.module_guards import parameters_to_watch
+from revcompile.runtime.stage.module_guards import hooked
 from revcompile.runtime.stage.pass_weights import PassWeights, Used
 from revcompile.runtime.stage.program_facts import (
     repeated_in,
@@ -105,7 +106,10 @@ class Stage:
         self._messages = messages
         """The dtype in which float32 gradients are sent to the stage before; None: their own."""
         self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
-        self.watched = parameters_to_watch(program, root, self.parameters, replicas)
+        for name in filter(lambda name: has_hooks(self.parameters[name]), self.parameters):
+            raise InputError(f"trainer, stage {program.index}: {hooked(name)}")
+        self.watched = read_by([program.forward], root)
+        """What it reads of the model."""
         self._slots = parameter_slots(root, self.parameters)
         for name in replicas:
             original = self.parameters[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn
 from weakref import WeakKeyDictionary, ref
@@ -23,10 +24,10 @@ from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.transport import Transport
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.module_guards import ParameterGuard
+from revcompile.runtime.stage.module_guards import StageGuard, changed_in_flight
 from revcompile.runtime.trainer.data import Loader, make_loader
 from revcompile.runtime.trainer.inputs import InputBinder, split_batch, warn_if_larger_than_planned
-from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics, Throughput
+from revcompile.runtime.trainer.metrics import Evaluation, Metric, Metrics, Throughput, eval_mode
 from revcompile.runtime.trainer.settings import Task, build_executors
 from revcompile.schedule import Schedule, delay
 
@@ -101,7 +102,6 @@ class Trainer(TrainerState, ABC):
         given = transport, self.loss_head, self.stage_seed, self.skip_on_error
         self.executors = build_executors(task, stages, *given)
         self.scheduler = LocalScheduler(self.executors)
-        self.parameter_guard = ParameterGuard([p for e in self.executors for p in e.stage.watched])
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._throughput = Throughput(device)
@@ -112,6 +112,7 @@ class Trainer(TrainerState, ABC):
 
     def take_over(self) -> None:
         """Train the model from now on. Until then, a trainer that is refused changes nothing."""
+        self._guard = StageGuard([watched for e in self.executors for watched in e.stage.watched])
         if self.model not in _latest:
             hooked: nn.Module = self.model
             hooked.register_load_state_dict_post_hook(_tell_trainer)
@@ -147,7 +148,8 @@ class Trainer(TrainerState, ABC):
                 On all ranks, whichever has met it.
         """
         self._check_usable()
-        self._check_tree("trainer.flush", self._unseen_change())
+        self._resume_training()
+        self._check_tree("trainer.flush", self._changed_in_flight())
         self._drain()
         failure = self._failure()
         own = None if failure is None else (str(failure), failure.stage, failure.microbatch)
@@ -158,7 +160,6 @@ class Trainer(TrainerState, ABC):
 
     def _drain(self) -> None:
         self._sync_stages()
-        self._resume_training()
         self._finish(self.scheduler.own(self.schedule.drain()))
         self._throughput.pause()
 
@@ -230,34 +231,38 @@ class Trainer(TrainerState, ABC):
         for executor in self.executors:
             executor.weights_loaded(weights)
 
-    def _changed_model(self) -> str | None:
-        """What has changed of modules and parameters, which stages would not follow.
+    def _refusal(self) -> str | None:
+        """Why the model cannot be trained on as it is, or None; changed settings are followed."""
+        problem = self.tree.problem() or self._guard.problem() or self._changed_in_flight()
+        if problem is None:
+            self._follow_settings()
+        return problem
 
-        Before every other step that is replayed some of them are looked at, in turns.
-        """
-        if (step := self._replay) is None:
-            return self.tree.problem() or self.parameter_guard.problem()
-        turn, phase = divmod(step, 4)
-        parts = self.parameter_guard.parts
-        if phase == 0:
-            return self.tree.problem(turn)
-        return parts[turn % len(parts)].problem() if phase == 2 else None
+    def _changed_in_flight(self) -> str | None:
+        """What is different of layers since something that is in flight was computed."""
+        change = self._guard.settings.first_change() if any(self.schedule.outstanding) else None
+        return None if change is None else changed_in_flight(change)
 
-    @property
-    def _replay(self) -> int | None:
-        """The number of the next step, if it is likely to be a replay as the last one was."""
-        return self.schedule.injected if self.runner.is_replaying else None
+    def _follow_settings(self) -> None:
+        """Go on with the settings of layers as they are now."""
+        if self._guard.settings.first_change() is not None:
+            self._guard.settings.take()
+            self.runner.restart(self.schedule, self.transport)
 
-    def _unseen_change(self) -> str | None:
-        """What has changed of which steps that were replayed have taken no notice so far."""
-        if not self.runner.is_replaying:
-            return None
-        problem = self.tree.problem() or self.parameter_guard.problem()
-        return problem or (self.binder.unseen_change() if self.is_first else None)
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Eval mode, without gradients. What layers change themselves is no change of settings."""
+        is_same = self._guard.settings.first_change() is None
+        try:
+            with eval_mode(self.model, self.settings.autocast):
+                yield
+        finally:
+            if is_same:
+                self._follow_settings()
 
-    def _check_tree(self, where: str, unseen: str | None = None) -> None:
+    def _check_tree(self, where: str, problem: str | None = None) -> None:
         """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""
-        self._raise_on_all(where, self.tree.problem() or unseen)
+        self._raise_on_all(where, self.tree.problem() or problem)
 
     def _raise_on_all(self, where: str, problem: str | None) -> None:
         for found in self.everyone(problem):
@@ -434,7 +439,6 @@ class Trainer(TrainerState, ABC):
         self._check_usable()
         self._throughput.pause()
         folder = file_path("trainer.save", folder, "runs/a")
-        self._raise_on_all("trainer.save", self._unseen_change())
         self._sync_stages()
         try:
             if drain:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from revcompile.ir.types import TensorType
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.stage.static_buffers import when_copied
-
-_EVERY: Final = 16
-"""Steps between two checks of guards, while steps are replayed."""
 
 
 def warn_if_larger_than_planned(planned: int, samples: int) -> None:
@@ -37,23 +34,15 @@ class InputBinder:
     def __init__(self, partition: Partition, device: torch.device) -> None:
         self._partition, self.device = partition, device
         self._guards = GuardChecker(partition.rewired.guards)
-        self._checked: list[Any] = []
-        """What guards can read of the last inputs for which all held."""
-        self._is_checked = True
-        """Have guards been looked at since the last step?"""
         self._copied: torch.cuda.Event | None = None
         """When the device has read all that was copied from the host."""
 
     def prepare(
-        self,
-        inputs: Any,
-        where: str = "trainer.step",
-        replay: int | None = None,
-        dense: bool = False,
+        self, inputs: Any, where: str = "trainer.step", dense: bool = False
     ) -> dict[str, Any]:
         """Inputs by argument name, such that every guard holds; still the caller's (`take`)."""
         self.check_tensors(inputs, where, dense)
-        return self.check_guards(self.bind(inputs, where), where, replay)
+        return self.check_guards(self.bind(inputs, where), where)
 
     def bind(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
         """Inputs by the names of the model's arguments; not moved."""
@@ -71,23 +60,8 @@ class InputBinder:
             )
         return values
 
-    def check_guards(
-        self, values: dict[str, Any], where: str = "trainer.step", replay: int | None = None
-    ) -> dict[str, Any]:
-        """The inputs unchanged, if every guard holds for them: stages have one graph only.
-
-        Args:
-            replay: The number of a step that is likely to be replayed. That reads no module: while
-                inputs look alike, guards (also on modules) are looked at now and then.
-        """
-        kinds = []
-        if replay is not None:
-            kinds = [
-                (v.shape, v.stride(), v.dtype, v.device, v.requires_grad) for v in values.values()
-            ]
-        self._is_checked = not (replay and replay % _EVERY and kinds == self._checked)
-        if not self._is_checked:
-            return values
+    def check_guards(self, values: dict[str, Any], where: str = "trainer.step") -> dict[str, Any]:
+        """The inputs unchanged, if every guard holds for them: stages have one graph only."""
         rewired = self._partition.rewired
         problem = self._guards.failing(rewired.root, values)
         if problem is not None:
@@ -98,18 +72,7 @@ class InputBinder:
                 "the sizes of the example), undo the change, or call petrafy with an example of "
                 "this case.",
             )
-        self._checked = kinds
         return values
-
-    def unseen_change(self) -> str | None:
-        """What has changed of what guards read, unless they were looked at in the last step."""
-        problem = None if self._is_checked else self._guards.changed(self._partition.rewired.root)
-        if problem is None:
-            return None
-        return (
-            f"{problem}, of which steps that were replayed have taken no notice; undo the change, "
-            "or call petrafy with an example of this case"
-        )
 
     def take(self, tree: Any, copy: bool = True) -> Any:
         """A copy on the device: once `wait_copied` returns, callers may refill their memory.

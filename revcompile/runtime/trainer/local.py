@@ -26,7 +26,6 @@ from revcompile.runtime.trainer.metrics import (
     Metrics,
     RunningMeans,
     check_loader,
-    eval_mode,
 )
 from revcompile.runtime.trainer.settings import Task
 from revcompile.schedule import Schedule
@@ -54,11 +53,18 @@ class LocalTrainer(Trainer):
 
     def step(self, inputs: Any = None, target: Any = None) -> Metrics:
         self._check_usable()
-        if (problem := self._changed_model()) is not None:
-            raise InputError(f"trainer.step: {problem}")
         self._resume_training()
+        if (problem := self._refusal()) is not None:
+            raise InputError(f"trainer.step: {problem}")
+        try:
+            return self._step(inputs, target)
+        finally:
+            if not self.runner.is_replaying:
+                self._follow_settings()  # layers may change their own as they run
+
+    def _step(self, inputs: Any, target: Any) -> Metrics:
         binder, dense = self.binder, self.runner.is_on
-        values = binder.prepare(inputs, replay=self._replay, dense=dense)
+        values = binder.prepare(inputs, dense=dense)
         binder.check_tensors(target, dense=dense)
         if (metrics := self._captured_step(values, target)) is not None:
             return metrics
@@ -111,7 +117,7 @@ class LocalTrainer(Trainer):
         self._check_usable()
         self._throughput.pause()
         self._check_tree("trainer.evaluate")
-        with eval_mode(self.model, self.settings.autocast):
+        with self._evaluating():
             for number, batch in enumerate(check_loader(loader)):
                 self._evaluate_batch(f"evaluation, batch {number}", batch, means)
         return means.evaluation()
@@ -150,6 +156,7 @@ class LocalTrainer(Trainer):
         with self._stop_on_error():
             self._load_state(state)
         self.runner.clear()
+        self._follow_settings()
         self._stop_reason = None
 
     def _write_checkpoint(self, folder: Path, keep: int) -> Path:

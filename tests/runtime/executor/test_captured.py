@@ -448,7 +448,7 @@ def test_settings_that_change_are_captured_anew(monkeypatch: pytest.MonkeyPatch)
     for executor in trainer.executors:
         executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
     trainer.step(*even(1)[0])
-    assert Clearing.cleared == before + 1
+    assert Clearing.cleared > before
 
 
 def test_steps_that_are_measured_leave_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 import revcompile
 from revcompile.ir import coupling_ops, ops
@@ -98,6 +99,34 @@ def test_what_they_compute(
         strict=True,
     ):
         assert float((have - want).abs().max()) <= limit * float(want.abs().max())
+
+
+@pytest.mark.parametrize("frozen", ["all", "one"])
+def test_frozen_norms_stay_frozen(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They normalize by running statistics, which do not move."""
+    monkeypatch.setattr(ops, "statistics_frozen", ContextVar("frozen", default=True))
+    net = _net()
+    program = net._programs(net.method)[4]
+    norms = [m for name, m in net.model.named_modules() if isinstance(m, nn.BatchNorm2d)]
+    for norm in norms if frozen == "all" else norms[::2]:
+        norm.eval()
+        nn.init.uniform_(norm.running_mean, -0.5, 0.5)
+    plain = program.forward, program.backward
+    fused = fuse(*plain, net.model, FusedOps(_same))
+    torch.manual_seed(1)
+    a, b, *seeds = (torch.randn(4, 16, 2, 2) for _ in range(4))
+    before = {name: value.clone() for name, value in net.model.state_dict().items()}
+    found, states = [], []
+    for graphs in (plain, fused):
+        net.model.load_state_dict(before)
+        results = pytree.tree_leaves(_run(net, graphs, a, b, None, seeds, False))
+        found.append([value for value in results if value is not None])
+        states.append({name: value.clone() for name, value in net.model.state_dict().items()})
+    for have, want in zip(*found, strict=True):
+        torch.testing.assert_close(have, want)
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+    moved = [name for name, value in before.items() if not torch.equal(states[1][name], value)]
+    assert bool(moved) == (frozen == "one")
 
 
 def _run(

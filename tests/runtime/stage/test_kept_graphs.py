@@ -51,9 +51,11 @@ def keeping(
     """A trainer whose stages keep just this, whatever the memory."""
     programs = net._programs(choose(method, order=order), keeps)
     chosen, loss = Settings(**settings), F.cross_entropy
-    return LocalTrainer(
+    trainer = LocalTrainer(
         Task(net.model, net.partition, programs, optimizer, loss, chosen, net._tree)
     )
+    trainer.take_over()
+    return trainer
 
 
 def trained(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from torch.nn.utils import parametrize, prune
 from training import batches, feed, fresh, plain_sgd, trainer_of
 
 import revcompile
-from revcompile.errors import InputError, TrainerStoppedError
+from revcompile.errors import InputError, RevcompileWarning, TrainerStoppedError
 from revcompile.runtime.reversible.guards import Mismatch
-from revcompile.runtime.stage import module_guards
 
 
 class Block(nn.Module):
@@ -127,56 +127,33 @@ def test_a_parameter_where_there_was_none_is_refused(backend: str) -> None:
         trainer.step(*data[0])
 
 
-def test_a_change_is_noticed_by_one_part_of_the_guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before replays, which look at no modules, the parts take turns."""
-    monkeypatch.setattr(module_guards, "_PART", 2)
-    net = staged()
-    trainer = trainer_of(net, backend="static")
-    feed(trainer, batches(9))
-    assert trainer.runner.is_active and not trainer.runner.is_replaying
-    head, guards = net.model.get_submodule("head"), trainer.parameter_guard.parts
-    head.weight = nn.Parameter(head.weight.detach().clone())
-    assert [guard.problem() is None for guard in guards].count(False) == 1 < len(guards)
-    net.model.blocks[1].up = Same()  # type: ignore[index, union-attr]
-    told = [trainer.tree.problem(turn) for turn in range(len(trainer.tree._watches))]
-    assert [problem is None for problem in told].count(False) == 1 < len(told)
-    assert trainer.tree.problem() in told
-
-
-@pytest.mark.parametrize("what", ["parameter", "module", "attribute"])
-def test_while_steps_are_replayed_every_part_has_its_turn(
+@pytest.mark.parametrize("what", ["parameter", "module", "attribute", "setting"])
+def test_before_a_replay_everything_is_looked_at(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_guards, "_PART", 2)
     net = staged()
     trainer = trainer_of(net, backend="static")
-    data = [batch for batch in batches(80) if len(batch[1]) == 4]
+    data = [batch for batch in batches(20) if len(batch[1]) == 4]
     feed(trainer, data[:7])
     pipeline = trainer.runner._pipeline
     assert pipeline is not None
     monkeypatch.setattr(pipeline._replay, "is_captured", lambda kind: True)
-    checks: list[int] = []
-    failing = trainer.binder._guards.failing  # type: ignore[attr-defined]
-    guards = lambda *args: (checks.append(1), failing(*args))[1]  # noqa: E731
-    monkeypatch.setattr(trainer.binder._guards, "failing", guards)  # type: ignore[attr-defined]
-    feed(trainer, data[7:25])
-    assert trainer.runner.is_replaying and 1 <= len(checks) <= 4
-    if what == "attribute":  # a change after the last of these looks
-        changed = Mismatch("blocks.0.alpha", 1, 2, "model.py:1")
-        monkeypatch.setattr(trainer.binder._guards, "changed", lambda _: changed)  # type: ignore[attr-defined]
-        trainer.evaluate(data[:1])
-        for end in (trainer.flush, lambda: trainer.save("nowhere")):
-            with pytest.raises(InputError, match=r"alpha was 1 .* is 2 now .* were replayed"):
-                end()
-        return
-    if what == "parameter":
+    feed(trainer, data[7:10])
+    assert trainer.runner.is_replaying
+    said = "was replaced"
+    if what == "attribute":
+        changed, said = Mismatch("blocks.0.alpha", 1, 2, "model.py:1"), "alpha was 1"
+        monkeypatch.setattr(trainer.binder._guards, "failing", lambda *_: changed)  # type: ignore[attr-defined]
+    elif what == "parameter":
         head = net.model.get_submodule("head")
         head.weight = nn.Parameter(head.weight.detach().clone())
+    elif what == "module":
+        net.model.get_submodule("blocks.1").forward, said = print, "blocks.1 was given another"
     else:
-        net.model.get_submodule("blocks.1").forward = print
-    turns = 4 * max(len(trainer.tree._watches), len(trainer.parameter_guard.parts))
-    with pytest.raises(InputError, match="was replaced"):
-        feed(trainer, data[25 : 25 + turns])
+        net.model.get_submodule("head").eval()
+        said = r"head\.training was True and is False now, but micro-batches are in flight"
+    with pytest.raises(InputError, match=said):
+        trainer.step(*data[10])
 
 
 @pytest.mark.parametrize("what", ["parameters", "state"])
@@ -197,6 +174,59 @@ def test_what_lies_in_other_memory_is_captured_anew(what: str) -> None:
         assert trainer.runner.is_active and trainer.runner._changes == replaces
         found.append([p.detach().clone() for p in net.model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_changes_now_and_then_do_not_end_capturing() -> None:
+    trainer = trainer_of(staged(), backend="static")
+    data = [batch for batch in batches(30) if len(batch[1]) == 4][:20]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(6):
+            for executor in trainer.executors:
+                executor.updater.optimizer.param_groups[0]["weight_decay"] = 0.01 * number
+            feed(trainer, data)
+            assert trainer.runner.is_active
+
+
+def test_changes_in_every_step_pause_capturing() -> None:
+    trainer = trainer_of(staged(), backend="static")
+    data = [batch for batch in batches(30) if len(batch[1]) == 4][:20]
+    with pytest.warns(RevcompileWarning, match="change so often") as found:
+        for number, batch in enumerate(data * 2):
+            for executor in trainer.executors:
+                executor.updater.optimizer.param_groups[0]["weight_decay"] = 0.01 * number
+            trainer.step(*batch)
+    assert len(found) == 1 and not trainer.runner.is_active
+    feed(trainer, data)
+    assert trainer.runner.is_active
+
+
+class Counting(nn.Linear):
+    """A layer that changes its own attributes, some of them only at times."""
+
+    longest = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.longest = max(self.longest, len(x))
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_what_layers_change_themselves_is_no_change_of_settings() -> None:
+    def made() -> Net:
+        net = Net()
+        net.blocks[0].up = Counting(6, 6)  # type: ignore[union-attr]
+        return net
+
+    net = fresh(made, 2)
+    trainer, data = trainer_of(net), batches(6)
+    feed(trainer, data)
+    trainer.evaluate([(data[0][0].repeat(3, 1), data[0][1].repeat(3))])
+    assert net.model.get_submodule("blocks.0.up").longest == 12
+    feed(trainer, data)
+    net.model.get_submodule("blocks.0.up").longest = 3
+    with pytest.raises(InputError, match=r"blocks\.0\.up\.longest was 12 and is 3 now"):
+        trainer.flush()
 
 
 def test_after_a_change_is_undone_training_goes_on() -> None:

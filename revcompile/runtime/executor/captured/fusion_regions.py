@@ -283,11 +283,13 @@ def _emit(
     if node.target is coupling_ops.call_norm:
         path = str(node.args[0].target)  # type: ignore[union-attr]
         norm: Any = root.get_submodule(path)
-        region.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
-        region.counters.append(f"{path}.num_batches_tracked")
+        if norm.training:
+            region.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
+            region.counters.append(f"{path}.num_batches_tracked")
         tensors = [lifted[name] for name in _tensors(node, root)]
         x = copies[node.args[1]]  # type: ignore[index]
-        return graph.call_function(F.batch_norm, (x, *tensors, True, norm.momentum, norm.eps))
+        settings = norm.training, norm.momentum, norm.eps
+        return graph.call_function(F.batch_norm, (x, *tensors, *settings))
     if node.op == "call_module":
         layer = root.get_submodule(str(node.target))
         args = fx.map_arg(node.args, copies.__getitem__)

@@ -238,14 +238,13 @@ class CapturedUpdater(Updater):
 
 
 class FixedSettings:
-    """What captured steps hold fixed.
+    """What captured steps hold fixed of optimizers.
 
-    All settings of their optimizers but learning rates; the dictionaries of their state, which
-    `load_state_dict` replaces; where parameters lie in memory, which `weight.data = ...` changes.
+    All settings but learning rates, and the dictionaries of their state, which `load_state_dict`
+    replaces.
     """
 
-    def __init__(self, updaters: Iterable[CapturedUpdater], parameters: Iterable[Tensor]) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, updaters: Iterable[CapturedUpdater]) -> None:
         self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
         self._members = [member for o in self._optimizers for member in members(o)]
         self._states = [member.state for member in self._members]
@@ -263,7 +262,7 @@ class FixedSettings:
             for read, group in zip(self._read, self._groups(), strict=True)
         ]
         delays = [(getattr(m, "delay", 0), getattr(m, "predicted_delay", 0)) for m in self._members]
-        return groups, delays, list(map(Tensor.data_ptr, self._parameters))
+        return groups, delays
 
     def have_changed(self) -> bool:
         pairs = zip(self._members, self._states, strict=True)

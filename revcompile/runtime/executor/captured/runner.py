@@ -36,7 +36,9 @@ _log: Final = logging.getLogger("revcompile")
 _MOST_KINDS: Final = 16
 """Each position of a step between two updates is captured for itself: at most so many."""
 _MOST_CHANGES: Final = 3
-"""After more changes of what captured steps hold fixed, which need new ones, capturing ends."""
+_CALM: Final = 16
+"""After more changes of what captured steps hold fixed, each within so many steps of the one
+before, steps are captured again only once nothing has changed for so many steps."""
 _MOST_FAILURES: Final = 2
 """After so many failed captures capturing ends. One may be bad luck: others use the device too."""
 
@@ -125,8 +127,13 @@ class GraphRunner:
         """Structure, shapes and types of the last micro-batch, on the meta device."""
         self.alike = 0
         """How many micro-batches of this form have entered, one after the other."""
-        self._changes = self._failures = 0
-        self._has_warned_of_hooks = False
+        self._failures = 0
+        self._changes = self._calm = 0
+        """Changes of what captured steps hold fixed, one soon after the other; steps since."""
+        self._warned: set[str] = set()
+        self._reported: list[NonFiniteError] = []
+        """Bad micro-batches of captured steps that were dropped."""
+        self._fused = FusedOps() if self._backend is Backend.INDUCTOR else None
         self.is_on = self._backend is not Backend.EAGER
         """Will steps be captured once the pipeline is full?"""
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
@@ -149,7 +156,7 @@ class GraphRunner:
 
     @property
     def is_replaying(self) -> bool:
-        """Was the last step the replay of a graph, which does not look at modules?"""
+        """Was the last step the replay of a graph, which runs no layers in Python?"""
         pipeline = self._pipeline
         return pipeline is not None and pipeline.is_active and pipeline.is_replaying
 
@@ -167,15 +174,15 @@ class GraphRunner:
         instead = "steps are run one action at a time"
         warn_not_captured(self._backend.value, instead, why, stacklevel=5)
 
-    def _warn_of_hooks(self) -> None:
-        if not self._has_warned_of_hooks:
-            self._has_warned_of_hooks = True
+    def _warn(self, why: str, advice: str) -> None:
+        """Say once that steps are not captured for a while."""
+        if why not in self._warned:
+            self._warned.add(why)
             warnings.warn(
-                f"backend={self._backend.value!r}: while layers have hooks, which captured steps "
-                "would not call, steps are run one action at a time; remove the hooks to train at "
-                "full speed",
+                f"backend={self._backend.value!r}: while {why}, steps are run one action at a "
+                f"time; {advice}",
                 RevcompileWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def step(
@@ -205,15 +212,22 @@ class GraphRunner:
             return False
         if self._hooks:
             allowed = False
-            self._warn_of_hooks()
-        if pipeline.is_active and not (allowed and pipeline.accepts(inputs)):
+            why = "layers have hooks, which captured steps would not call"
+            self._warn(why, "remove the hooks to train at full speed")
+        is_outdated = pipeline.is_outdated
+        if pipeline.is_active and (is_outdated or not (allowed and pipeline.accepts(inputs))):
             pipeline.leave(schedule, transport)
-            self._changes += pipeline.is_outdated
-        if self._changes > _MOST_CHANGES:
-            self._give_up(
-                "the optimizer's settings or state, or where parameters lie in memory, change all "
-                "the time (of schedules only learning rates may: OneCycleLR takes "
-                "cycle_momentum=False; write weights with copy_, not by .data = ...)"
+        if is_outdated:
+            pipeline.clear()
+            pipeline.hold_fixed()
+            self._count_change()
+        self._calm += 1
+        if self._changes > _MOST_CHANGES and self._calm <= _CALM:
+            why = "settings of layers or of the optimizer, or where tensors lie, change so often"
+            self._warn(
+                why,
+                "of schedules only learning rates may change in each step (OneCycleLR takes "
+                "cycle_momentum=False); write weights with copy_, not by .data = ...",
             )
             return False
         try:
@@ -249,7 +263,7 @@ class GraphRunner:
             self._loss_head,
             schedule,
             EagerReplay() if is_static else CudaGraphReplay(self._device),
-            fused=FusedOps() if self._backend is Backend.INDUCTOR else None,
+            fused=self._fused,
         )
 
     def observe(self, batch: tuple[Any, Any]) -> None:
@@ -266,6 +280,19 @@ class GraphRunner:
         if self._pipeline is not None:
             self._pipeline.leave(schedule, transport)
 
+    def restart(self, schedule: Schedule, transport: Transport) -> None:
+        """Drop captured steps, for settings of layers have changed, and capture new ones."""
+        self._count_change()
+        self._last_batch, self.alike = None, 0
+        if self._pipeline is not None:
+            self._pipeline.leave(schedule, transport)
+            self._reported += self._pipeline.failures(wait=True)
+            self._pipeline = None  # programs are fused for the settings there were
+
+    def _count_change(self) -> None:
+        self._changes = 1 if self._calm > _CALM else self._changes + 1
+        self._calm = 0
+
     def clear(self) -> None:
         """Forget captured steps: parameters, optimizers or what is in flight have been replaced."""
         self._last_batch, self.alike = None, 0
@@ -274,6 +301,7 @@ class GraphRunner:
 
     def failures(self) -> list[NonFiniteError]:
         """Bad micro-batches that have become known: some steps late, or when captured steps end."""
-        if self._pipeline is None:
-            return []
-        return self._pipeline.failures(wait=not self._pipeline.is_active)
+        found, self._reported = self._reported, []
+        if self._pipeline is not None:
+            found += self._pipeline.failures(wait=not self._pipeline.is_active)
+        return found

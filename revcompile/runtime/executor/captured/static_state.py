@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from revcompile.ir.snapshot import Kind, TreeSnapshot
 from revcompile.runtime.executor.captured.boundary import Boundary, StepInputs
 from revcompile.runtime.executor.captured.found_inf import NonFiniteReports, RunningStatistics
 from revcompile.runtime.executor.captured.fusion import FusedOps
@@ -138,6 +139,7 @@ class StaticState:
         """Those of the last steps."""
         self._counts = torch.stack([executor.count for executor in self.executors])
         self._settings: FixedSettings | None = None
+        self._memory: TreeSnapshot | None = None
         self._transport.clear()
 
     def _current_flags(self) -> list[Tensor]:
@@ -180,8 +182,7 @@ class StaticState:
         if expected.void:
             return False
         fits = self._matches(messages, batch) and self._boundary.matches(batch, expected)
-        is_new = not fits or self.is_outdated
-        if is_new:
+        if not fits:
             self.clear()
             # Updates follow each other: one snapshot at a time.
             largest = max(executor.updater.snapshot_bytes for executor in self.executors)
@@ -196,6 +197,8 @@ class StaticState:
                 self._streams.staying |= self._large_stages(batch)
             self._boundary.allocate(batch, expected, self._by_stage, flag)
         self._load(messages, schedule)
+        if not fits:
+            self.hold_fixed()
         for route, queue in messages.items():
             for _ in queue:
                 transport.receive(route)
@@ -343,11 +346,13 @@ class StaticState:
             eager.stage.gradients, eager.contributed = {}, 0
             captured.updater.count_on_device()
         self._versions = None
-        self._settings = FixedSettings(
-            [executor.updater for executor in self.executors],
-            [p for executor in self.executors for p in executor.stage.parameters.values()],
-        )
         self.is_active = True
+
+    def hold_fixed(self) -> None:
+        """Let `is_outdated` tell what changes from now on of what captured steps hold fixed."""
+        watched = [each for executor in self.executors for each in executor.stage.watched]
+        self._memory = TreeSnapshot(watched, (Kind.MEMORY,))
+        self._settings = FixedSettings([executor.updater for executor in self.executors])
 
     def _gradient_buffers(self, stage: int, gradients: Mapping[str, Tensor]) -> StaticBuffers:
         if stage not in self._gradients or not self._gradients[stage].matches(dict(gradients)):
@@ -392,14 +397,16 @@ class StaticState:
         self._reset()
 
     def accepts(self, batch: StepInputs) -> bool:
-        """Can the next step be run here?"""
+        """Can the next step be run here, as far as its micro-batch goes?"""
         matches = self._inputs is not None and self._inputs.matches(batch.local)
-        return self.is_active and matches and self._boundary.matches(batch) and not self.is_outdated
+        return self.is_active and matches and self._boundary.matches(batch)
 
     @property
     def is_outdated(self) -> bool:
-        """Has something changed since `enter` that captured steps hold fixed?"""
-        return self._settings is not None and self._settings.have_changed()
+        """Has something changed that captured steps hold fixed?"""
+        if self._settings is None or self._memory is None:
+            return False
+        return self._settings.have_changed() or self._memory.first_change() is not None
 
 
 def _steps_at_once(device: torch.device) -> int:

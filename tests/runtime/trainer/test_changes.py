@@ -1,0 +1,394 @@
+"""What a user may change between two steps: followed by every backend, or refused by name.
+
+The table of docs/captured.md. `Net` has layers of all kinds: some are called by its stages, some
+are part of their programs, and one that is called holds others.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import Batch
+
+import revcompile
+from revcompile.errors import GuardError, InputError, RevcompileError, TrainerStoppedError
+from revcompile.runtime.trainer.core import Trainer
+
+BACKENDS: Final = (
+    "eager",
+    "static",
+    pytest.param("cudagraphs", marks=pytest.mark.gpu),
+    pytest.param("inductor", marks=pytest.mark.gpu),
+)
+
+
+class Whole(nn.Module):
+    """A layer that is called, with settings of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.0)
+        self.register_buffer("mask", torch.ones(6))
+        self.scales = [1.0, 0.5]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.linear(x)) * self.scales[1] * self.mask
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.0)
+        self.whole, self.alpha = Whole(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.alpha * self.drop(torch.tanh(self.whole(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+Undo = Callable[[], Any]
+
+
+def set_to(owner: Any, name: str, value: Any) -> Undo:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+def in_place(values: list[Any], value: float) -> Undo:
+    before, values[1] = values[1], value
+    return lambda: values.__setitem__(1, before)
+
+
+def hooked(module: nn.Module) -> Undo:
+    return module.register_forward_hook(lambda module, inputs, output: 2 * output).remove
+
+
+def scaled(weight: Tensor, in_place: bool) -> Undo:
+    before = weight.detach().clone()
+    if in_place:
+        with torch.no_grad():
+            weight.mul_(0.5)
+    else:
+        weight.data = before * 0.5
+    return lambda: weight.data.copy_(before)
+
+
+def groups(optimizers: list[torch.optim.Optimizer], **settings: float) -> Undo:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.update(settings)
+    return lambda: None
+
+
+def loaded(model: Any) -> Undo:
+    model.load_state_dict({name: 0.5 * t for name, t in model.state_dict().items()})
+    return lambda: None
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Row:
+    """A change, and what becomes of it."""
+
+    change: Callable[[Any, list[torch.optim.Optimizer]], Any] = lambda model, optimizers: None
+    refused: str | None = None
+    """What the error says, whenever it is made; None: it is followed."""
+    refused_in_flight: str | None = None
+    """The same, only while micro-batches are in flight."""
+    inputs: Callable[[Tensor], Tensor] = same
+    """What the change makes of later inputs."""
+    error: type[RevcompileError] = InputError
+
+
+IN_FLIGHT: Final = " now, but micro-batches are in flight"
+TABLE: Final[dict[str, Row]] = {
+    "mode of a norm": Row(
+        lambda m, o: set_to(m.blocks[1].norm, "training", False),
+        refused_in_flight=rf"blocks\.1\.norm\.training was True and is False{IN_FLIGHT}",
+    ),
+    "rate of dropout": Row(
+        lambda m, o: set_to(m.blocks[0].drop, "p", 1.0),
+        refused_in_flight=rf"blocks\.0\.drop\.p was 0\.0 and is 1\.0{IN_FLIGHT}",
+    ),
+    "rate inside a layer": Row(
+        lambda m, o: set_to(m.blocks[1].whole.drop, "p", 1.0),
+        refused_in_flight=rf"blocks\.1\.whole\.drop\.p was 0\.0 and is 1\.0{IN_FLIGHT}",
+    ),
+    "momentum of a norm": Row(
+        lambda m, o: set_to(m.blocks[2].norm, "momentum", 0.5),
+        refused_in_flight=rf"blocks\.2\.norm\.momentum was 0\.1 and is 0\.5{IN_FLIGHT}",
+    ),
+    "eps of a norm": Row(
+        lambda m, o: set_to(m.blocks[2].norm, "eps", 0.5),
+        refused_in_flight=rf"blocks\.2\.norm\.eps was 1e-05 and is 0\.5{IN_FLIGHT}",
+    ),
+    "list of a layer": Row(
+        lambda m, o: in_place(m.blocks[0].whole.scales, 0.25),
+        refused_in_flight=r"blocks\.0\.whole\.scales was \[1\.0, 0\.5\] and is \[1\.0, 0\.25\]",
+    ),
+    "buffer of a layer": Row(
+        lambda m, o: set_to(m.blocks[1].whole, "mask", 0.5 * m.blocks[1].whole.mask),
+        refused_in_flight=r"blocks\.1\.whole\.mask was a Tensor",
+    ),
+    "attribute that was traced": Row(
+        lambda m, o: set_to(m.blocks[1], "alpha", 0.5), "alpha was 1", error=GuardError
+    ),
+    "hook on a layer": Row(lambda m, o: hooked(m.blocks[1].whole)),
+    "hook on a block": Row(
+        lambda m, o: hooked(m.blocks[1]), r"a hook of blocks\.1 was registered or removed"
+    ),
+    "requires_grad": Row(
+        lambda m, o: set_to(m.head.weight, "requires_grad", False),
+        r"requires_grad of head\.weight was changed",
+    ),
+    "parameter in place": Row(lambda m, o: scaled(m.head.weight, in_place=True)),
+    "parameter's data": Row(lambda m, o: scaled(m.head.weight, in_place=False)),
+    "parameter": Row(
+        lambda m, o: set_to(m.head, "weight", nn.Parameter(m.head.weight.detach().clone())),
+        r"head\.weight was replaced",
+    ),
+    "module": Row(
+        lambda m, o: set_to(m.blocks[1], "drop", nn.Identity()),
+        r"blocks\.1\.drop was a Dropout and is an Identity now",
+    ),
+    "forward": Row(
+        lambda m, o: (setattr(m.head, "forward", print), lambda: delattr(m.head, "forward"))[1],
+        "head was given another forward",
+    ),
+    "learning rate": Row(lambda m, o: groups(o, lr=0.02)),
+    "weight decay": Row(lambda m, o: groups(o, weight_decay=0.5)),
+    "loaded weights": Row(
+        lambda m, o: loaded(m),
+        refused_in_flight=r"call trainer\.flush\(\) before",
+        error=TrainerStoppedError,
+    ),
+    "batch size": Row(inputs=lambda x: x[:3]),
+    "size": Row(inputs=lambda x: F.pad(x, (0, 1)), refused="failed on this micro-batch"),
+    "dtype": Row(inputs=lambda x: x.float(), refused="failed on this micro-batch"),
+    "memory format": Row(inputs=lambda x: x.t().contiguous().t()),
+    "seed": Row(lambda m, o: (torch.manual_seed(7), torch.rand(3))),
+}
+
+
+@functools.cache
+def compiled() -> revcompile.StagedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Net().double()
+    leaves = [f"blocks.{i}.whole" for i in range(3)]
+    example = torch.zeros(4, 5, dtype=torch.float64)
+    return revcompile.petrafy(net, 2, example, leaf_modules=leaves, check="off")
+
+
+def copied(net: revcompile.StagedModel, model: Any = None) -> revcompile.StagedModel:
+    model = copy.deepcopy(net.model) if model is None else model
+    rewired = replace(net.partition.rewired, root=model)
+    copied = type(net)(model, replace(net.partition, rewired=rewired), net.method)
+    copied._lowered = net._lowered  # programs hold no weights
+    return copied
+
+
+Run = tuple[revcompile.StagedModel, Trainer, list[torch.optim.Optimizer]]
+
+
+def made(backend: str, method: str = "backprop", model: nn.Module | None = None) -> Run:
+    """A staged model (`model`, if it is given), its trainer, and the optimizers of its stages."""
+    device = "cpu" if backend in ("eager", "static") else "cuda"
+    staged = copied(compiled(), model)
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        optimizers.append(sgd(parameters))
+        return optimizers[-1]
+
+    trainer = staged.trainer(
+        optimizer, F.cross_entropy, method=method, backend=backend, device=device
+    )
+    return staged, trainer, optimizers
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
+
+
+def data(count: int, inputs: Callable[[Tensor], Tensor] = same) -> list[Batch]:
+    generator = torch.Generator().manual_seed(count)
+    pairs = [
+        (
+            inputs(torch.randn(4, 5, generator=generator, dtype=torch.float64)),
+            torch.randint(0, 3, (4,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+    return [(x, y[: len(x)]) for x, y in pairs]
+
+
+def feed(trainer: Trainer, batches: list[Batch]) -> None:
+    for batch in batches:
+        trainer.step(*batch)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def plainly_trained(row: Row) -> dict[str, Tensor]:
+    """Ordinary training of the rewired model, with the change unless it is refused."""
+    model: Any = made("eager")[0].module()
+    model.reversible = False
+    optimizer = sgd(model.parameters())
+
+    def train(batches: list[Batch]) -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    train(data(6))
+    if row.refused is None:
+        row.change(model, [optimizer])
+    train(data(7, row.inputs if row.refused is None else same))
+    return state(model)
+
+
+@pytest.mark.filterwarnings("ignore:backend=")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TABLE)
+def test_with_nothing_in_flight(name: str, backend: str) -> None:
+    row = TABLE[name]
+    net, trainer, optimizers = made(backend)
+    feed(trainer, data(6))
+    assert trainer.runner.is_active == (backend != "eager")
+    undo = row.change(net.model, optimizers)
+    if row.refused is not None:
+        before = state(net.model)
+        with pytest.raises(row.error, match=row.refused):
+            feed(trainer, data(1, row.inputs))
+        assert_same(before, state(net.model))
+        if undo is not None:
+            undo()
+    feed(trainer, data(7, row.inputs if row.refused is None else same))
+    trainer.flush()
+    assert_same(state(net.model), plainly_trained(row))
+
+
+@functools.cache
+def trained(name: str | None) -> dict[str, Tensor]:
+    """Action by action; in flight, there is a change if one is named."""
+    row = Row() if name is None else TABLE[name]
+    net, trainer, optimizers = made("eager", "petra")
+    feed(trainer, data(9))
+    row.change(net.model, optimizers)
+    feed(trainer, data(10, row.inputs))
+    trainer.flush()
+    return state(net.model)
+
+
+@pytest.mark.filterwarnings("ignore:backend=")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TABLE)
+def test_in_flight(name: str, backend: str) -> None:
+    row = TABLE[name]
+    net, trainer, optimizers = made(backend, "petra")
+    feed(trainer, data(9))
+    assert trainer.runner.is_active == (backend != "eager")
+    assert any(trainer.schedule.outstanding)
+    undo = row.change(net.model, optimizers)
+    refusal = row.refused or row.refused_in_flight
+    if refusal is None:
+        feed(trainer, data(10, row.inputs))
+    else:
+        before = state(net.model)
+        for _ in range(2):
+            with pytest.raises(row.error, match=refusal):
+                feed(trainer, data(1, row.inputs))
+        if row.refused_in_flight is not None:
+            with pytest.raises(row.error, match=refusal):
+                trainer.flush()
+        if row.error is TrainerStoppedError:
+            return
+        assert_same(before, state(net.model))
+        if undo is not None:
+            undo()
+        trainer.evaluate(data(2))
+        feed(trainer, data(10))
+    trainer.flush()
+    assert_same(state(net.model), trained(None if refusal else name))
+
+
+@pytest.mark.filterwarnings("ignore:backend=")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.refused_in_flight])
+def test_after_a_flush(name: str, backend: str) -> None:
+    """As a trainer that is built after the change, and goes on from the same state."""
+    net, trainer, optimizers = made(backend, "petra")
+    feed(trainer, data(9))
+    trainer.flush()
+    checkpoint = trainer.state_dict()
+    model = copy.deepcopy(net.model)
+    TABLE[name].change(net.model, optimizers)
+    TABLE[name].change(model, [])
+    other, reference, _ = made("eager", "petra", model.cpu())
+    weights = state(model)
+    reference.load_state_dict(checkpoint)
+    other.model.load_state_dict(weights)
+    for each in (trainer, reference):
+        feed(each, data(10))
+        each.flush()
+    assert_same(state(net.model), state(other.model))
+
+
+class Dropped(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.drops = nn.ModuleList(nn.Dropout(rate) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer, drop in zip(self.layers, self.drops, strict=True):
+            x = x + drop(torch.tanh(layer(x)))
+        return x
+
+
+def test_a_rate_of_zero_may_rise() -> None:
+    """Masks are drawn again in backward, also where there were none when stages were compiled."""
+    found = []
+    for rate in (0.0, 0.5):
+        torch.manual_seed(0)
+        model, example = Dropped(rate).double(), torch.zeros(4, 5, dtype=torch.float64)
+        net = revcompile.petrafy(model, 2, example, check="off")
+        trainer = net.trainer(sgd, F.cross_entropy, method="reversible_backprop")
+        for drop in net.model.get_submodule("drops").children():
+            drop.p = 0.5
+        feed(trainer, data(5))
+        found.append(state(net.model))
+    assert_same(*found)
