@@ -193,8 +193,7 @@ def flag(caller: str, name: str, value: Any) -> bool:
 def file_path(caller: str, value: Any, example: str) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise InputError(
-            f"{caller}: expected the path of a file, got {_shown(value)}; write e.g. "
-            f"{caller}({example!r})"
+            f"{caller}: expected a path, got {_shown(value)}; write e.g. {caller}({example!r})"
         )
     return Path(value)
 

@@ -176,7 +176,7 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
     ("call", "said"),
     [
         (lambda net: net(X), r"net\.trainer\(\.\.\.\) trains it.*net\.module\(\)\(x\)"),
-        (lambda net: net.draw(None), r"path of a file, got None; .* net\.draw\('net\.svg'\)"),
+        (lambda net: net.draw(None), r"expected a path, got None; .* net\.draw\('net\.svg'\)"),
         (
             lambda net: net.draw("x.svg", batch_size="8"),
             "net.draw: batch_size='8'; expected",
@@ -185,8 +185,8 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
         (lambda net: net.draw("no_such_folder/x.svg"), "net.draw: there is no folder .*no_such_f"),
         (lambda net: setattr(net, "method", "pettra"), "method 'pettra' does not exist; did you m"),
         (lambda net: setattr(net, "method", 3), "method=3; use the name of a method"),
-        (lambda net: net.load(None), "net.load: expected the path of a file, got None"),
-        (lambda net: net.export(None), "net.export: expected the path of a file, got None"),
+        (lambda net: net.load(None), "net.load: expected a path, got None"),
+        (lambda net: net.export(None), "net.export: expected a path, got None"),
         (lambda net: net.explain(None), "net.explain: expected the path of a module, got None"),
         (lambda net: net.delays("2"), "net.delays: accumulate='2'; expected a whole number"),
         (

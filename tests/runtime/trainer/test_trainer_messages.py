@@ -44,10 +44,10 @@ Call = Callable[[Trainer], Any]
         (lambda t: t.evaluate([(X, Y)], [F.l1_loss]), "metrics= is a dict .* got list"),
         (lambda t: t.evaluate([(X, Y)], {"loss": F.l1_loss}), '"loss" is taken'),
         (lambda t: t.evaluate([(X, Y)], {"a": lambda o, y: o}), "metric 'a' raised .*one number"),
-        (lambda t: t.save(None), "trainer.save: expected the path of a folder, got None"),
+        (lambda t: t.save(None), "trainer.save: expected a path, got None"),
         (lambda t: t.save("x", keep="a"), "keep='a'"),
-        (lambda t: t.load(3), "expected the path of a folder, got 3"),
-        (lambda t: t.load_state_dict({"format": 1}), "lacks the entry 'cuts'"),
+        (lambda t: t.load(3), "expected a path, got 3"),
+        (lambda t: t.load_state_dict({"format": 2}), "lacks the entry 'cuts'"),
     ],
 )
 def test_a_wrong_call_says_how_to_call_and_changes_nothing(call: Call, said: str) -> None:
