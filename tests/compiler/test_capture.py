@@ -259,6 +259,16 @@ def test_batch_that_cannot_grow_is_fixed() -> None:
     assert captured.notes == ("the batch size is fixed at 2: the model fails at any other",)
 
 
+def test_a_batch_size_that_python_reads_is_fixed_and_the_line_is_named() -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(len(x), 8).tanh()
+
+    (note,) = FX(Fixed(), torch.randn(2, 8), check="full").notes
+    assert note.startswith("the batch size is fixed at 2: (top level): control flow depends on")
+    assert "x.shape[0] leaves it free" in note and "test_capture.py" in note
+
+
 class OneSample(nn.Module):
     def __init__(self) -> None:
         super().__init__()

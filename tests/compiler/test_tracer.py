@@ -92,6 +92,13 @@ def test_what_does_not_trace_says_why(forward: Callable[..., Any], words: str) -
     assert "test_tracer.py" in error.value.source
 
 
+def test_a_size_that_must_not_be_zero_stays_free() -> None:
+    found = traced(lambda x: x.view(x.shape[0] or 1, 6) if x.shape[0] else x, X)
+    guards = found.guards.direct.guards
+    assert {(guard.expression, guard.value) for guard in guards} == {("x.shape[0] != 0", True)}
+    assert list(found.graph.nodes)[-2].meta[TYPE].at(5) == (5, 6)
+
+
 def test_control_flow_on_a_mask_of_sizes_alone() -> None:
     def forward(x: Tensor) -> Tensor:
         padding = torch.zeros(x.shape[0], 6, dtype=torch.bool, device=x.device)

@@ -141,12 +141,14 @@ def capture_with(
             return _captured(FxFrontend(model, reading, leaves, device, constants or {}))
         return _export(model, reading, leaves)
 
+    why = "the model fails at any other"
     try:
         captured = run(example)
     except Untraceable as error:
         captured, example = _read_otherwise(run, model, example, error)
+        why = str(error) if error.by_batch else why
     if example.batch[0] == example.batch[1]:
-        note = f"the batch size is fixed at {example.batch[0]}: the model fails at any other"
+        note = f"the batch size is fixed at {example.batch[0]}: {why}"
         captured = replace(captured, notes=(*captured.notes, note))
     return captured, example
 

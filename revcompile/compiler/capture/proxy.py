@@ -126,7 +126,8 @@ class ShapedProxy(fx.Proxy):
         super().__setattr__(name, value)
 
     def __bool__(self) -> bool:
-        return bool(self.plain())
+        is_number = type(self.known.first) is int  # whether it is 0 counts, not which one it is
+        return bool(self._call(operator.ne, 0).plain() if is_number else self.plain())
 
     def __index__(self) -> int:
         return operator.index(self.plain())

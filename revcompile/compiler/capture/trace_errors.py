@@ -61,7 +61,10 @@ class BatchDependent(TraceError):
     """Control flow reads a value that differs between the two batch sizes."""
 
     def __init__(self, first: Any, second: Any) -> None:
-        super().__init__(f"control flow depends on the batch size ({first} or {second})")
+        text = f"control flow depends on the batch size ({first} or {second})"
+        if type(first) is int:
+            text += ", which len() and int() read as a number; x.shape[0] leaves it free"
+        super().__init__(text)
 
 
 class UntracedEffect(TraceError):
