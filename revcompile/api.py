@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -234,7 +234,7 @@ def petrafy(
     check: CheckName = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
-    cost: CostName | Mapping[str, float] | Callable[[str], float] = "analytic",
+    cost: CostName | Mapping[str, float] = "analytic",
     memory_budget: int | str | None = None,
     batch_size: int | None = None,
     optimizer_copies: int = 1,
@@ -247,8 +247,8 @@ def petrafy(
             `reversify`. Trainers train in train mode: see `StagedModel.trainer`.
         num_stages: How many stages to cut the model into.
         cost: How the work of a block is estimated. "analytic": FLOPs and bytes; "measured": timed
-            on the model's device, updates included; "replayed": time of the kernels alone, as in
-            captured steps on a GPU; or a mapping or function from a block's name to a number.
+            on the model's device, updates included; or a mapping from each segment's name to a
+            number.
         memory_budget: What one device, with one stage, can hold, in bytes or as "2GiB". Cuts that
             need more are not considered.
         batch_size: Samples in a micro-batch, for the budget. Default: the example's.

@@ -45,7 +45,7 @@ KeepName = Literal["nothing", "input", "graph"]
 BackendName = Literal["auto", "eager", "cudagraphs", "inductor", "static"]
 PolicyName = Literal["paper", "pretrained", "same_parameters"]
 CheckName = Literal["full", "fast", "off"]
-CostName = Literal["analytic", "measured", "replayed"]
+CostName = Literal["analytic", "measured"]
 CallBackendName = Literal["eager", "cudagraphs"]
 OverlapName = Literal["auto", "on", "off"]
 
@@ -230,11 +230,11 @@ def member_of(caller: str, name: str, value: Any, kind: type[Kind]) -> Kind:
 
 def check_cost(cost: Any) -> None:
     words = get_args(CostName)
-    if cost in words if isinstance(cost, str) else isinstance(cost, Mapping) or callable(cost):
+    if isinstance(cost, Mapping) or (isinstance(cost, str) and cost in words):
         return
     raise InputError(
-        'cost: expected "analytic", "measured", "replayed", a mapping of names to numbers, or '
-        f"a function of a name, got {cost!r}{_nearest(cost, words)}"
+        'cost: expected "analytic", "measured", or a mapping of names to numbers, got '
+        f"{cost!r}{_nearest(cost, words)}"
     )
 
 

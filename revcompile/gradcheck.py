@@ -32,7 +32,7 @@ from revcompile.compiler.capture.isolation import (
     set_mode,
 )
 from revcompile.compiler.capture.memory import tensors_in
-from revcompile.compiler.cost import node_flops
+from revcompile.compiler.cost import segment_costs
 from revcompile.compiler.cost.run_pieces import (
     PieceCall,
     PieceResult,
@@ -93,17 +93,16 @@ def why_not_compared(net: Reversible, level: Check) -> str | None:
 
 
 def _extent(rewired: Rewired) -> tuple[int, float, int]:
-    """Number of nodes, operations of a forward pass, bytes of all values."""
-    nodes, work, memory = 0, 0.0, 0
+    """Number of nodes, FLOPs of a forward pass, bytes of all values."""
+    nodes, memory = 0, 0
     for segment in rewired.body.segments:
         for node in segment.graph.nodes:
             kind = tensor_type(node)
             if kind is None or node.op in ("placeholder", "output", "get_attr"):
                 continue
             nodes += 1
-            work += node_flops(node, rewired.root)
             memory += kind.nbytes()
-    return nodes, work, memory
+    return nodes, float(sum(cost.flops for cost in segment_costs(rewired))), memory
 
 
 # -- chain ----------------------------------------------------------------------------------------

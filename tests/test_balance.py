@@ -1,15 +1,12 @@
 """balance: the best partition, compared with all partitions there are."""
 
 import itertools
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 
 import pytest
 
 from revcompile.compiler.partition.balance import balance, largest
-from revcompile.errors import InputError
 
 Ends = tuple[int, ...]
 
@@ -22,16 +19,6 @@ def partitions(items: int, parts: int) -> Iterator[Ends]:
 def spans(ends: Ends) -> list[tuple[int, int, int]]:
     """(part, start, end) of every part."""
     return [(part, *span) for part, span in enumerate(itertools.pairwise((0, *ends)))]
-
-
-def exact(costs: Sequence[float], ends: Ends, last: Sequence[float] | None = None) -> Fraction:
-    """Largest sum of a part in exact arithmetic."""
-    final = costs if last is None else last
-    sums = []
-    for part, start, end in spans(ends):
-        used = final if part == len(ends) - 1 else costs
-        sums.append(sum(map(Fraction, used[start:end]), Fraction(0)))
-    return max(sums)
 
 
 class Case:
@@ -53,20 +40,19 @@ class Case:
         triples = list(itertools.product(range(self.parts), *[range(self.items + 1)] * 2))
         share = rng.choice([0.1, 0.5])
         self.refused = {t for t in triples if rng.random() < share} if rng.random() < 0.5 else None
-        self.prices = (
-            {t: float(rng.randint(-2, 5)) for t in triples} if rng.random() < 0.5 else None
-        )
+        prices = [float(rng.randint(0, 5)) for _ in range(self.items + 1)]
+        self.prices = prices if rng.random() < 0.5 else None
         pairs = [(rng.randrange(self.items), rng.randrange(self.items)) for _ in range(2)]
         self.no_cut = pairs[: rng.choice([0, 0, 1, 2])]
 
     def solve(self) -> Ends | None:
-        refused, prices = self.refused, self.prices
+        refused = self.refused
         return balance(
             self.costs,
             self.parts,
             last=self.last,
             allowed=None if refused is None else lambda *part: part not in refused,
-            penalty=None if prices is None else lambda *part: prices[part],
+            traffic=self.prices,
             no_cut=self.no_cut,
         )
 
@@ -75,13 +61,17 @@ class Case:
             return False
         return not any(min(p) < cut <= max(p) for p in self.no_cut for cut in ends[:-1])
 
-    def value(self, ends: Ends) -> tuple[Fraction, float]:
-        price = 0.0 if self.prices is None else sum(self.prices[part] for part in spans(ends))
-        return exact(self.costs, ends, self.last), price
+    def value(self, ends: Ends) -> tuple[float, float]:
+        price = 0.0 if self.prices is None else sum(self.prices[end] for end in ends)
+        return largest(self.costs, ends, self.last), price
 
-    def best(self) -> tuple[Fraction, float] | None:
-        legal = filter(self.legal, partitions(self.items, self.parts))
-        return min(map(self.value, legal), default=None)
+    def best(self) -> tuple[float, float] | None:
+        """The least largest sum, and the least price of partitions that have it."""
+        values = [self.value(e) for e in partitions(self.items, self.parts) if self.legal(e)]
+        least = min((size for size, _ in values), default=None)
+        if least is None:
+            return None
+        return least, min(price for size, price in values if size <= least * (1 + 1e-9))
 
 
 @pytest.mark.parametrize("start", range(0, 2000, 200))
@@ -94,7 +84,7 @@ def test_no_partition_is_better(start: int) -> None:
         else:
             assert ends in partitions(case.items, case.parts), seed
             assert case.legal(ends), seed
-            assert case.value(ends) == best, seed
+            assert case.value(ends) == pytest.approx(best, rel=1e-8), seed
 
 
 def test_the_random_cases_are_of_every_kind() -> None:
@@ -144,79 +134,56 @@ def test_an_even_share_beyond_the_bound_is_not_taken() -> None:
     assert largest(costs, ends, last) == 20
 
 
-def test_floats_are_summed_exactly() -> None:
-    assert 1e16 + 1.0 == 1e16, "in floating point"
-    assert balance([1e16, 1.0, 1.0, 1e16], 2) == (2, 4)
-    assert balance([1.0, 1e16, 1e16, 1.0, 1.0], 2) == (2, 5)
-    assert balance([1.0, 1.0, 1e16, 1e16, 1.0], 2) == (3, 5)
+def test_traffic_never_buys_a_larger_part() -> None:
+    dear = [0, 0, 1000, 0, 0, 0]
+    assert balance([1, 1, 1, 1], 2, traffic=dear[:5]) == (2, 4)
+    assert balance([2, 1, 0, 2, 1], 2, traffic=dear) == (3, 5)
 
 
-def test_penalty_never_buys_a_larger_part() -> None:
-    def dear(part: int, start: int, end: int) -> float:
-        return 1000.0 if end == 2 else 0.0
-
-    assert balance([1, 1, 1, 1], 2, penalty=dear) == (2, 4)
-    assert balance([2, 1, 0, 2, 1], 2, penalty=dear) == (3, 5)
+def test_sums_that_differ_by_rounding_are_equal() -> None:
+    assert 0.1 + 0.2 > 0.3
+    assert balance([0.3, 0.1, 0.2, 0.0], 3, traffic=[0, 0, 5, 0, 0]) == (1, 3, 4)
 
 
-def test_without_a_penalty_allowed_parts_are_even() -> None:
+def test_without_traffic_allowed_parts_are_even() -> None:
     costs = [8, 1, 1, 1, 1, 1, 1]
     assert balance(costs, 3, allowed=lambda part, start, end: True) == (1, 4, 7)
 
 
-def bounded(costs: Sequence[float], bound: Fraction) -> int:
+def bounded(costs: Sequence[float], bound: float) -> int:
     """Fewest parts whose sums are less than `bound`: fill each as far as it goes."""
-    parts, filled = 1, Fraction(0)
-    for cost in map(Fraction, costs):
+    parts, filled = 1, 0.0
+    for cost in costs:
         filled += cost
         if filled >= bound:
             parts, filled = parts + 1, cost
     return parts
 
 
-def test_a_thousand_items_in_a_hundred_parts() -> None:
+def test_three_hundred_items_in_forty_parts() -> None:
     rng = random.Random(0)
-    costs = [rng.lognormvariate(0, 1) for _ in range(1000)]
-    ends = balance(costs, 100)
+    costs = [rng.lognormvariate(0, 1) for _ in range(300)]
+    ends = balance(costs, 40)
     assert ends is not None
-    assert len(ends) == 100
-    assert ends[-1] == 1000
+    assert len(ends) == 40
+    assert ends[-1] == 300
     assert all(start < end for _, start, end in spans(ends))
-    found = exact(costs, ends)
+    found = largest(costs, ends)
     assert max(costs) < found, "else the bound check below would be void"
-    assert bounded(costs, found) > 100
+    assert bounded(costs, found * (1 - 1e-9)) > 40
     # Windows grow towards the first part; a cut costs what a table says.
-    prices = [rng.random() for _ in range(1001)]
+    prices = [rng.random() for _ in range(301)]
     limited = balance(
         costs,
-        100,
-        allowed=lambda part, start, end: (end - start) * (100 - part) <= 900,
-        penalty=lambda part, start, end: prices[end],
+        40,
+        allowed=lambda part, start, end: (end - start) * (40 - part) <= 270,
+        traffic=prices,
     )
     assert limited is not None
-    assert all((end - start) * (100 - part) <= 900 for part, start, end in spans(limited))
-    assert exact(costs, limited) >= found
+    assert all((end - start) * (40 - part) <= 270 for part, start, end in spans(limited))
+    assert largest(costs, limited) >= found
 
 
 def test_largest() -> None:
     assert largest([1, 2, 3], (1, 3)) == 5
     assert largest([1, 2, 3], (1, 3), last=[1, 0, 0]) == 1
-
-
-@pytest.mark.parametrize(
-    ("costs", "parts", "options", "message"),
-    [
-        ([1, 2], 3, {}, r"parts=3, but there are 2 items .* use parts <= 2"),
-        ([1, 2], 0, {}, "parts=0; ask for at least 1"),
-        ([1, -2], 1, {}, r"costs\[1\]=-2; costs are finite and >= 0"),
-        ([math.nan], 1, {}, r"costs\[0\]=nan"),
-        ([1, 2], 1, {"last": [1, math.inf]}, r"last\[1\]=inf"),
-        ([1, 2], 1, {"last": [1]}, "2 costs, but 1 costs for the last part"),
-        ([1, 2], 1, {"no_cut": [(0, 2)]}, r"no_cut=\(0, 2\), but items are 0 to 1"),
-    ],
-)
-def test_what_cannot_be_balanced_is_refused(
-    costs: list[float], parts: int, options: dict[str, list[float]], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        balance(costs, parts, **options)  # type: ignore[arg-type]

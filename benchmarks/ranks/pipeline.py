@@ -42,7 +42,6 @@ from benchmarks.ranks import budgeted
 from benchmarks.ranks.launch import RANKS, on_ranks
 from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.cost import piece_costs
-from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.schedule import Keep
 from revcompile.staged import StagedModel
@@ -55,9 +54,9 @@ Turn = Callable[[], None]
 
 
 def measured(model: nn.Module, x: Tensor, keep: Keep) -> dict[str, float]:
-    """Seconds of every piece of a model on this machine, undisturbed as far as can be.
+    """Seconds of every segment of a model on this machine, undisturbed as far as can be.
 
-    What stages `keep` says whether a piece is computed again in backward.
+    What stages `keep` says whether a segment is computed again in backward.
     """
     found = [_measured(model, x, keep) for _ in range(3)]
     return {name: min(times[name] for times in found) for name in found[0]}
@@ -65,11 +64,9 @@ def measured(model: nn.Module, x: Tensor, keep: Keep) -> dict[str, float]:
 
 def _measured(model: nn.Module, x: Tensor, keep: Keep) -> dict[str, float]:
     rewired = revcompile.reversify(model, x, check="off").rewired
-    groups, new_types = split_pieces(rewired, whole_pieces(rewired.body))
-    pieces = [piece for group in groups for piece in group]
-    types = {**rewired.body.types, **new_types}
-    found = piece_costs(rewired, pieces, types, "measured")
-    return {p.name: p.work(c, keep, False) for p, c in zip(pieces, found, strict=True)}
+    segments = rewired.body.segments
+    found = piece_costs(rewired, segments, rewired.body.types, "measured")
+    return {s.name: s.work(c, keep, False) for s, c in zip(segments, found, strict=True)}
 
 
 class Bench:

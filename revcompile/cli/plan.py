@@ -56,10 +56,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cost",
-        choices=("analytic", "measured", "replayed"),
+        choices=("analytic", "measured"),
         default="analytic",
-        help="counted work on devices of these figures, times of this machine, or (CUDA) times "
-        "of kernels alone, as captured steps take them",
+        help="counted work on devices of these figures, or times of this machine",
     )
     parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import revcompile
-from revcompile.compiler.cost import node_flops, piece_costs, segment_costs, sum_costs
+from revcompile.compiler.cost import piece_costs, segment_costs, sum_costs
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
 from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment
@@ -122,32 +122,6 @@ def test_flops_are_those_torch_counts(name: str) -> None:
     assert sum(cost.flops for cost in segment_costs(net.rewired)) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
-def test_estimates_from_shapes_are_near_the_counted_flops(name: str) -> None:
-    rewired = on_meta(name).rewired
-    nodes = [node for segment in rewired.body.segments for node in segment.graph.nodes]
-    estimate = sum(node_flops(node, rewired.root) for node in nodes)
-    assert estimate == pytest.approx(sum(c.flops for c in segment_costs(rewired)), rel=0.2)
-
-
-def test_estimates_go_by_the_operator_not_by_a_part_of_its_name() -> None:
-    class Functions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kernel = nn.Parameter(torch.ones(6, 3, 5, 5))
-            self.bias = nn.Parameter(torch.ones(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.lgamma(nn.functional.conv2d(x, self.kernel, self.bias).abs() + 1)
-
-    rewired = rewired_of(Functions(), torch.randn(2, 3, 9, 9))
-    nodes = [node for segment in rewired.body.segments for node in segment.graph.nodes]
-    flops = {node.name: node_flops(node, rewired.root) for node in nodes}
-    elements = 2 * 6 * 5 * 5
-    assert flops["lgamma"] == elements
-    assert flops["conv2d"] == elements * (1 + 2 * 3 * 5 * 5)
-
-
 def test_a_model_without_weights_costs_the_same_as_one_with_them() -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", depth=2)
@@ -226,7 +200,6 @@ ON_CUDA = [
 HOW = [
     ("measured", "cpu"),
     pytest.param("measured", "cuda", marks=ON_CUDA),
-    pytest.param("replayed", "cuda", marks=ON_CUDA),
 ]
 
 
@@ -255,9 +228,7 @@ def test_measuring_changes_nothing(training: bool, how: str, device: str) -> Non
     assert before["grads"] == after["grads"]
     assert before["modes"] == after["modes"]
     assert torch.equal(before["random"], after["random"])
-    # A forward pass may take no time at all where it runs beside others' backward passes.
-    assert all(cost.forward > 0 or how == "replayed" for cost in found)
-    assert all(cost.forward >= 0 and cost.backward > 0 for cost in found)
+    assert all(cost.forward > 0 and cost.backward > 0 for cost in found)
     counted = segment_costs(rewired)
     assert [cost.flops for cost in found] == [cost.flops for cost in counted]
     assert [cost.saved for cost in found] == [cost.saved for cost in counted]
@@ -355,21 +326,14 @@ def test_measuring_needs_a_real_device() -> None:
         piece_costs(rewired, pieces_of(rewired), rewired.body.types, "measured")
 
 
-def test_kernels_are_replayed_on_cuda_devices_alone() -> None:
-    rewired, _ = small()
-    with pytest.raises(InputError, match=r"is on cpu, where no kernels can be replayed"):
-        piece_costs(rewired, pieces_of(rewired), rewired.body.types, "replayed")
-
-
 def test_given_numbers_are_forward_and_backward_together() -> None:
     rewired, counted = small()
     numbers = {"stem": 1.0, "f": 8.0, "g": 0.0, "head": 2.0}
     types, pieces = rewired.body.types, pieces_of(rewired)
-    for how in (numbers, numbers.__getitem__):
-        found = piece_costs(rewired, pieces, types, how)
-        assert [cost.forward + cost.backward for cost in found] == [1, 8, 0, 2]
-        assert found[1].forward == 2.0
-        assert [cost.flops for cost in found] == [cost.flops for cost in counted.values()]
+    found = piece_costs(rewired, pieces, types, numbers)
+    assert [cost.forward + cost.backward for cost in found] == [1, 8, 0, 2]
+    assert found[1].forward == 2.0
+    assert [cost.flops for cost in found] == [cost.flops for cost in counted.values()]
 
 
 def torn_head(rewired: Rewired) -> tuple[tuple[Segment, ...], dict[str, Any]]:
@@ -403,8 +367,6 @@ def test_parts_of_a_segment_share_its_number() -> None:
     found = piece_costs(rewired, pieces, types, numbers)[-2:]
     assert sum_costs(found).forward + sum_costs(found).backward == pytest.approx(2.0)
     assert found[0].forward / found[1].forward == pytest.approx(parts[0].forward / parts[1].forward)
-    exact = piece_costs(rewired, pieces, types, numbers | {"head (0)": 5.0})[-2]
-    assert exact.forward + exact.backward == 5.0
 
 
 @pytest.mark.parametrize(
@@ -412,7 +374,8 @@ def test_parts_of_a_segment_share_its_number() -> None:
     [
         ({"stem": 1.0, "f": 1.0}, "nothing is given for g, head"),
         ({"stem": 1.0, "f": 1.0, "g": 1.0, "head": 1.0, "neck": 1.0}, "there is no neck"),
-        (lambda name: -1.0, "stem=-1.0; work is a number from 0 on"),
+        ({"stem": -1.0, "f": 1, "g": 1, "head": 1}, "stem=-1.0; work is a number from 0 on"),
+        (len, "got <built-in function len>"),
         ("guess", "got 'guess'"),
     ],
 )

@@ -1,6 +1,5 @@
 """cost: what each piece of a model costs (FLOPs, work, saved bytes), and what a stage holds."""
 
-from revcompile.compiler.cost.analytic import node_flops
 from revcompile.compiler.cost.memory import MemoryModel
 from revcompile.compiler.cost.source import CostSource, piece_costs, segment_costs, sum_costs
 from revcompile.compiler.cost.workload import Workload
@@ -9,7 +8,6 @@ __all__ = [
     "CostSource",
     "MemoryModel",
     "Workload",
-    "node_flops",
     "piece_costs",
     "segment_costs",
     "sum_costs",

@@ -2,8 +2,6 @@
 
 The unit of work is a FLOP. Pieces that compute little (pooling, norms, activations) still have to
 move their operands, so every byte read or written counts as `FLOPS_PER_BYTE` more.
-
-`node_flops` is a rough estimate from the shapes in a graph alone: nothing runs.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,10 +27,8 @@ from revcompile.compiler.cost.run_pieces import (
     run_pieces,
     submodules_only,
 )
-from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read
-from revcompile.ir.ops import op_name
 from revcompile.ir.types import Cost, Rewired, Segment, TensorType
 
 FLOPS_PER_BYTE: Final = 64.0
@@ -231,40 +227,3 @@ _FORMULAS: Final[dict[Any, Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     **flop_registry,
 }
-
-
-# -- from shapes alone ----------------------------------------------------------------------------
-
-_PRODUCTS: Final = {
-    **dict.fromkeys(("linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", "tensordot"), 0),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), 1),
-}
-"""Which operand of a matrix product is the left one."""
-_CONVOLUTIONS: Final = frozenset(
-    (f"{kind}{dims}d" for kind in ("conv", "conv_transpose") for dims in (1, 2, 3)),
-) | {"convolution"}
-_ATTENTION: Final = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))
-
-
-def node_flops(node: fx.Node, root: nn.Module) -> float:
-    """FLOPs of one node, roughly, by its operator and the shapes of its values.
-
-    Every element of the output takes one FLOP, and two for each weight it is computed from.
-    """
-    kind = tensor_type(node)
-    if kind is None:
-        return 0.0
-    size = kind.numel()
-    if node.op == "call_module":
-        weights = [p for p in root.get_submodule(str(node.target)).parameters() if p.dim() > 1]
-        return size + sum(2.0 * size * p.numel() / p.shape[0] for p in weights)
-    operands = [t for t in map(tensor_type, node.all_input_nodes) if t is not None and t.shape]
-    name = op_name(node)
-    if name in _ATTENTION and operands:
-        return size + 4.0 * size * operands[0].shape[-2]
-    if name in _CONVOLUTIONS and len(operands) > 1:
-        kernel = operands[1]
-        return size + 2.0 * size * kernel.numel() / kernel.shape[0]
-    if (left := _PRODUCTS.get(name, len(operands))) < len(operands):
-        return size + 2.0 * size * operands[left].shape[-1]
-    return float(size)

@@ -1,14 +1,10 @@
 """Measured costs: every piece runs a few times on real tensors, on the model's own device.
 
 Updates are those of SGD with momentum, one for every micro-batch.
-
-A GPU may spend less time on a piece than Python does on launching its kernels. Launches count where
-stages run action by action (eager); in captured steps only the kernels do.
 """
 
 from __future__ import annotations
 
-import enum
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,21 +34,6 @@ from revcompile.ir.types import Cost, Rewired, Segment, TensorType
 
 WARM_UP: Final = 2
 REPEATS: Final = 5
-CALLS_A_GRAPH: Final = 4
-"""Calls in one CUDA graph, so that launching the graph itself hardly counts."""
-CONCURRENT: Final = 2
-"""Backward passes at the same time in a captured step."""
-
-Run = Callable[[], object]
-
-
-class Clock(enum.Enum):
-    """What is timed."""
-
-    CALL = "measured"
-    """A call from Python, until the device has done it."""
-    REPLAY = "replayed"
-    """Kernels alone, replayed as a CUDA graph, forward passes concurrent with backward passes."""
 
 
 def measured_costs(
@@ -60,7 +41,6 @@ def measured_costs(
     pieces: Sequence[Segment],
     types: Mapping[str, Any],
     analytic: Sequence[Cost],
-    clock: Clock = Clock.CALL,
 ) -> tuple[Cost, ...]:
     """The analytic costs with seconds as work. The model is left exactly as it was."""
     root = submodules_only(rewired.root)
@@ -70,20 +50,14 @@ def measured_costs(
             f"cost: {rewired.name} is on the meta device, where nothing can be measured; move it "
             'to a real device first, or use cost="analytic"'
         )
-    if clock is Clock.REPLAY and device.type != "cuda":
-        raise InputError(
-            f"cost: {rewired.name} is on {device}, where no kernels can be replayed; move it to "
-            'a CUDA device first, or use cost="measured"'
-        )
-    time_passes, time_run = (
-        (_time_calls, _time_call) if clock is Clock.CALL else (_time_replays, _time_replay)
-    )
     seconds: list[tuple[float, float, float]] = []
-    counted_parameters: set[int] = set()
+    counted: set[int] = set()
 
     def run(piece: Segment, call: PieceCall) -> PieceResult:
         sources = [t for t in call.inputs if isinstance(t, Tensor) and t.requires_grad]
         sources += [p for p in parameters_read(piece.graph, root) if p.requires_grad]
+        new = [p for p in sources if isinstance(p, nn.Parameter) and id(p) not in counted]
+        counted.update(map(id, new))
 
         def forward() -> PieceResult:
             with torch.no_grad():
@@ -93,11 +67,8 @@ def measured_costs(
             with torch.enable_grad():
                 _differentiate(call.forward().results, sources)
 
-        parameters = [p for p in sources if isinstance(p, nn.Parameter)]
-        new = [p for p in parameters if id(p) not in counted_parameters]
-        counted_parameters.update(map(id, new))
-        update = time_run(_update(new), device) if new else 0.0
-        seconds.append((*time_passes(forward, backward, device), update))
+        update = _time(_update(new), device) if new else 0.0
+        seconds.append((_time(forward, device), _time(backward, device), update))
         return forward()
 
     with preserve_model(root), preserve_attributes(root):
@@ -136,7 +107,7 @@ def _differentiate(outputs: Sequence[Any], sources: Sequence[Tensor]) -> None:
         torch.autograd.grad(tensors, sources, ones, allow_unused=True)
 
 
-def _update(parameters: Sequence[Tensor]) -> Run:
+def _update(parameters: Sequence[Tensor]) -> Callable[[], None]:
     """What SGD with momentum does in an update, on copies."""
     weights, gradients, momenta = (
         [torch.zeros_like(parameter) for parameter in parameters] for _ in range(3)
@@ -150,74 +121,16 @@ def _update(parameters: Sequence[Tensor]) -> Run:
     return run
 
 
-def _time_call(run: Run, device: torch.device) -> float:
-    """Seconds of a call, with a warm cache."""
-    for _ in range(WARM_UP):
-        run()
-    return _median(run, device)
-
-
-def _time_calls(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
-    """Seconds of each, one after the other."""
-    return _time_call(forward, device), _time_call(backward, device)
-
-
-def _time_replay(run: Run, device: torch.device) -> float:
-    """Seconds of the kernels of a call."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            run()
-    return _time_graph(run, stream, device)
-
-
-def _time_replays(forward: Run, backward: Run, device: torch.device) -> tuple[float, float]:
-    """Seconds of the kernels, where backward passes run in pairs, concurrently with forward ones.
-
-    Captured steps use the device like this. The time that forward passes add counts as theirs.
-    """
-    main, *side_streams = (torch.cuda.Stream(device) for _ in range(1 + CONCURRENT))
-    main.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(main):
-        for _ in range(WARM_UP):
-            forward()
-            backward()
-
-    def passes(forwards: int) -> None:
-        for side in side_streams:
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                backward()
-        for _ in range(forwards):
-            forward()
-        for side in side_streams:
-            main.wait_stream(side)
-
-    backward_only = _time_graph(lambda: passes(0), main, device) / CONCURRENT
-    both = _time_graph(lambda: passes(CONCURRENT), main, device) / CONCURRENT
-    return max(both - backward_only, 0.0), backward_only
-
-
-def _time_graph(run: Run, stream: torch.cuda.Stream, device: torch.device) -> float:
-    _synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(CALLS_A_GRAPH):
-            run()
-    graph.replay()
-    return _median(graph.replay, device) / CALLS_A_GRAPH
-
-
-def _median(run: Run, device: torch.device) -> float:
+def _time(run: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call, until the device has done it."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(WARM_UP + REPEATS):
         _synchronize(device)
         start = time.perf_counter()
         run()
         _synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(times[WARM_UP:])
 
 
 def _synchronize(device: torch.device) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from revcompile.arguments import check_cost, number
 from revcompile.compiler.cost.analytic import analytic_costs
-from revcompile.compiler.cost.measured import Clock, measured_costs
+from revcompile.compiler.cost.measured import measured_costs
 from revcompile.errors import InputError
 from revcompile.ir.types import Cost, Rewired, Segment
 
-CostSource = str | Mapping[str, float] | Callable[[str], float]
-""""analytic", "measured", "replayed" (kernels alone, as captured steps on a GPU take them), or
-numbers by name (a mapping or a function)."""
+CostSource = str | Mapping[str, float]
+""""analytic", "measured", or a number for each segment by name."""
 
 
 def segment_costs(rewired: Rewired) -> tuple[Cost, ...]:
@@ -37,15 +36,14 @@ def piece_costs(
         pieces: Its segments, or parts of them.
         types: The type of every live value.
         cost: Where work comes from. Numbers of the user's own stand for forward, backward and
-            update together, in any unit. They may be given for pieces, or for whole segments,
-            whose parts then share them.
+            update of a segment together, in any unit.
     """
     check_cost(cost)
     analytic = analytic_costs(rewired, pieces, types)
     if cost == "analytic":
         return analytic
     if isinstance(cost, str):
-        return measured_costs(rewired, pieces, types, analytic, Clock(cost))
+        return measured_costs(rewired, pieces, types, analytic)
     return _given_costs(rewired, pieces, analytic, cost)
 
 
@@ -77,55 +75,35 @@ def _given_costs(
     rewired: Rewired,
     pieces: Sequence[Segment],
     analytic: Sequence[Cost],
-    given: Mapping[str, float] | Callable[[str], float],
+    given: Mapping[str, float],
 ) -> tuple[Cost, ...]:
-    segments = _segments(rewired, pieces)
-    work = [cost.forward + cost.backward for cost in analytic]
-    segment_work: dict[str, float] = {}
-    for segment, own in zip(segments, work, strict=True):
-        segment_work[segment] = segment_work.get(segment, 0.0) + own
-    numbers = _numbers([piece.name for piece in pieces], segments, given)
-    result = []
-    for piece, segment, cost, own in zip(pieces, segments, analytic, work, strict=True):
-        number = numbers[piece.name]
-        if number is None:
-            number = numbers[segment]
-            assert number is not None
-            whole = segment_work[segment]
-            number *= own / whole if whole else 1 / segments.count(segment)
-        forward = cost.forward / own if own else 0.25
-        result.append(replace(cost, forward=number * forward, backward=number * (1 - forward)))
-    return tuple(result)
-
-
-def _numbers(
-    pieces: Sequence[str],
-    segments: Sequence[str],
-    given: Mapping[str, float] | Callable[[str], float],
-) -> dict[str, float | None]:
-    """The user's number of each name; None for pieces that only their segment has one for."""
-    if not isinstance(given, Mapping):
-        return {name: _valid(name, given(name)) for name in pieces}
-    known = dict.fromkeys((*pieces, *segments))
-    unknown = [name for name in given if name not in known]
-    missing = [
-        piece
-        for piece, segment in zip(pieces, segments, strict=True)
-        if piece not in given and segment not in given
-    ]
+    """The user's number of each segment, shared out to its pieces as their analytic work is."""
+    names = [segment.name for segment in rewired.body.segments]
+    missing = [name for name in names if name not in given]
+    unknown = [name for name in given if name not in names]
     if unknown or missing:
         raise InputError(
             "cost: the given costs do not fit the model"
             + (f"; nothing is given for {', '.join(missing)}" if missing else "")
             + (f"; there is no {', '.join(unknown)}" if unknown else "")
-            + ". Give one number for each piece, or for the segment it is a part of"
+            + ". Give one number for each segment"
         )
-    valid = {name: _valid(name, number) for name, number in given.items()}
-    return {name: valid.get(name) for name in known}
-
-
-def _valid(name: str, given: Any) -> float:
-    return number("cost", name, given, "work is a number from 0 on", or_zero=True)
+    numbers = {
+        name: number("cost", name, given[name], "work is a number from 0 on", or_zero=True)
+        for name in names
+    }
+    segments = _segments(rewired, pieces)
+    # Pieces without any work share a segment evenly.
+    work = [cost.forward + cost.backward or 1e-300 for cost in analytic]
+    total = dict.fromkeys(names, 0.0)
+    for segment, own in zip(segments, work, strict=True):
+        total[segment] += own
+    result = []
+    for segment, cost, own in zip(segments, analytic, work, strict=True):
+        share = numbers[segment] * own / total[segment]
+        forward = cost.forward / own if cost.forward else 0.25
+        result.append(replace(cost, forward=share * forward, backward=share * (1 - forward)))
+    return tuple(result)
 
 
 def _segments(rewired: Rewired, pieces: Sequence[Segment]) -> list[str]:

@@ -113,6 +113,11 @@ class _Row:
         return live_at_cuts(self.rewired, self.pieces)
 
     @functools.cached_property
+    def traffic(self) -> Sequence[float]:
+        """Bytes that a stage sends which ends before each piece; nothing behind the last."""
+        return [*(bytes_sent(live, self.types) for live in self.live[:-1]), 0.0]
+
+    @functools.cached_property
     def shared(self) -> Mapping[str, tuple[int, ...]]:
         """Parameters that several pieces read: name -> those pieces."""
         return shared_parameters(self.rewired, self.pieces)
@@ -160,16 +165,12 @@ class _Row:
         self, no_cut: Sequence[tuple[int, int]] = (), *, any_memory: bool = False
     ) -> tuple[int, ...] | None:
         """The ends of stages with the least largest work, and among those the least traffic."""
-
-        def sent(stage: int, start: int, end: int) -> float:
-            return 0.0 if end == len(self.pieces) else bytes_sent(self.live[end], self.types)
-
         return balance(
             self.work(),
             self.stages,
             last=self.work(is_last=True),
             allowed=None if any_memory else self._fits(),
-            penalty=sent,
+            traffic=self.traffic,
             no_cut=no_cut,
         )
 
