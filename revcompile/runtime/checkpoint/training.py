@@ -124,7 +124,7 @@ class TrainerState:
 
     def _check_in_flight(self, state: State) -> None:
         """Refuse micro-batches in flight of another pipeline: only an empty one can be cut anew."""
-        saved, replicas = Schedule.load(state["schedule"]), state.get("replicas", 1)
+        saved, replicas = Schedule.load(state["schedule"]), state["replicas"]
         if saved.idle or (self._is_same_pipeline(state) and replicas == self.replicas):
             return
         raise InputError(
@@ -144,7 +144,7 @@ class TrainerState:
         if any(here[key] != saved[key] for key in ("method", "accumulate", "ties")):
             return False
         updates = min(progress["updates"] for progress in saved["progress"])
-        starts = here["synchronous"], saved.get("synchronous", 0)
+        starts = here["synchronous"], saved["synchronous"]
         if starts[0] != starts[1] and updates < max(starts):
             return False
         needs = ((p.needed_in_flight, state["stages"][p.index]["needs"]) for p in self.programs)

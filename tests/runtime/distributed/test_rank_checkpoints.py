@@ -67,13 +67,15 @@ def test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are(tmp_pa
 
 
 def test_a_rank_reads_its_own_tensors_alone(tmp_path: Path) -> None:
-    """In the folder of each rank the other one's tensors are damaged."""
+    """In each rank's folder the other's tensors are damaged; rank 1 sees an old `latest`."""
     run = RUNS["petra"]
     (saved, *_), _ = on_ranks(tmp_path / "first", [step("saving", run, tmp_path / "saved")])
     for rank in range(2):
         folder = shutil.copytree(tmp_path / "saved", tmp_path / "apart" / f"{rank}")
         other = find_checkpoint(folder) / f"rank_0000{1 - rank}.safetensors"
         other.write_bytes(bytes(other.stat().st_size))
+    (folder / "step_00000001").mkdir()
+    (folder / "latest").write_text("step_00000001")
     steps = [step("resuming_apart", run, tmp_path / "apart")]
     for (resumed,) in on_ranks(tmp_path / "second", steps):
         assert same(resumed["state"], saved["state"])
