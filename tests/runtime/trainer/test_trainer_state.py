@@ -775,15 +775,3 @@ def test_bad_arguments() -> None:
         revcompile.petrafy(Net(), 40, torch.zeros(4, 5), check="off")
     with pytest.raises(InputError, match=r"does not fit 2 devices of 1000 B"):
         revcompile.petrafy(Net(), 2, torch.zeros(4, 5), check="off", memory_budget=1000)
-
-
-def test_an_input_written_to_while_in_flight_is_noticed() -> None:
-    trainer = trainer_of(fresh())
-    x, y = batches(1)[0]
-    trainer.step(x, y)
-    with pytest.raises(InputError, match="stage 0: x of micro-batch 0 was written to"):
-        for _ in range(4):
-            x.normal_()
-            trainer.step(x, y)
-    with pytest.raises(RuntimeError, match=re.escape("load its last state")):
-        trainer.step(*batches(1)[0])
