@@ -90,7 +90,6 @@ def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
         text = "".join("#" if c.isdigit() else c for c in refusal.reason)
         reasons[text] = reasons.get(text, 0) + 1
     return {
-        "frontend": captured.frontend.value,
         "leaves": len(captured.leaf_modules),
         "seconds": round(spent, 1),
         "segments": len(rewired.body.segments),

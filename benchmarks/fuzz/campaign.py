@@ -130,7 +130,7 @@ def examine_chunk(task: tuple[int, list[int], int, int, float]) -> list[Outcome]
     """Some nets, in a worker process; none is begun after the deadline."""
     seed, indices, limit, trials, deadline = task
     torch.set_num_threads(1)
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # torch.export tells its own failures
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
     return [
         examine_net(seed, index, limit, trials) for index in indices if time.monotonic() < deadline
     ]

@@ -7,29 +7,28 @@ the device of the call, with the attributes and modes that its modules have now.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import NoneType
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.capture import capture_with
+from revcompile.compiler.capture.capture import capture_once
 from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import empty_like_on, meta_copy
-from revcompile.compiler.capture.isolation import copy_model, preserve_rng
+from revcompile.compiler.capture.isolation import copy_model
 from revcompile.compiler.capture.tracer import CONSTANT_PREFIX
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InputError
 from revcompile.ir.conditions import ABSENT, UNKNOWN, look_up
-from revcompile.ir.guards import Guards
+from revcompile.ir.guards import FlagGuard, Guards
 from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.policy import Policy
-from revcompile.ir.types import Captured, Frontend, Rewired
+from revcompile.ir.types import Captured, Rewired
 from revcompile.ir.uncomputed import as_captured
 
 _PLAIN: Final = (NoneType, bool, int, float, str, type(ABSENT))
@@ -40,8 +39,9 @@ class Recompiler:
 
     def __init__(self, model: nn.Module, captured: Captured, policy: Policy) -> None:
         self._skeleton = meta_copy(model)
-        self._frontend, self._policy = captured.frontend, policy
+        self._policy = policy
         self._leaves = frozenset(captured.leaf_modules)
+        self._flags = [flag.name for flag in captured.guards.flags]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recompiler:
         return self  # immutable
@@ -121,14 +121,11 @@ class Recompiler:
             for name, buffer in net.named_buffers()
             if name.startswith(CONSTANT_PREFIX)
         }
-        with preserve_rng(), warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")
-            if self._frontend is Frontend.EXPORT:  # cannot pretend a device: inputs go to meta too
-                args, kwargs = pytree.tree_map_only(
-                    torch.Tensor, lambda t: t.detach().to("meta"), (args, dict(kwargs))
-                )
+        with torch.enable_grad():
             example = make_example(model, args, kwargs, fixed_batch)
-            return capture_with(self._frontend, model, example, self._leaves, device, constants)[0]
+            captured, _ = capture_once(model, example, self._leaves, device, constants)
+            flags = tuple(map(FlagGuard.of, self._flags))
+            return replace(captured, guards=replace(captured.guards, flags=flags))
 
     def _with_state_of(self, net: nn.Module, guards: Iterable[Guards]) -> nn.Module:
         """The original with the tensor types, modes and attributes that `net` has now."""

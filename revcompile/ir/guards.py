@@ -112,18 +112,32 @@ class AttributeGuard:
         return replace(self, value=self.value.rebased(now) if is_condition else frozen(now))
 
 
+FLAGS: Final = (
+    *("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype", "is_autocast_enabled"),
+    *("is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_cpu_dtype"),
+    "get_autocast_gpu_dtype",
+)
+"""Functions of torch that return flags."""
+
+
 @dataclass(frozen=True)
 class FlagGuard:
-    """A flag of torch, by the name of the function of `torch` that returns it."""
+    """A flag of torch that the forward pass reads."""
 
     name: str
-    args: tuple[Any, ...]
     value: Any
-    source: str
+
+    @staticmethod
+    def of(name: str) -> FlagGuard:
+        """The flag as it is now; autocast is read for all devices."""
+        if "autocast" not in name:
+            return FlagGuard(name, getattr(torch, name)())
+        now = ((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+        return FlagGuard(name, tuple(now))
 
     @property
     def expression(self) -> str:
-        return f"torch.{self.name}({', '.join(map(repr, self.args))})"
+        return f"torch.{self.name}()"
 
 
 @dataclass(frozen=True)
@@ -141,7 +155,6 @@ class ModeGuards:
     written: SizeGuards = SizeGuards()
     state: SizeGuards = SizeGuards()
     attributes: tuple[AttributeGuard, ...] = ()
-    flags: tuple[FlagGuard, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,6 +169,7 @@ class Guards:
     evaluation: ModeGuards = ModeGuards()
     skeleton: nn.Module | None = None
     seen: frozenset[Any] = frozenset()
+    flags: tuple[FlagGuard, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guards:
         """Objects that guards know are those of the copied model; the skeleton has no contents."""
@@ -168,10 +182,9 @@ class Guards:
     def of_attributes(self) -> Guards:
         """Only the guards that do not depend on a call's inputs."""
         train, evaluation = (
-            ModeGuards(attributes=mode.attributes, flags=mode.flags)
-            for mode in (self.train, self.evaluation)
+            ModeGuards(attributes=mode.attributes) for mode in (self.train, self.evaluation)
         )
-        return Guards(train, evaluation)
+        return Guards(train, evaluation, flags=self.flags)
 
     def rebased(self, root: nn.Module) -> Guards:
         """The same guards for a root whose attributes rewiring has changed."""

@@ -19,7 +19,6 @@ __all__ = [
     "attribute",
     "batch_norm",
     "called",
-    "device_of",
     "fuse_mean",
     "is_random_operator",
     "matching",
@@ -218,11 +217,6 @@ def matching(source: Any, like: Any) -> Any:
         return source
     both = source.is_floating_point() and like.is_floating_point()
     return source.to(like.dtype) if both and is_autocasting(like.device) else source
-
-
-def device_of(tensor: Tensor) -> torch.device:
-    """A tensor's device: exported graphs look it up at run time."""
-    return tensor.device
 
 
 statistics_frozen: Final = ContextVar("statistics_frozen", default=False)

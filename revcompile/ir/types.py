@@ -88,13 +88,6 @@ class TensorType:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(dims)}]"
 
 
-class Frontend(enum.Enum):
-    """Which tracer made the graph."""
-
-    FX = "torch.fx"
-    EXPORT = "torch.export"
-
-
 @dataclass(frozen=True)
 class Captured:
     """A model as a graph. `root` is a private copy of the model that owns the parameters.
@@ -108,7 +101,6 @@ class Captured:
     graph: fx.Graph
     eval_graph: fx.Graph | None
     signature: Signature
-    frontend: Frontend
     leaf_modules: tuple[str, ...] = ()
     """Paths of modules that are single calls."""
     notes: tuple[str, ...] = ()

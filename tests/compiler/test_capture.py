@@ -28,9 +28,7 @@ from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import CaptureError, InputError
 from revcompile.ir.ops import store_buffer
 from revcompile.ir.python_code import compile_graph
-from revcompile.ir.types import TYPE, Captured, Frontend
-
-FX = functools.partial(capture, frontend=Frontend.FX)
+from revcompile.ir.types import TYPE, Captured
 
 
 @functools.cache
@@ -41,7 +39,7 @@ def caught(name: str) -> tuple[nn.Module, Captured, list[str]]:
     model = specimen.model()
     args, kwargs = specimen.args(2), specimen.kwargs(2)
     before = fingerprint(model, args, kwargs)
-    captured = FX(model, args, kwargs, check="full")
+    captured = capture(model, args, kwargs, check="full")
     after = fingerprint(model, args, kwargs)
     return (
         model,
@@ -152,7 +150,7 @@ def test_refused_model_is_left_alone(name: str) -> None:
     model, args = specimen.model(), specimen.args(2)
     before = fingerprint(model, args, {})
     with pytest.raises(CaptureError):
-        FX(model, args)
+        capture(model, args)
     assert fingerprint(model, args, {}) == before
 
 
@@ -219,7 +217,7 @@ def test_own_drop_paths_become_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -
     traces = []
     real = fx_frontend.trace
     monkeypatch.setattr(fx_frontend, "trace", lambda *a: traces.append(1) or real(*a))
-    captured = FX(zoo.OwnDropPath(), zoo.tokens(2), check="off")
+    captured = capture(zoo.OwnDropPath(), zoo.tokens(2), check="off")
     assert captured.leaf_modules == ("skips.0", "skips.1")
     assert len(traces) == 4
 
@@ -235,13 +233,13 @@ def test_batch_stays_free() -> None:
 
 
 def test_model_in_eval_mode_is_captured_for_both_modes() -> None:
-    captured = FX(zoo.FunctionalDropout().eval(), zoo.rows(2), check="full")
+    captured = capture(zoo.FunctionalDropout().eval(), zoo.rows(2), check="full")
     assert not captured.root.training
     assert "training" in targets(captured, "get_attr")
 
 
 def test_batch_of_one_is_enough() -> None:
-    captured = FX(zoo.Mlp(), torch.randn(1, 8), check="full")
+    captured = capture(zoo.Mlp(), torch.randn(1, 8), check="full")
     assert str(next(iter(captured.graph.nodes)).meta[TYPE]) == "float32[B, 8]"
 
 
@@ -255,7 +253,7 @@ def test_batch_that_cannot_grow_is_fixed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.view(2, 8).tanh()
 
-    captured = FX(Fixed(), torch.randn(2, 8), check="full")
+    captured = capture(Fixed(), torch.randn(2, 8), check="full")
     assert captured.notes == ("the batch size is fixed at 2: the model fails at any other",)
 
 
@@ -264,7 +262,7 @@ def test_a_batch_size_that_python_reads_is_fixed_and_the_line_is_named() -> None
         def forward(self, x: Tensor) -> Tensor:
             return x.view(len(x), 8).tanh()
 
-    (note,) = FX(Fixed(), torch.randn(2, 8), check="full").notes
+    (note,) = capture(Fixed(), torch.randn(2, 8), check="full").notes
     assert note.startswith("the batch size is fixed at 2: (top level): control flow depends on")
     assert "x.shape[0] leaves it free" in note and "test_capture.py" in note
 
@@ -291,14 +289,14 @@ def test_a_model_that_takes_one_sample_only(device: str) -> None:
 
 
 def test_a_wrong_example_of_one_sample_is_shown_as_it_was_given() -> None:
-    text = message(InputError, lambda: FX(OneSample(), torch.randn(1, 7)))
+    text = message(InputError, lambda: capture(OneSample(), torch.randn(1, 7)))
     assert "OneSample fails on the example inputs themselves (x: float32[1, 7]): shape" in text
 
 
 def test_meta_device_needs_no_memory() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(*(zoo.Mlp(4096) for _ in range(20))), torch.randn(2, 4096)
-    captured = FX(model, x)
+    captured = capture(model, x)
     assert all(p.is_meta for p in captured.root.parameters())
     assert str(list(captured.graph.nodes)[-1].args[0][0].meta[TYPE]) == "float32[B, 4096]"
 
@@ -322,7 +320,7 @@ def test_arguments_are_labelled_as_a_user_would_write_them() -> None:
             return sum(rest, x) * scale + more["b"]
 
     x = torch.randn(2, 3)
-    signature = FX(Varied(), (x, x, x), {"b": x, "scale": 2.0}, check="full").signature
+    signature = capture(Varied(), (x, x, x), {"b": x, "scale": 2.0}, check="full").signature
     assert signature.labels == ("x", "rest[0]", "rest[1]", "b")
     assert signature.placeholders == ("x", "rest_0", "rest_1", "b")
 
@@ -340,18 +338,18 @@ def test_placeholders_have_the_names_of_the_signature(name: str) -> None:
 
 @pytest.mark.parametrize("wanted", [["blocks.1"], "blocks.1"])
 def test_leaf_by_path(wanted: Any) -> None:
-    captured = FX(zoo.ListLoop(), zoo.rows(2), leaf_modules=wanted)
+    captured = capture(zoo.ListLoop(), zoo.rows(2), leaf_modules=wanted)
     assert "blocks.1" in targets(captured, "call_module")
     assert "blocks.0" not in targets(captured, "call_module")
 
 
 def test_leaf_by_class() -> None:
-    captured = FX(zoo.ListLoop(), zoo.rows(2), leaf_modules=[zoo.Mlp])
+    captured = capture(zoo.ListLoop(), zoo.rows(2), leaf_modules=[zoo.Mlp])
     assert targets(captured, "call_module") == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_leaf_by_second_name_of_a_shared_module() -> None:
-    captured = FX(zoo.SharedModule(), zoo.rows(2), leaf_modules=["second"])
+    captured = capture(zoo.SharedModule(), zoo.rows(2), leaf_modules=["second"])
     assert targets(captured, "call_module") == ["first", "first"]
 
 
@@ -462,7 +460,7 @@ def test_check_does_not_run_on_the_users_parameters() -> None:
             return x * self.weight
 
     model = Clamps()
-    captured = FX(model, zoo.rows(2), check="full")
+    captured = capture(model, zoo.rows(2), check="full")
     assert model.weight.max() == 3.0
     assert captured.root.weight.max() == 3.0
 
@@ -477,8 +475,8 @@ def message(error: type[Exception], call: Callable[[], Any]) -> str:
 
 
 def test_data_dependent_top_level_names_the_line_and_the_remedy() -> None:
-    text = message(CaptureError, lambda: FX(zoo.DataDependentTop(), zoo.rows(2)))
-    assert text.startswith("capture: DataDependentTop could not be captured.\n  1. torch.fx ")
+    text = message(CaptureError, lambda: capture(zoo.DataDependentTop(), zoo.rows(2)))
+    assert text.startswith("capture: DataDependentTop could not be captured: tracing ")
     assert "stopped in (top level): control flow depends on the contents of a tensor" in text
     assert "zoo.py:" in text and "if x.sum() > 0:]" in text
     assert "submodule of its own" in text and "leaf_modules=['its.path']" in text
@@ -491,20 +489,20 @@ def test_random_numbers_from_outside_torch_are_refused(draw: Callable[[], float]
             return x if draw() < 0.5 else x * 2
 
     model = nn.Sequential(zoo.Mlp(), Drop())
-    text = message(CaptureError, lambda: FX(model, zoo.rows(2)))
+    text = message(CaptureError, lambda: capture(model, zoo.rows(2)))
     assert "stopped in 1: the forward pass draws from the random module of Python or NumPy" in text
     assert "Drop.forward]" in text
-    text = message(CaptureError, lambda: FX(model, zoo.rows(2), leaf_modules=["1"]))
+    text = message(CaptureError, lambda: capture(model, zoo.rows(2), leaf_modules=["1"]))
     assert "draws from the random module" in text
 
 
 def test_layer_drop_by_python_is_refused() -> None:
-    text = message(CaptureError, lambda: FX(zoo.PythonLayerDrop(), zoo.rows(2)))
+    text = message(CaptureError, lambda: capture(zoo.PythonLayerDrop(), zoo.rows(2)))
     assert "stopped in (top level): the forward pass draws from the random module" in text
 
 
 def test_layer_drop_by_torch_is_refused() -> None:
-    text = message(CaptureError, lambda: FX(zoo.TorchLayerDrop(), zoo.rows(2)))
+    text = message(CaptureError, lambda: capture(zoo.TorchLayerDrop(), zoo.rows(2)))
     assert "stopped in (top level): control flow depends on random numbers" in text
 
 
@@ -519,12 +517,12 @@ def test_module_inside_is_named() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 return self.inner[0](y)
 
-    text = message(CaptureError, lambda: FX(Outer(), zoo.rows(2)))
+    text = message(CaptureError, lambda: capture(Outer(), zoo.rows(2)))
     assert "stopped in inner.0.norm: an autocast region" in text
 
 
 def test_wrong_example_shape() -> None:
-    text = message(InputError, lambda: FX(nn.Conv1d(4, 4, 1), torch.randn(2, 3, 8)))
+    text = message(InputError, lambda: capture(nn.Conv1d(4, 4, 1), torch.randn(2, 3, 8)))
     assert text.startswith(
         "capture: Conv1d fails on the example inputs themselves (input: float32[2, 3, 8]): "
     )
@@ -534,18 +532,18 @@ def test_wrong_example_shape() -> None:
 def test_wrong_example_shape_on_the_meta_device() -> None:
     with torch.device("meta"):
         model, example = zoo.Mlp(), torch.randn(2, 3)
-    text = message(InputError, lambda: FX(model, example))
+    text = message(InputError, lambda: capture(model, example))
     assert text.startswith("capture: Mlp fails on the example inputs themselves")
     assert "\n" not in text
 
 
 def test_wrong_example_dtype_deep_inside() -> None:
-    text = message(InputError, lambda: FX(zoo.TinyGPT(), torch.randn(2, 6)))
+    text = message(InputError, lambda: capture(zoo.TinyGPT(), torch.randn(2, 6)))
     assert "capture: TinyGPT fails on the example inputs themselves (words: float32[2, 6])" in text
 
 
 def test_missing_example() -> None:
-    text = message(InputError, lambda: FX(zoo.Mlp()))
+    text = message(InputError, lambda: capture(zoo.Mlp()))
     assert text == (
         "capture: Mlp says nothing about its input (no timm default_cfg); pass "
         "example_inputs=(tensor, ...) with a batch of 2 or more"
@@ -553,30 +551,32 @@ def test_missing_example() -> None:
 
 
 def test_example_that_does_not_fit_the_signature() -> None:
-    text = message(InputError, lambda: FX(zoo.Mlp(), (torch.randn(2, 8), 3)))
+    text = message(InputError, lambda: capture(zoo.Mlp(), (torch.randn(2, 8), 3)))
     assert text.startswith("capture: the example inputs do not fit Mlp.forward(x")
     assert text.endswith("too many positional arguments")
 
 
 def test_example_without_tensors() -> None:
-    text = message(InputError, lambda: FX(zoo.Mlp(), (3,)))
+    text = message(InputError, lambda: capture(zoo.Mlp(), (3,)))
     assert text == "capture: no tensor among the example inputs, so there is no graph"
 
 
 def test_unknown_check() -> None:
-    text = message(InputError, lambda: FX(zoo.Mlp(), zoo.rows(2), check="thorough"))
+    text = message(InputError, lambda: capture(zoo.Mlp(), zoo.rows(2), check="thorough"))
     assert text == "check: expected one of 'full', 'fast', 'off', got 'thorough'"
 
 
 def test_unknown_leaf_path() -> None:
-    text = message(InputError, lambda: FX(zoo.ListLoop(), zoo.rows(2), leaf_modules=["block.1"]))
+    text = message(
+        InputError, lambda: capture(zoo.ListLoop(), zoo.rows(2), leaf_modules=["block.1"])
+    )
     assert text == (
         "capture: leaf_modules names 'block.1', which the model has not; did you mean 'blocks.1'?"
     )
 
 
 def test_whole_model_as_leaf() -> None:
-    text = message(InputError, lambda: FX(zoo.Mlp(), zoo.rows(2), leaf_modules=[zoo.Mlp]))
+    text = message(InputError, lambda: capture(zoo.Mlp(), zoo.rows(2), leaf_modules=[zoo.Mlp]))
     assert text == "capture: leaf_modules names the whole model, which leaves no graph"
 
 
@@ -590,7 +590,7 @@ def test_unregistered_dataclass_as_input() -> None:
         def forward(self, batch: Batch) -> Tensor:
             return batch.x
 
-    text = message(InputError, lambda: FX(Reads(), Batch(torch.randn(2, 8))))
+    text = message(InputError, lambda: capture(Reads(), Batch(torch.randn(2, 8))))
     assert text == (
         "capture: batch is a Batch, which pytree does not know, and holds tensors; register it "
         "first: torch.export.register_dataclass(Batch)"
@@ -605,7 +605,7 @@ def test_unregistered_dataclass_as_input() -> None:
     ],
 )
 def test_wrapped_model(wrap: Callable[[nn.Module], nn.Module], words: str) -> None:
-    assert words in message(InputError, lambda: FX(wrap(zoo.Mlp()), zoo.rows(2)))
+    assert words in message(InputError, lambda: capture(wrap(zoo.Mlp()), zoo.rows(2)))
 
 
 def compiled_module(layer: nn.Module) -> nn.Module:
@@ -646,7 +646,7 @@ def test_parts_that_a_copy_would_share_with_the_model(
     wrap: Callable[[nn.Module], nn.Module], words: str
 ) -> None:
     model = nn.Sequential(zoo.Mlp(), wrap(nn.Linear(8, 8)))
-    text = message(InputError, lambda: FX(model, zoo.rows(2)))
+    text = message(InputError, lambda: capture(model, zoo.rows(2)))
     assert words in text and "0x" not in text
 
 
@@ -672,7 +672,7 @@ def test_scripted_part() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scripting is deprecated
         model = nn.Sequential(zoo.Mlp(), torch.jit.script(nn.Linear(8, 8)))
-    text = message(InputError, lambda: FX(model, zoo.rows(2)))
+    text = message(InputError, lambda: capture(model, zoo.rows(2)))
     assert text == (
         "capture: 1 is scripted, and copies of scripted modules do not train; pass the Python "
         "module it was made from"
@@ -680,14 +680,14 @@ def test_scripted_part() -> None:
 
 
 def test_lazy_parameters() -> None:
-    text = message(InputError, lambda: FX(nn.LazyLinear(3), zoo.rows(2)))
+    text = message(InputError, lambda: capture(nn.LazyLinear(3), zoo.rows(2)))
     assert text == "capture: weight has no shape yet; run the model once, then capture it"
 
 
 def test_model_that_cannot_be_copied() -> None:
     model = zoo.Mlp()
     model.lock = threading.Lock()
-    text = message(CaptureError, lambda: FX(model, zoo.rows(2)))
+    text = message(CaptureError, lambda: capture(model, zoo.rows(2)))
     assert text.startswith("capture: Mlp cannot be copied with copy.deepcopy: TypeError: ")
 
 
@@ -727,7 +727,7 @@ FAMILIES = [
 def test_timm(name: str) -> None:
     # All sizes of a transformer's images are fixed; of the others this one takes the least time.
     example = () if name not in SMALL or name == "test_vit" else (torch.randn(2, 3, 64, 64),)
-    captured = FX(timm_model(name), *example, check="full")
+    captured = capture(timm_model(name), *example, check="full")
     assert captured.eval_graph is None
     assert all("autocast" in note for note in captured.notes)
 
@@ -750,7 +750,7 @@ def test_torchvision(name: str) -> None:
     size = 224 if name.startswith(("vit_", "swin_", "maxvit")) else 64
     size = 299 if name == "inception_v3" else size
     model = models.get_model(name, weights=None)
-    captured = FX(model, torch.randn(2, 3, size, size), check=CHECKS.get(name, "full"))
+    captured = capture(model, torch.randn(2, 3, size, size), check=CHECKS.get(name, "full"))
     assert captured.notes == ()
     assert (captured.eval_graph is not None) == (name in ("googlenet", "inception_v3"))
 

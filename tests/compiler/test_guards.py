@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile.compiler.find import find
-from revcompile.compiler.recapture import Recompiler
-from revcompile.compiler.rewire import rewire
 from revcompile.errors import CaptureError, GuardError, InputError
-from revcompile.ir.policy import Policy
-from revcompile.ir.types import Frontend
-from revcompile.runtime.reversible.guards import GuardChecker
-from revcompile.runtime.reversible.module import Reversible
 
 WIDTH = 8
 
@@ -231,8 +224,6 @@ def test_counters_are_refused_at_the_top_and_kept_whole_inside(kind: str) -> Non
     x = torch.randn(3, WIDTH)
     with pytest.raises(CaptureError, match="counts in its attribute"):
         revcompile.reversify(Counter(kind), x)
-    with pytest.raises(CaptureError, match="counts in its attribute"):
-        revcompile.capture(Counter(kind), x, frontend=Frontend.EXPORT)
     captured = revcompile.capture(nn.Sequential(Inner(), Counter(kind)), x, check="off")
     assert "1" in captured.leaf_modules
 
@@ -300,54 +291,6 @@ def test_a_graph_without_conditions_has_no_guards_on_sizes() -> None:
     assert len(net._cases._cases) == 1
 
 
-class Tokens(nn.Module):
-    """What torch.export is tried on: lengths free, but for a branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layer = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, ids: Tensor, bias: Tensor) -> Tensor:
-        h = self.embed(ids)
-        h = h * 2 if ids.shape[1] > 8 else h
-        return h + self.drop(self.layer(h)) + bias
-
-
-def test_an_export_keeps_lengths_free_and_guards_the_rest() -> None:
-    def inputs(length: int, width: int = WIDTH) -> tuple[Tensor, Tensor]:
-        return torch.randint(0, 9, (3, length)), torch.randn(width)
-
-    model = Tokens().eval()
-    captured = revcompile.capture(model, inputs(5), frontend=Frontend.EXPORT)
-    checker = GuardChecker(captured.guards)
-
-    def failing(*given: Tensor) -> Any:
-        return checker.failing(captured.root, dict(zip(("ids", "bias"), given, strict=True)))
-
-    assert failing(*inputs(5)) is None
-    assert failing(*inputs(7)) is None
-    assert "ids.shape[1] <= 8 was True" in str(failing(*inputs(9)))
-    assert "bias.shape[0] was 8" in str(failing(*inputs(5, 1)))
-    captured.root.drop.p = 0.5
-    assert "drop.p was 0.1" in str(failing(*inputs(5)))
-
-
-def test_an_export_is_made_anew_too() -> None:
-    def inputs(length: int) -> tuple[Tensor, Tensor]:
-        return torch.randint(0, 9, (3, length)), torch.randn(WIDTH)
-
-    def exported(length: int) -> Reversible:
-        captured = revcompile.capture(model, inputs(length), frontend=Frontend.EXPORT)
-        policy = Policy.named("same_parameters")
-        net = Reversible(rewire(captured, find(captured), policy))
-        net.on_new_case(Recompiler(model, captured, policy))
-        return net.eval()
-
-    model, long = Tokens(), inputs(9)
-    assert torch.equal(exported(5)(*long), exported(11)(*long))
-
-
 class LayerDrop(nn.Module):
     """Layers left out at random, as in OPT, BART and Whisper."""
 
@@ -366,12 +309,11 @@ class LayerDrop(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("frontend", list(Frontend))
-def test_layer_drop_that_is_off_stops_nothing(frontend: Frontend) -> None:
+def test_layer_drop_that_is_off_stops_nothing() -> None:
     x = torch.randn(3, WIDTH)
-    revcompile.capture(LayerDrop(0.0), x, check="full", frontend=frontend)
+    revcompile.capture(LayerDrop(0.0), x, check="full")
     with pytest.raises(CaptureError, match=r"LayerDrop with p = 0\.5\); set that probability to 0"):
-        revcompile.capture(LayerDrop(0.5), x, frontend=frontend)
+        revcompile.capture(LayerDrop(0.5), x)
 
 
 class DroppedLayer(nn.Module):

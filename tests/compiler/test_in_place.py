@@ -16,7 +16,6 @@ from revcompile.compiler.capture.check import run_graph
 from revcompile.compiler.capture.memory import is_effect
 from revcompile.errors import CaptureError
 from revcompile.ir.ops import out_of_place, writes_self
-from revcompile.ir.types import Frontend
 
 Forward = Callable[["Net", Tensor], Tensor]
 
@@ -205,20 +204,12 @@ FORWARDS = [
 ]
 
 
-EXPORTED = [relu_after_identity, silu_after_identity, dropout_after_identity, nested_views]
-EXPORTED += [relu_on_a_view, chunks_read_after_a_write, index_methods, write_into_the_input]
-
-
-@pytest.mark.parametrize(
-    ("forward", "frontend"),
-    [*((f, Frontend.FX) for f in FORWARDS), *((f, Frontend.EXPORT) for f in EXPORTED)],
-    ids=lambda part: getattr(part, "__name__", None) or part.value,
-)
-def test_captured_is_the_original(forward: Forward, frontend: Frontend) -> None:
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_captured_is_the_original(forward: Forward) -> None:
     torch.manual_seed(0)
     net = Net(forward).double()
     x = torch.randn(3, 8, dtype=torch.float64)
-    captured = capture(net, x, check="full", frontend=frontend)
+    captured = capture(net, x, check="full")
     for graph in filter(None, (captured.graph, captured.eval_graph)):
         assert not any(is_effect(node) for node in graph.nodes)
     given = x.clone()

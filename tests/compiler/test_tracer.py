@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import builtins
 import math
+import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from tracing import lines, traced
 
+import revcompile
 from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import fake_copy
 from revcompile.compiler.capture.fx_frontend import trace
@@ -126,12 +130,13 @@ def test_types_and_devices_stay_in_the_graph() -> None:
     ]
 
 
-def test_type_limits_stay_in_the_graph() -> None:
-    assert graph_lines(lambda x: x.clamp(min=torch.finfo(x.dtype).min), X) == [
-        "getattr_1 = getattr(x, dtype)",
-        "finfo = finfo(getattr_1)",
-        "getattr_2 = getattr(finfo, min)",
-        "clamp = clamp(x, min=getattr_2)",
+def test_type_limits_are_read_once_for_a_type() -> None:
+    least = torch.finfo(torch.float32).min
+    found = traced(lambda x: x.to(x.dtype).clamp(min=torch.finfo(x.dtype).min), X)
+    to, clamp = lines(found.graph)
+    assert to.endswith("to(x, torch.float32)") and clamp.endswith(f"min={least})")
+    assert [(g.expression, g.value) for g in found.guards.direct.guards] == [
+        ("x.dtype", torch.float32)
     ]
 
 
@@ -310,8 +315,59 @@ def test_tuple_of_a_leaf_is_taken_apart() -> None:
     assert found.out_spec.num_leaves == 3
 
 
-def test_everything_patched_is_restored_after_a_failure() -> None:
-    before = builtins.isinstance, torch.zeros, torch.rand, torch.autocast.__init__, F.relu
-    with pytest.raises(Untraceable):
-        traced(lambda x: x.tolist(), X)
-    assert (builtins.isinstance, torch.zeros, torch.rand, torch.autocast.__init__, F.relu) == before
+# -- other threads -------------------------------------------------------------------------------
+
+
+OWNERS = (
+    *(builtins, math, torch, torch.Tensor, torch._C.TensorBase, F, nn, nn.Module),
+    *(torch.autograd.Function, torch.autocast, torch.utils.checkpoint, torch.nn.modules.module),
+)
+
+
+def attributes() -> dict[tuple[str, str], Any]:
+    return {(str(owner), name): value for owner in OWNERS for name, value in vars(owner).items()}
+
+
+def replaced(before: dict[tuple[str, str], Any]) -> list[tuple[str, str]]:
+    now = attributes()
+    logged = ("__getattribute__", "__setattr__")
+    return [key for key, v in before.items() if now.get(key) is not v and key[1] not in logged]
+
+
+class Helper(nn.Module):
+    """What another thread uses while a model is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_other_threads_see_nothing_of_a_trace() -> None:
+    helper, found = Helper(), list[Any]()
+    before, result = attributes(), helper(X).detach()
+
+    def look() -> None:
+        found.append(replaced(before) == [])
+        kinds = {type(make(3)) for make in (torch.randn, torch.empty, torch.arange, torch.ones)}
+        found.append(kinds == {Tensor} and type(torch.tensor([1, 2])) is Tensor)
+        found.append(type(helper.layer.weight) is nn.Parameter and helper.scale == 2.0)
+        found.append(torch.equal(helper(X), result) and isinstance(helper, nn.Module))
+        found.append(type(math.sqrt(4.0)) is float and torch.is_grad_enabled())
+        random.random(), np.random.rand()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x) + torch.zeros(x.shape[0], 6)
+            other.submit(look).result()
+            return y * math.sqrt(x.shape[1])
+
+    with ThreadPoolExecutor(1) as other:
+        captured = revcompile.capture(Model(), X, check="fast")
+    assert captured.leaf_modules == () and len(found) > 10 and all(found)

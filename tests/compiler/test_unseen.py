@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import revcompile
 from revcompile.compiler.capture.isolation import preserve_model
 from revcompile.errors import CaptureError, ModifiedError
-from revcompile.ir.types import Frontend
 from revcompile.runtime.reversible.replay import StatefulBuffers
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -56,24 +55,50 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
 # -- custom autograd functions --------------------------------------------------------------------
 
 
+class Unchanged(Tripled):
+    """Computes nothing in its forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+
+class WithSetup(Tripled):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.tanh()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+
 class CustomFunction(Block):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
     def effect(self, h: Tensor) -> Tensor:
-        return h + Tripled.apply(h)  # type: ignore[no-any-return]
+        return self.function.apply(h)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@pytest.mark.parametrize("frontend", [None, Frontend.EXPORT])
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_custom_function_is_not_exported(inside: bool, frontend: Frontend | None) -> None:
-    model = nn.Sequential(CustomFunction()) if inside else CustomFunction()
-    if inside and frontend is None:  # FX keeps the submodule as one piece
-        captured = revcompile.capture(model, X, check="full")
-        assert captured.leaf_modules == ("0",)
-        return
-    with pytest.raises(CaptureError, match="custom autograd function Tripled") as caught:
-        revcompile.capture(model, X, frontend=frontend)
-    text = str(caught.value)
-    assert "submodule" in text and "test_unseen.py" in text
-    assert "torch.export stopped in 0:" in text or not inside
+@pytest.mark.parametrize("function", [Tripled, Unchanged, WithSetup])
+def test_a_custom_function_stays_in_a_module_of_its_own(function: Any) -> None:
+    captured = revcompile.capture(nn.Sequential(CustomFunction(function)), X, check="full")
+    assert captured.leaf_modules == ("0",)
+    expected = f"custom autograd function {function.__name__} "
+    with pytest.raises(CaptureError, match=expected) as caught:
+        revcompile.capture(CustomFunction(function), X)
+    assert "submodule" in str(caught.value) and "test_unseen.py" in str(caught.value)
+
+
+def test_a_custom_function_without_gradients_is_part_of_the_graph() -> None:
+    class Model(CustomFunction):
+        def effect(self, h: Tensor) -> Tensor:
+            with torch.no_grad():
+                return h + super().effect(h)
+
+    assert revcompile.capture(Model(Tripled), X, check="full").leaf_modules == ()
 
 
 # -- data of a buffer -----------------------------------------------------------------------------
@@ -85,10 +110,9 @@ class SetData(Block):
         return h * (1 + self.ema)
 
 
-@pytest.mark.parametrize("frontend", [None, Frontend.EXPORT])
-def test_data_that_is_assigned_is_refused(frontend: Frontend | None) -> None:
+def test_data_that_is_assigned_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"assigns to \.data of a tensor") as caught:
-        revcompile.capture(SetData(), X, frontend=frontend)
+        revcompile.capture(SetData(), X)
     assert "test_unseen.py" in str(caught.value) and "copy_" in str(caught.value)
 
 

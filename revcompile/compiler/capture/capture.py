@@ -1,8 +1,7 @@
 """capture: a model and example inputs -> `Captured`. This file orders the passes:
 
 make_example         arguments bound, flattened, at two batch sizes           example.py
-FxFrontend or        a raw graph for train mode and one for eval mode         fx_frontend.py
-  ExportFrontend       (FX first; torch.export where FX cannot follow)        exported.py
+FxFrontend           a raw graph for train mode and one for eval mode         fx_frontend.py
 functionalize        writes to memory become new values                       functional.py
 remove_identities    nn.Identity hides where a block begins                   cleanup.py
 unpack_structures    tuples and dicts of tensors become tensors               structures.py
@@ -14,7 +13,6 @@ check_capture        the graph is run against the model                       ch
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from revcompile.compiler.capture.attributes import mark_uncomputed
-from revcompile.compiler.capture.check import Check, check_capture, why_it_fails
+from revcompile.compiler.capture.check import Check, Flags, check_capture, why_it_fails
 from revcompile.compiler.capture.cleanup import remove_identities
 from revcompile.compiler.capture.example import (
     Example,
@@ -32,7 +30,6 @@ from revcompile.compiler.capture.example import (
     with_other_batch_dims,
     with_other_batch_sizes,
 )
-from revcompile.compiler.capture.exported import ExportFrontend
 from revcompile.compiler.capture.functional import (
     NotFunctional,
     forbid_inplace,
@@ -41,13 +38,13 @@ from revcompile.compiler.capture.functional import (
 )
 from revcompile.compiler.capture.fx_frontend import FxFrontend, Traces
 from revcompile.compiler.capture.guards import make_guards
-from revcompile.compiler.capture.isolation import preserve_rng
 from revcompile.compiler.capture.leaf_modules import requested_leaves
 from revcompile.compiler.capture.modes import merge_modes
 from revcompile.compiler.capture.structures import unpack_structures
 from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.errors import CaptureError, InputError
-from revcompile.ir.types import Captured, Frontend
+from revcompile.ir.guards import FlagGuard
+from revcompile.ir.types import Captured
 
 
 def capture(
@@ -57,7 +54,6 @@ def capture(
     *,
     check: Check | str = Check.FAST,
     leaf_modules: Iterable[str | type[nn.Module]] = (),
-    frontend: Frontend | None = None,
 ) -> Captured:
     """Turn a model into a graph that was checked against it. The model itself is not changed.
 
@@ -67,43 +63,56 @@ def capture(
         example_kwargs: keyword arguments.
         check: how the graph is compared with the model, "fast", "full" or "off".
         leaf_modules: paths or classes of modules that become single calls.
-        frontend: one of the two tracers; by default FX is tried first, then `torch.export`.
 
     Raises:
-        CaptureError: neither tracer gives a graph that computes what the model computes.
+        CaptureError: tracing gives no graph that computes what the model computes.
 
     >>> import torch, revcompile
     >>> captured = revcompile.capture(torch.nn.Linear(3, 2), torch.randn(2, 3), check="full")
-    >>> captured.signature.placeholders, captured.frontend.value
-    (('input_1',), 'torch.fx')
+    >>> captured.signature.placeholders
+    ('input_1',)
     """
     level = Check.parse(check)
     _refuse_hooks(model)
     example = make_example(model, example_inputs, example_kwargs)
-    leaves = requested_leaves(model, leaf_modules)
-    failures: list[str] = []
-    for attempt in (Frontend.FX, Frontend.EXPORT) if frontend is None else (frontend,):
-        try:
-            with preserve_rng(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                captured, example = capture_with(attempt, model, example, leaves)
-                problem = check_capture(model, captured, example, level)
-        except Untraceable as error:
-            failures.append(f"{attempt.value} stopped in {error}")
-            if error.is_final:
-                break
-            continue
+    try:
+        captured, problem = _checked(model, example, requested_leaves(model, leaf_modules), level)
+    except Untraceable as error:
+        problem = f"tracing stopped in {error}"
+    else:
         if problem is None:
             return captured
-        failures.append(f"{attempt.value} gave a graph that is not the model: {problem}")
+        problem = f"the graph is not the model: {problem}"
     raise CaptureError(
-        f"capture: {type(model).__name__} could not be captured.\n"
-        + "".join(f"  {i}. {text}\n" for i, text in enumerate(failures, 1))
-        + "What helps: make the module that cannot be traced a leaf module with "
+        f"capture: {type(model).__name__} could not be captured: {problem}\n"
+        "What helps: make the module that cannot be traced a leaf module with "
         "leaf_modules=['its.path'] (or its class); fix optional arguments by passing them in "
         "example_inputs / example_kwargs; move control flow that depends on data into a "
         "submodule of its own."
     )
+
+
+def _checked(
+    model: nn.Module, example: Example, leaves: frozenset[str], level: Check
+) -> tuple[Captured, str | None]:
+    """The graph of a model, and how it differs from the model, or None.
+
+    A module that reads flags of torch becomes a leaf module; the flags that the model itself reads
+    become guards.
+    """
+    while True:
+        captured, example = capture_once(model, example, leaves)
+        flags: Flags = {}
+        problem = check_capture(model, captured, example, level, flags)
+        inside = tuple(f"{path}." for path in captured.leaf_modules)
+        known = {*captured.leaf_modules, ""}
+        readers = {path for path in flags if path not in known and not path.startswith(inside)}
+        if not readers:
+            break
+        leaves |= readers
+    with torch.enable_grad():  # as it was traced
+        guards = tuple(map(FlagGuard.of, sorted(flags.get("", ()))))
+    return replace(captured, guards=replace(captured.guards, flags=guards)), problem
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -117,18 +126,16 @@ def _refuse_hooks(model: nn.Module) -> None:
             )
 
 
-def capture_with(
-    frontend: Frontend,
+def capture_once(
     model: nn.Module,
     example: Example,
     leaves: frozenset[str],
     device: torch.device | None = None,
     constants: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[Captured, Example]:
-    """Capture with one tracer; returns the example too, which may have to be read otherwise.
+    """Capture without a check; returns the example too, which may have to be read otherwise.
 
     Args:
-        frontend: the tracer.
         model: the model; on the meta device, with `device`, it is traced as if it were there.
         example: the example arguments.
         leaves: paths of leaf modules.
@@ -137,9 +144,7 @@ def capture_with(
     """
 
     def run(reading: Example) -> Captured:
-        if frontend is Frontend.FX:
-            return _captured(FxFrontend(model, reading, leaves, device, constants or {}))
-        return _export(model, reading, leaves)
+        return _captured(FxFrontend(model, reading, leaves, device, constants or {}))
 
     why = "the model fails at any other"
     try:
@@ -153,19 +158,7 @@ def capture_with(
     return captured, example
 
 
-def _export(model: nn.Module, example: Example, leaves: frozenset[str]) -> Captured:
-    """Export with lengths of token inputs left free; if that fails, with lengths fixed."""
-    free = ExportFrontend(model, example, leaves, lengths_free=True)
-    try:
-        return _captured(free)
-    except Untraceable as error:
-        fixed = ExportFrontend(model, example, leaves, lengths_free=False)
-        if error.is_final or free.dimensions == fixed.dimensions:
-            raise
-        return _captured(fixed)
-
-
-def _captured(frontend: FxFrontend | ExportFrontend) -> Captured:
+def _captured(frontend: FxFrontend) -> Captured:
     """All passes from raw traces to a `Captured`."""
     while True:
         traces = frontend.trace()
@@ -190,7 +183,7 @@ def _normalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
 
 
 def _assembled(
-    frontend: FxFrontend | ExportFrontend, traces: Traces, train: fx.Graph, evaluation: fx.Graph
+    frontend: FxFrontend, traces: Traces, train: fx.Graph, evaluation: fx.Graph
 ) -> Captured:
     """One graph for both modes, or one each; with guards and notes."""
     first, second = traces.modes
@@ -206,7 +199,6 @@ def _assembled(
         graph=train if merged is None else merged,
         eval_graph=evaluation if merged is None else None,
         signature=signature_of(example, first.out_spec, None if has_one_spec else second.out_spec),
-        frontend=frontend.kind,
         leaf_modules=traces.leaves,
         notes=(*notes, *written_inputs(first.graph)),
         guards=make_guards(first.guards, second.guards, merged, root, example),

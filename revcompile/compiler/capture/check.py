@@ -20,6 +20,7 @@ from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng, seed_all, set_mode
 from revcompile.compiler.capture.memory import overwrites_unshared, tensors_in
 from revcompile.compiler.capture.random_draws import draws_left_out
+from revcompile.compiler.capture.unseen_calls import flag_reads
 from revcompile.errors import InputError
 from revcompile.ir.ops import batch_norm, select, store_buffer
 from revcompile.ir.types import SOURCE, Captured
@@ -53,20 +54,27 @@ class _Trial:
     """With gradients on, though they are not compared."""
 
 
+Flags = dict[str, set[str]]
+"""Names of flags of torch by the path of the module that reads them."""
+
+
 def check_capture(
-    model: nn.Module, captured: Captured, example: Example, level: Check
+    model: nn.Module,
+    captured: Captured,
+    example: Example,
+    level: Check,
+    flags: Flags | None = None,
 ) -> str | None:
-    """What differs between the model and its capture, or None."""
+    """What differs between the model and its capture, or None. `flags` collects those it reads."""
     on_meta = any(t.is_meta for t in (*model.parameters(), *example.tensors(0)))
+    flags = {} if flags is None else flags
     if level is Check.OFF or on_meta:
         return None
-    flags = captured.guards.train.flags + captured.guards.evaluation.flags
     for trial in _full() if level is Check.FULL else _fast(captured):
-        trial = replace(trial, grad=bool(flags))  # the graph may be the model only with them
         # in both: a leaf module may draw, to decide something, on a line that decides nothing in
         # another instance of its class
         with draws_left_out(captured.draws):
-            problem = _compare_once(model, captured, example, trial)
+            problem = _compare_once(model, captured, example, trial, flags)
         if problem is not None:
             return problem
     return None
@@ -89,26 +97,28 @@ def _fast(captured: Captured) -> Iterator[_Trial]:
 def why_it_fails(model: nn.Module, example: Example, which: int) -> Exception | None:
     """The exception the original raises in training mode on the example, if it does."""
     try:
-        _run_original(model, example, _Trial(which, 0, training=True, deep=False))
+        _run_original(model, example, _Trial(which, 0, training=True, deep=False), {})
     except Exception as error:
         return error
     return None
 
 
 def _compare_once(
-    model: nn.Module, captured: Captured, example: Example, trial: _Trial
+    model: nn.Module, captured: Captured, example: Example, trial: _Trial, flags: Flags
 ) -> str | None:
     mode = "train" if trial.training else "eval"
     where = f"{mode} mode, batch {example.batch[trial.which]}, seed {trial.seed}"
     try:
-        expected = _run_original(model, example, trial)
+        expected = _run_original(model, example, trial, flags)
     except Exception as error:
         if trial.which == 0:
             raise InputError(
                 f"capture: {type(model).__name__} fails on the example inputs themselves "
                 f"({example}) in {mode} mode: {error}"
             ) from error
-        return _compare_once(model, captured, example, replace(trial, which=0))
+        return _compare_once(model, captured, example, replace(trial, which=0), flags)
+    if flags and not trial.grad:  # the graph may be the model only with gradients
+        return _compare_once(model, captured, example, replace(trial, grad=True), flags)
     try:
         actual = _run_captured(model, captured, example, trial)
     except Exception as error:
@@ -148,12 +158,18 @@ class _PureInterpreter(fx.Interpreter):
         return self.module
 
 
-def _run_original(model: nn.Module, example: Example, trial: _Trial) -> dict[str, Any]:
+def _run_original(
+    model: nn.Module, example: Example, trial: _Trial, flags: Flags
+) -> dict[str, Any]:
     def call(twin: nn.Module, inputs: list[torch.Tensor]) -> Any:
         tensors = iter(inputs)
         leaves = [next(tensors) if isinstance(a, torch.Tensor) else a for a in example.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, example.in_spec)
-        return twin(*args, **kwargs)
+        with flag_reads(twin) as reads:
+            result = twin(*args, **kwargs)
+        for path, names in reads.items():
+            flags.setdefault(path, set()).update(names)
+        return result
 
     return _run(set_mode(copy_model(model), model, trial.training), call, example, trial)
 

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng
 from revcompile.compiler.capture.memory import STORAGES, WRITES, tensors_in
+from revcompile.compiler.capture.random_draws import NoDraws
 from revcompile.compiler.capture.trace_errors import BatchDependent
 from revcompile.ir.ops import called
 from revcompile.ir.types import TensorType
@@ -181,11 +182,8 @@ def size_of_values(first: Any, second: Any, batch: tuple[int, int]) -> tuple[Any
 
 def fold(node: fx.Node, fakes: Mapping[fx.Node, Any]) -> Any:
     """The contents of a tensor that is computed from sizes alone (a mask without padding)."""
-    generator = torch.get_rng_state()
-    value = _folded(node, fakes)
-    if not torch.equal(generator, torch.get_rng_state()):
-        raise TraceError("control flow depends on random numbers")
-    return value
+    with NoDraws("control flow depends on random numbers"):
+        return _folded(node, fakes)
 
 
 def _folded(node: fx.Node, fakes: Mapping[fx.Node, Any]) -> Any:

@@ -23,20 +23,19 @@ from revcompile.compiler.capture.fake_values import FakeMode, fake_copy
 from revcompile.compiler.capture.functional import NotFunctional
 from revcompile.compiler.capture.isolation import (
     copy_model,
-    preserve_attributes,
-    preserve_rng,
+    foreign_rng,
     register_constant,
     set_mode,
 )
 from revcompile.compiler.capture.leaf_modules import innermost_module, mode_dependent
 from revcompile.compiler.capture.memory import mark_state
 from revcompile.compiler.capture.object_reads import holds_tensors
-from revcompile.compiler.capture.patches import patched
+from revcompile.compiler.capture.random_draws import SuspectedDraw
 from revcompile.compiler.capture.trace_errors import Untraceable, describe_failure
 from revcompile.compiler.capture.tracer import Tracer
+from revcompile.compiler.capture.unseen_calls import foreign_draws
 from revcompile.ir.guards import ModeGuards
-from revcompile.ir.ops import attribute
-from revcompile.ir.types import SOURCE, Frontend
+from revcompile.ir.types import SOURCE
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,29 @@ def trace(
         constants: collects tensors found while tracing; with the same dict for both modes, equal
             constants get equal names.
     """
-    constants = {} if constants is None else constants
-    tracer = Tracer(model, example, mode, frozenset(leaf_paths), constants)
-    with preserve_rng(), preserve_attributes(fake) as tracer.restore, torch.enable_grad():
-        try:
-            tensors = tracer.tensor_reads if holds_tensors(fake) else nullcontext()
-            with log_attributes(tracer.log), patched(tracer), tensors:
-                graph = tracer.trace(fake)
-        except Exception as error:
-            raise (tracer.failure or describe_failure("", error)) from error
-        reads = dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr"))
-        attributes = {name: attribute(fake, name) for name in reads}
+    made = model, example, mode, frozenset(leaf_paths), {} if constants is None else constants
+    restore = foreign_rng()
+    try:
+        return _run(fake, Tracer(*made))
+    except SuspectedDraw:
+        with foreign_draws() as has_drawn:
+            try:
+                return _run(fake, Tracer(*made, has_drawn))
+            finally:
+                if has_drawn():
+                    restore()
+
+
+def _run(fake: nn.Module, tracer: Tracer) -> Traced:
+    try:
+        tensors = tracer.tensor_reads if holds_tensors(fake) else nullcontext()
+        with torch.enable_grad(), log_attributes(tracer.log), tensors:
+            graph = tracer.trace(fake)
+    except SuspectedDraw:
+        raise
+    except Exception as error:
+        raise (tracer.failure or describe_failure("", error)) from error
+    reads = {str(n.target): tracer.values[n].first for n in graph.find_nodes(op="get_attr")}
     state = {name for name, _ in (*fake.named_parameters(), *fake.named_buffers())}
     guards = tracer.guards()
     remove_unused(graph)
@@ -99,7 +110,7 @@ def trace(
         tracer.out_spec,
         guards,
         draws=frozenset(tracer.draws),
-        constants={name: value for name, value in attributes.items() if name not in state},
+        constants={name: value for name, value in reads.items() if name not in state},
         untraceable=tracer.untraceable,
         stateful=frozenset(tracer.stateful),
         leaked=frozenset(tracer.leaked),
@@ -125,8 +136,6 @@ class Traces:
 
 class FxFrontend:
     """Traces a model with `torch.fx`, see `tracer.py`."""
-
-    kind = Frontend.FX
 
     def __init__(
         self,

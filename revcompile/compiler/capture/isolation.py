@@ -86,16 +86,26 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Restore the generators of torch, Python and NumPy at the end."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+    restore = foreign_rng()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        restore()
+
+
+def foreign_rng() -> Callable[[], None]:
+    """A function that gives the generators of Python and NumPy the state that they have now."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+
+    def restore() -> None:
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
+
+    return restore
 
 
 # -- attributes and buffers -----------------------------------------------------------------------

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from revcompile.compiler.capture.proxy import ShapedProxy
 from revcompile.ir.conditions import ABSENT, HasContents, HasKeys, HasType, Item, SameObject
 
-OF_NN: Final = frozenset(vars(nn.Module())) - {"training"}
+OF_NN: Final = frozenset({*vars(nn.Module()), "_compiled_call_impl"} - {"training"})
 """Attributes every module has, for torch's own use."""
 
 _SCALARS: Final = (
@@ -223,7 +224,7 @@ class TensorReads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self._log.is_paused and self._log.routes:
             leaves = pytree.tree_leaves((args, kwargs))
-            if not any(issubclass(type(leaf), fx.Proxy) for leaf in leaves):
+            if not any(issubclass(type(leaf), ShapedProxy) for leaf in leaves):
                 name = getattr(func, "__name__", "")
                 is_tensor = issubclass(type(result), torch.Tensor)
                 is_metadata = name in _METADATA or (name == "__get__" and not is_tensor)

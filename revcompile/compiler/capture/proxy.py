@@ -3,18 +3,29 @@
 A value that is equal at both may decide Python control flow (`if H % 7`, `range(depth)`,
 `len(xs)`): the graph is then the model only where it has that value again, and the tracer notes a
 guard (`ir/guards.py`). A value that differs stays symbolic, so that no batch size is baked in.
+
+    DataProxy      a tensor that is computed from inputs or parameters
+    TensorProxy    a tensor that is computed from sizes alone
+    NumberProxy    an int or a float
+    ShapedProxy    any other value: a shape, a dtype, a tuple of tensors
+
+To `isinstance` each is the value it represents. Proxies of tensors are tensors to C++ code, too,
+which would read the memory of anything else that claims to be one.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import fx, nn
-from torch.fx.proxy import Attribute
+from torch.fx.graph import magic_methods, reflectable_magic_methods
+from torch.fx.proxy import TraceError
+from torch.nn.modules import transformer
 
 from revcompile.compiler.capture.fake_values import Values
 from revcompile.compiler.capture.guards import ReadKind
@@ -22,12 +33,12 @@ from revcompile.compiler.capture.memory import INPLACE_OPERATORS
 from revcompile.compiler.capture.random_draws import decided_draw
 from revcompile.compiler.capture.trace_errors import (
     BatchDependent,
-    Unsupported,
     compares_types_by_identity,
     in_bare_call,
+    is_torch_code,
 )
 
-ASSIGNED: Final = (
+_ASSIGNED: Final = (
     "the forward pass assigns to .{} of a tensor, which no graph can hold; write into the tensor "
     "with copy_ under torch.no_grad(), or do it in a submodule, which becomes a leaf module"
 )
@@ -50,16 +61,12 @@ class ShapedTracer(fx.Tracer):
         """Note that Python has read a plain value."""
         raise NotImplementedError
 
-    def flag(self, name: str, args: tuple[Any, ...], value: Any) -> None:
-        """Note that Python has read a flag of torch."""
-        raise NotImplementedError
-
-    def note_class(self, module: nn.Module, classes: Any, result: bool) -> None:
-        """Note that Python has compared the class of a module."""
-        raise NotImplementedError
-
     def leave_out(self, draw: fx.Node) -> None:
         """Note that a random number was drawn, and decided nothing."""
+        raise NotImplementedError
+
+    def reads_types(self) -> bool:
+        """Whether the running code gets dtypes as plain values."""
         raise NotImplementedError
 
 
@@ -69,13 +76,32 @@ _COMPARED_BY_IDENTITY: Final = (torch.dtype, torch.layout)
 
 Where they are not compared by identity they stay symbolic: under autocast they differ at run time.
 """
-_SEEN_TYPES: Final = (int, float, bool, tuple, list, dict, torch.Size, torch.dtype)
+_DETECTS_CAUSAL: Final = transformer._detect_is_causal_mask.__code__
+"""torch reads a mask's contents to see whether it is causal, which only makes it faster."""
+_SEEN_TYPES: Final = (bool, tuple, list, dict, torch.Size, torch.dtype)
 
 
-class ShapedProxy(fx.Proxy):
+class ShapedProxy:
     """A proxy whose shape, type and, if it is plain, value Python code may read."""
 
+    node: fx.Node
     tracer: ShapedTracer
+
+    def __init__(self, node: fx.Node, tracer: ShapedTracer) -> None:
+        object.__setattr__(self, "node", node)
+        object.__setattr__(self, "tracer", tracer)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Only reached outside the tracer's mode, where nothing can be traced."""
+        raise TraceError("a value of the forward pass is used after it")
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        kind = type(self.tracer.values[self.node].first)
+        return kind if kind in _SEEN_TYPES else type(self)
 
     @property
     def known(self) -> Values:
@@ -95,37 +121,36 @@ class ShapedProxy(fx.Proxy):
         self.tracer.guard(self.node, value, reading)
         return value
 
-    def seen_type(self) -> type:
-        """The type of the value, for `isinstance`.
-
-        (Overriding `__class__` would mislead torch's C++ argument parser too, which crashes.)
-        """
-        known = self.tracer.values.get(self.node)
-        if known is None:
-            return ShapedProxy
-        if isinstance(known.first, torch.Tensor):
-            is_parameter = isinstance(known.first, nn.Parameter)
-            return nn.Parameter if is_parameter else torch.Tensor
-        return type(known.first) if type(known.first) in _SEEN_TYPES else ShapedProxy
-
     def __getattr__(self, name: str) -> Any:
         if name == "grad":
-            raise Unsupported("the forward pass reads .grad of a tensor, which no graph can hold")
+            raise TraceError("the forward pass reads .grad of a tensor, which no graph can hold")
         value = getattr(self.known.first, name)
         if callable(value):
-            return Attribute(self, name)
+            return lambda *args, **kwargs: self.tracer.create_proxy(
+                "call_method", name, (self, *args), kwargs
+            )
+        if type(value) is str and is_torch_code():  # a device's type, which decides no value
+            return value
         attribute = self._call(getattr, name)
-        if type(value) in _COMPARED_BY_IDENTITY and compares_types_by_identity():
+        if isinstance(value, torch.dtype) and not value.is_floating_point:
+            return attribute.plain()  # autocast leaves it alone
+        is_type = type(value) in _COMPARED_BY_IDENTITY
+        if is_type and (self.tracer.reads_types() or compares_types_by_identity()):
             return attribute.plain()
         return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         """`x.data = y` is no operation that a graph can hold."""
-        if name != "node" and hasattr(torch.Tensor, name):
-            raise Unsupported(ASSIGNED.format(name))
-        super().__setattr__(name, value)
+        if hasattr(torch.Tensor, name):
+            raise TraceError(_ASSIGNED.format(name))
+        object.__setattr__(self, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tracer.create_proxy("call_method", "__call__", (self, *args), kwargs)
 
     def __bool__(self) -> bool:
+        if sys._getframe(1).f_code is _DETECTS_CAUSAL:
+            return False
         is_number = type(self.known.first) is int  # whether it is 0 counts, not which one it is
         return bool(self._call(operator.ne, 0).plain() if is_number else self.plain())
 
@@ -161,9 +186,12 @@ class ShapedProxy(fx.Proxy):
         return hash(self.plain())
 
     def __eq__(self, other: object) -> Any:
-        if type(other) is ShapedProxy and other.tracer is not self.tracer:
+        if isinstance(other, ShapedProxy) and other.tracer is not self.tracer:
             return False  # left in a cache by another trace
         return self._call(operator.eq, other)
+
+    def __repr__(self) -> str:
+        return f"Proxy({self.node.name})"
 
     def __str__(self) -> str:
         return self._text("")
@@ -179,8 +207,14 @@ class ShapedProxy(fx.Proxy):
             return repr(self)
         return format(self.plain(), spec)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TraceError("copy.deepcopy of a tensor; use clone()")
+
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, *args), {})
+
+    def __abs__(self) -> Any:
+        return self._call(operator.abs)
 
     def __ceil__(self) -> Any:
         return self._call(math.ceil)
@@ -198,6 +232,14 @@ class ShapedProxy(fx.Proxy):
         self._call(operator.setitem, index, value)
 
 
+def _operator(function: Callable[..., Any], is_reflected: bool) -> Callable[..., Any]:
+    def call(self: ShapedProxy, *others: Any) -> Any:
+        args = (*others, self) if is_reflected else (self, *others)
+        return self.tracer.create_proxy("call_function", function, args, {})
+
+    return call
+
+
 def _inplace(
     function: Callable[..., Any], plain: Callable[..., Any]
 ) -> Callable[[ShapedProxy, Any], Any]:
@@ -209,13 +251,129 @@ def _inplace(
     return call
 
 
+for _name in (name for name in magic_methods if name != "eq" and hasattr(operator, name)):
+    setattr(ShapedProxy, f"__{_name.strip('_')}__", _operator(getattr(operator, _name), False))
+for _name in (name for name in reflectable_magic_methods if hasattr(operator, name)):
+    setattr(ShapedProxy, f"__r{_name.strip('_')}__", _operator(getattr(operator, _name), True))
 for _function, _plain in INPLACE_OPERATORS.items():
     setattr(ShapedProxy, f"__{_function.__name__}__", _inplace(_function, _plain))
 
 
+_INT: Final = type("Int", (int, torch.SymInt), {})
+_FLOAT: Final = type("Float", (float, torch.SymFloat), {})
+"""The classes that proxies of numbers seem to have.
+
+torch's C++ code takes an argument for a number without asking for its value only if it is
+symbolic; Python code expects an int or a float.
+"""
+
+
+class NumberProxy(ShapedProxy):
+    """An int or a float.
+
+    It has no `__torch_function__`: torch would take the first of several sizes for all of them.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return _INT if type(self.known.first) is int else _FLOAT
+
+
+class TypeProxy(ShapedProxy):
+    """The dtype of a tensor of floating-point numbers.
+
+    `torch.finfo` takes it for a dtype without looking, and reads the member below, which is never
+    set: as a dtype that is uint8, which it refuses. The tracer then gives out plain dtypes.
+    """
+
+    __slots__ = ("_never_set",)
+
+
+class TensorProxy(ShapedProxy, torch.Tensor):  # type: ignore[misc]
+    """A tensor. The C++ object has its shape and type, and no memory.
+
+    It requires a gradient where the value does: `torch.autograd.Function.apply` is C++, and leaves
+    its mark in `grad_fn`.
+    """
+
+    @staticmethod
+    def __new__(cls, node: fx.Node, tracer: ShapedTracer) -> TensorProxy:
+        fake = tracer.values[node].first
+        with torch._C.DisableTorchFunction():  # in the tracer's mode, this is no call of the model
+            made: Any = torch.Tensor._make_wrapper_subclass(
+                cls,
+                fake.shape,
+                dtype=fake.dtype,
+                device=torch.device("meta"),
+                requires_grad=issubclass(cls, fx.Proxy) and fake.dtype.is_floating_point,
+            )
+        return made  # type: ignore[no-any-return]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OWN:
+            return object.__getattribute__(self, name)
+        return self.__getattr__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_is_param":  # how `isinstance(x, nn.Parameter)` sees it
+            return isinstance(self.known.first, nn.Parameter)
+        return super().__getattr__(name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TraceError(f"{function} is called by code that cannot be traced")
+
+
+class DataProxy(TensorProxy, fx.Proxy):  # type: ignore[misc]
+    """A tensor whose contents no tracer knows.
+
+    Libraries ask for proxies of `torch.fx` before they look at the contents of a tensor.
+    """
+
+    __init__ = ShapedProxy.__init__
+
+
+_OWN: Final = frozenset(
+    {"node", "tracer", *vars(object), *vars(ShapedProxy), *vars(TensorProxy)} - {"__doc__"}
+)
+"""Attributes that proxies of tensors have themselves; all others are those of the value."""
+
+
+def custom_function(proxy: ShapedProxy) -> str | None:
+    """The name of the `torch.autograd.Function` that has returned a proxy, or None."""
+    if not isinstance(proxy, TensorProxy):
+        return None
+    with torch._C.DisableTorchFunction():
+        node: Any = torch._C.TensorBase.grad_fn.__get__(proxy)  # type: ignore[union-attr]
+    return None if node is None else type(node).__name__.removesuffix("Backward")
+
+
+def proxy_for(node: fx.Node, tracer: ShapedTracer, is_data: bool) -> ShapedProxy:
+    """A proxy of the class that its value asks for."""
+    value = tracer.values[node].first
+    if isinstance(value, torch.Tensor):
+        return (DataProxy if is_data else TensorProxy)(node, tracer)
+    kinds: dict[type, type[ShapedProxy]] = {
+        int: NumberProxy,
+        float: NumberProxy,
+        torch.dtype: TypeProxy,
+    }
+    return kinds.get(type(value), ShapedProxy)(node, tracer)
+
+
 def contains_proxy(values: Any) -> bool:
-    if isinstance(values, fx.Proxy):
+    if isinstance(values, ShapedProxy):
         return True
     if isinstance(values, dict):
         return any(map(contains_proxy, values.values()))
+    if isinstance(values, slice):
+        return any(map(contains_proxy, (values.start, values.stop, values.step)))
     return isinstance(values, (tuple, list)) and any(map(contains_proxy, values))

@@ -6,15 +6,16 @@ the number, and the draw itself is left out of the graph.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import fx
 from torch.fx.proxy import TraceError
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.compiler.capture.trace_errors import user_line
 
@@ -54,59 +55,38 @@ def _compared(name: str, bound: float) -> bool:
     return least
 
 
-class _Draw:
-    """A number from [0, 1) that is not drawn: it can only be compared."""
-
-    def __init__(self, lines: set[str]) -> None:
-        self._lines, self._line = lines, user_line()
-
-    def _decide(self, name: str, bound: Any) -> bool:
-        outcome = _compared(name, bound)
-        self._lines.add(self._line)
-        return outcome
-
-    __lt__ = functools.partialmethod(_decide, "lt")
-    __le__ = functools.partialmethod(_decide, "le")
-    __gt__ = functools.partialmethod(_decide, "gt")
-    __ge__ = functools.partialmethod(_decide, "ge")
+class SuspectedDraw(Exception):
+    """A generator of Python or NumPy has changed: the forward pass, or another thread, drew."""
 
 
-@contextmanager
-def draws_decided() -> Iterator[set[str]]:
-    """Replace single random numbers by objects that can only be compared; yields their lines.
+class NoDraws(TorchDispatchMode):
+    """Raises where torch draws random numbers in this thread; others share the generators."""
 
-    For `torch.export`, which would stop at a comparison of a random number.
-    """
-    lines: set[str] = set()
+    def __init__(self, reason: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reason = reason
 
-    def rand(*size: Any, **kwargs: Any) -> Any:
-        return _Draw(lines) if _is_single(size, kwargs) else _RAND(*size, **kwargs)
-
-    torch.rand = rand
-    try:
-        yield lines
-    finally:
-        torch.rand = _RAND
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TraceError(self._reason)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def draws_left_out(lines: Collection[str]) -> Iterator[None]:
     """Restore the random generator after the draws on these lines, which the graph leaves out."""
-
-    def rand(*size: Any, **kwargs: Any) -> Any:
-        if user_line() not in lines:
-            return _RAND(*size, **kwargs)
-        state = torch.get_rng_state()
-        number = _RAND(*size, **kwargs)
-        torch.set_rng_state(state)
-        return number
-
-    torch.rand = rand if lines else _RAND
-    try:
+    with _LeftOut(lines) if lines else nullcontext():
         yield
-    finally:
-        torch.rand = _RAND
 
 
-def _is_single(size: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return not kwargs and (not size or (len(size) == 1 and size[0] in ((), [], 1)))
+class _LeftOut(TorchFunctionMode):
+    def __init__(self, lines: Collection[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        state = torch.get_rng_state() if func is _RAND and user_line() in self._lines else None
+        result = func(*args, **(kwargs or {}))
+        if state is not None:
+            torch.set_rng_state(state)
+        return result

@@ -121,7 +121,7 @@ def expanded(value: Any) -> Any:
     """A model's result with every structure written out, so that its leaves are single values."""
 
     def expand(leaf: Any) -> Any:
-        if type(leaf) is not ShapedProxy:
+        if not isinstance(leaf, ShapedProxy):
             is_record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
             return _record(type(leaf), expanded(dict(vars(leaf)))) if is_record else leaf
         structure = structure_of(leaf.known.first)

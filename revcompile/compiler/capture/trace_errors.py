@@ -27,6 +27,10 @@ _NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parent), *_GENERATED)
 """How the paths of files begin that no user wrote; `<stdin>` and `<ipython-input-…>` are theirs."""
 
 
+AUTOCAST: Final = "an autocast region, which no graph can hold"
+_AUTOCAST: Final = str(Path(_TORCH, "amp", "autocast_mode.py"))
+
+
 class Untraceable(Exception):
     """Tracing stopped.
 
@@ -34,7 +38,6 @@ class Untraceable(Exception):
         path: the innermost module whose forward was running.
         cause: the reason, one line.
         source: `file:line` of the user's code.
-        is_final: another tracer would miss what stopped this one, and must not be tried.
         has_state: the module's next call computes something else, and no buffer holds that state.
         by_batch: control flow depends on the batch size.
     """
@@ -44,7 +47,6 @@ class Untraceable(Exception):
         path: str,
         cause: str,
         source: str,
-        is_final: bool = False,
         has_state: bool = False,
         by_batch: bool = False,
     ) -> None:
@@ -52,7 +54,6 @@ class Untraceable(Exception):
         self.path = path
         self.cause = cause
         self.source = source
-        self.is_final = is_final
         self.has_state = has_state
         self.by_batch = by_batch
 
@@ -79,10 +80,6 @@ class PythonState(UntracedEffect):
     """A forward pass changes what its next call computes, in an attribute that is no buffer."""
 
 
-class Unsupported(TraceError):
-    """An operation that no tracer sees. A module that does it can be a leaf module."""
-
-
 class Rejected(UntracedEffect):
     """An effect that is wrong even inside a leaf module."""
 
@@ -93,7 +90,6 @@ def describe_failure(path: str, error: Exception) -> Untraceable:
         path,
         _reason(error),
         _source(error),
-        is_final=isinstance(error, (PythonState, Rejected, Unsupported)),
         has_state=isinstance(error, PythonState),
         by_batch=isinstance(error, BatchDependent),
     )
@@ -116,15 +112,14 @@ def is_model_code() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_LAYERS):
         if frame.f_code.co_name == "forward":
             return True
-        if frame.f_code.co_name == "_named_members":
+        if frame.f_code.co_name in ("_named_members", "__getattr__"):
             return False
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(_COMPILERS)
 
 
-def is_users_code() -> bool:
-    """Is the code that calls a replaced builtin, the caller's caller, neither torch nor ours?"""
-    return not sys._getframe(3).f_code.co_filename.startswith(_COMPILERS)
+def is_users_file(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_COMPILERS)
 
 
 def user_line() -> str:
@@ -218,5 +213,8 @@ def _reason(error: Exception) -> str:
         return "control flow depends on the contents of a tensor"
     if isinstance(error, DynamicOutputShapeException):
         return f"a shape depends on the contents of a tensor ({error.func})"
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename == _AUTOCAST:  # for a device that is a value of the graph
+        return AUTOCAST
     text = next(iter(str(error).strip().splitlines()), "")
     return text if isinstance(error, TraceError) else f"{type(error).__name__}: {text}"

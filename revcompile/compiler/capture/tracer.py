@@ -4,14 +4,14 @@ Every node is evaluated on fake tensors as it is made, at two batch sizes (see `
 many modules can be traced that are leaf modules for plain FX. A module that cannot be traced all
 the same becomes a leaf module, and tracing goes on behind it.
 
-What FX would drop silently is caught here: `no_grad` regions become `detach`; autocast regions,
-custom autograd functions, reassigned buffers and counters make their module a leaf module; random
-numbers from outside torch are refused. Values that decided Python's control flow become guards.
+What a trace would drop silently is caught here: `no_grad` regions become `detach`; autocast
+regions, custom autograd functions, reassigned buffers and counters make their module a leaf module;
+random numbers from outside torch are refused. Values that decided Python's control flow become
+guards. `interception.py` has how the tracer is called.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -34,9 +34,13 @@ from revcompile.compiler.capture.fake_values import (
     type_of_values,
 )
 from revcompile.compiler.capture.guards import PythonRead, ReadKind, size_guards
-from revcompile.compiler.capture.isolation import (
-    foreign_rng_state,
+from revcompile.compiler.capture.interception import (
+    RANDOM,
+    TracedFunctions,
+    attempts_unlogged,
+    intercepted,
 )
+from revcompile.compiler.capture.isolation import foreign_rng_state, preserve_attributes
 from revcompile.compiler.capture.leaf_modules import is_leaf
 from revcompile.compiler.capture.memory import (
     NO_GRAD,
@@ -46,8 +50,13 @@ from revcompile.compiler.capture.memory import (
     watch_memory,
 )
 from revcompile.compiler.capture.object_reads import TensorReads
-from revcompile.compiler.capture.patches import AUTOCAST, autocast_state, is_grad_enabled
-from revcompile.compiler.capture.proxy import ShapedProxy, ShapedTracer
+from revcompile.compiler.capture.proxy import (
+    ShapedProxy,
+    ShapedTracer,
+    custom_function,
+    proxy_for,
+)
+from revcompile.compiler.capture.random_draws import SuspectedDraw
 from revcompile.compiler.capture.structures import (
     STRUCTURE,
     expanded,
@@ -55,17 +64,16 @@ from revcompile.compiler.capture.structures import (
     structure_of,
 )
 from revcompile.compiler.capture.trace_errors import (
+    AUTOCAST,
     PythonState,
     Rejected,
     Untraceable,
     UntracedEffect,
     describe_failure,
     is_torch_code,
-    is_users_code,
     user_line,
 )
-from revcompile.ir.conditions import IsInstance
-from revcompile.ir.guards import FlagGuard, ModeGuards
+from revcompile.ir.guards import ModeGuards
 from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import attribute, store_buffer
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
@@ -73,13 +81,12 @@ from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 CONSTANT_PREFIX: Final = "revcompile_constant_"
 """How the names of constants begin that tracing registers as buffers."""
 
+_DATA: Final = ("placeholder", "get_attr", "call_module")
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
 
 
 class Tracer(ShapedTracer):
     """Traces one model in the mode that it is in, see `fx_frontend.trace`."""
-
-    proxy_buffer_attributes = True
 
     def __init__(
         self,
@@ -88,8 +95,9 @@ class Tracer(ShapedTracer):
         mode: FakeTensorMode,
         leaf_paths: frozenset[str],
         constants: dict[str, torch.Tensor],
+        has_drawn: Callable[[], bool] | None = None,
     ) -> None:
-        super().__init__(autowrap_modules=(math,))
+        super().__init__()
         self.values = {}
         self.evaluating = False
         self.failure: Untraceable | None = None
@@ -102,15 +110,20 @@ class Tracer(ShapedTracer):
         self.draws: set[str] = set()
         self.leaked: set[tuple[str, str, Any]] = set()
         self._reads: list[PythonRead] = []
-        self._flags: list[FlagGuard] = []
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths, self._constants = leaf_paths, constants
         self._path = ""
-        self._autocast = autocast_state()
-        self._foreign_rng = foreign_rng_state()
-        self._attribute_proxies: dict[str, fx.Proxy] = {}
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._autocast = _autocast_state()
+        self._foreign_rng, self._has_drawn = foreign_rng_state(), has_drawn
+        self._names: dict[int, str] = {}
+        """Of parameters and buffers, by id."""
+        self._state_proxies: dict[str, Any] = {}
+        self._held: dict[str, torch.Tensor] = {}
+        """Buffers, as they were before the forward pass, and constants."""
         self._stored: set[str] = set()
+        self._data: set[fx.Node] = set()
+        """Nodes whose tensors are not computed from sizes alone."""
+        self._reading_types: set[str] = set()
 
     # -- what decides Python's control flow ---------------------------------------------------
 
@@ -121,20 +134,8 @@ class Tracer(ShapedTracer):
     def leave_out(self, draw: fx.Node) -> None:
         self.draws.add(draw.meta[SOURCE])
 
-    def flag(self, name: str, args: tuple[Any, ...], value: Any) -> None:
-        """Note that Python has read a flag of torch; a submodule that does becomes a leaf."""
-        if self.evaluating or is_torch_code():
-            return
-        guard = FlagGuard(name, args, value, user_line())
-        if self._path:
-            raise TraceError(f"what is computed depends on {guard.expression}")
-        self._flags.append(guard)
-
-    def note_class(self, module: nn.Module, classes: Any, result: bool) -> None:
-        if not self.log.is_paused and is_users_code():
-            kinds = classes if type(classes) is tuple else (classes,)
-            if all(type(kind) is type for kind in kinds):
-                self.log.note(module, "", True, IsInstance(kinds, result), is_own=False)
+    def reads_types(self) -> bool:
+        return self._path in self._reading_types
 
     def guards(self) -> ModeGuards:
         """All values that Python has read, as conditions on later calls."""
@@ -147,7 +148,6 @@ class Tracer(ShapedTracer):
             derived,
             state=state,
             attributes=self.log.guards(paths, self._used()),
-            flags=tuple(dict.fromkeys(self._flags)),
         )
 
     def _used(self) -> set[str]:
@@ -170,36 +170,51 @@ class Tracer(ShapedTracer):
 
     # -- arguments and results ----------------------------------------------------------------
 
-    def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: Any = None
-    ) -> tuple[Any, list[Any]]:
-        example, flat = self._example, list(self._example.leaves)
-        self._buffers = dict(self.root.named_buffers(remove_duplicate=False))
-        places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+    def trace(self, root: nn.Module, concrete_args: Any = None) -> fx.Graph:  # type: ignore[override]
+        """The graph of a fake copy of the model."""
+        named = [*root.named_parameters(), *root.named_buffers()]
+        self.root, self.graph = root, fx.Graph()
+        self.submodule_paths = {module: path for path, module in root.named_modules()}
+        self.tensor_attrs = {
+            value: child_path(path, name)
+            for path, module in root.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
+        self._names = {id(tensor): name for name, tensor in reversed(named)}
+        self._held = dict(root.named_buffers(remove_duplicate=False))
+        with attempts_unlogged(), intercepted(root, self), preserve_attributes(root) as restore:
+            self.restore = restore
+            leaves = self._inputs()
+            with TracedFunctions(self):
+                args, kwargs = pytree.tree_unflatten(leaves, self._example.in_spec)
+                result = self._traced(root, root, args, kwargs)
+                self._store_others_buffers()
+                outputs, self.out_spec = pytree.tree_flatten(expanded(result))
+                self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})
+        return self.graph
+
+    def _inputs(self) -> list[Any]:
+        """The leaves of the arguments, with proxies for tensors."""
+        example, leaves = self._example, list(self._example.leaves)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for place, name in zip(places, example.names, strict=True):
-            proxy = self.create_proxy("placeholder", name, (), {})
+            node = self.create_node("placeholder", name, (), {})
             first, second = (
-                self._mode.from_tensor(leaves[place].detach())
-                for leaves in (example.leaves, example.grown)
+                self._mode.from_tensor(each[place].detach())
+                for each in (example.leaves, example.grown)
             )
-            with watch_memory(proxy.node, self.values):
-                self._learn(proxy.node, first, second)
-            flat[place] = proxy
+            with watch_memory(node, self.values):
+                self._learn(node, first, second)
+            leaves[place] = self.proxy(node)
+        return leaves
 
-        def flat_forward(*inputs: Any) -> Any:
-            args, kwargs = pytree.tree_unflatten(list(inputs), example.in_spec)
-            result = self._watched(self.root, self.root, args, kwargs)
-            self._store_others_buffers()
-            outputs, self.out_spec = pytree.tree_flatten(expanded(result))
-            return tuple(outputs)
-
-        return flat_forward, flat
-
-    def proxy(self, node: fx.Node) -> ShapedProxy:
-        return ShapedProxy(node, self)
+    def proxy(self, node: fx.Node) -> Any:
+        return proxy_for(node, self, node in self._data)
 
     def create_arg(self, a: Any) -> Any:
-        if type(a) is ShapedProxy:
+        if isinstance(a, ShapedProxy):
+            self._refuse_custom_function(a)
             return a.node
         if isinstance(a, torch.Size):
             return tuple(self.create_arg(n) for n in a)
@@ -225,21 +240,29 @@ class Tracer(ShapedTracer):
             name = f"{CONSTANT_PREFIX}{len(self._constants)}"
             self._constants[name] = tensor
         self.tensor_reads.note(tensor)
-        setattr(self.root, name, tensor)
+        self._held[name] = tensor
         return name
+
+    def _refuse_custom_function(self, result: Any) -> None:
+        """A graph would keep a custom function's forward and lose its backward."""
+        for leaf in pytree.tree_leaves(result):
+            name = custom_function(leaf)
+            if name is not None and name != "CheckpointFunction":
+                raise TraceError(f"the custom autograd function {name}")
 
     # -- modules ------------------------------------------------------------------------------
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        path = None if self.evaluating else (self.submodule_paths or {}).get(m)
-        if not path:  # the model itself, or a module that is not registered
-            return forward(*args, **kwargs)
+    def called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a call of a module returns."""
+        path = None if self.evaluating else (self.submodule_paths or {}).get(module)
+        if not path:  # the model itself
+            return module._call_impl(*args, **kwargs)
         self._refuse_foreign_rng()
         outer, self._path = self._path, path
         try:
-            if self._path in self._leaf_paths or is_leaf(m):
+            if self._path in self._leaf_paths or is_leaf(module):
                 return self.create_proxy("call_module", self._path, args, kwargs)
-            return self._descend(m, forward, args, kwargs)
+            return self._descend(module, module._call_impl, args, kwargs)
         except Exception as error:
             self.failure = self.failure or describe_failure(self._path, error)
             raise
@@ -251,16 +274,14 @@ class Tracer(ShapedTracer):
     ) -> Any:
         """Trace into a module; if that fails, undo the attempt and make it a leaf module."""
         path, mark = self._path, self._mark()
-        generator = torch.get_rng_state()
         try:
-            return self._watched(module, forward, args, kwargs)
-        except Rejected:
+            return self._traced(module, forward, args, kwargs)
+        except (Rejected, SuspectedDraw):
             raise
         except Exception as error:
             failure = self.failure = self.failure or describe_failure(path, error)
             self._roll_back(mark)
             self.restore(module)
-            torch.set_rng_state(generator)
             proxy = self.create_proxy("call_module", path, args, kwargs)
             inside = f"{path}."
             self.untraceable = {
@@ -271,33 +292,46 @@ class Tracer(ShapedTracer):
                 self.stateful.add(path)
             return proxy
 
-    def _mark(self) -> tuple[fx.Node, int, int, int]:
-        """The current end of the trace, to roll back to."""
-        last = next(iter(reversed(self.graph.nodes)))
-        return last, len(self._reads), len(self.log.events), len(self._flags)
+    def _traced(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a forward; if it hands dtypes to `torch.finfo`, again, with them as plain values."""
+        mark = self._mark()
+        try:
+            return self._watched(module, forward, args, kwargs)
+        except TypeError as error:
+            if "finfo" not in str(error) or self.reads_types():
+                raise
+        self._roll_back(mark)
+        self.restore(module)
+        self._reading_types.add(self._path)
+        return self._watched(module, forward, args, kwargs)
 
-    def _roll_back(self, mark: tuple[fx.Node, int, int, int]) -> None:
-        last, reads, events, flags = mark
-        del self._reads[reads:], self.log.events[events:], self._flags[flags:]
+    def _mark(self) -> tuple[fx.Node | None, int, int]:
+        """The current end of the trace, to roll back to."""
+        last = next(iter(reversed(self.graph.nodes)), None)
+        return last, len(self._reads), len(self.log.events)
+
+    def _roll_back(self, mark: tuple[fx.Node | None, int, int]) -> None:
+        last, reads, events = mark
+        del self._reads[reads:], self.log.events[events:]
         for node in list(reversed(self.graph.nodes)):
             if node is last:
                 break
             self.graph.erase_node(node)
             self.values.pop(node, None)
-        alive = {n: p for n, p in self._attribute_proxies.items() if p.node in self.values}
-        self._attribute_proxies.clear()
-        self._attribute_proxies.update(alive)
+        proxies = self._state_proxies.items()
+        self._state_proxies = {n: p for n, p in proxies if p.node in self.values}
 
     def _watched(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Call a forward, and raise if it had an effect that is not in the graph."""
-        buffers, state, generator = dict(module._buffers), state_of(module), torch.get_rng_state()
+        buffers, state = dict(module._buffers), state_of(module)
         start = len(self.log.events)
         result = forward(*args, **kwargs)
+        self._refuse_custom_function(result)
         self._refuse_foreign_rng()
-        if not torch.equal(generator, torch.get_rng_state()):
-            raise UntracedEffect("random numbers drawn outside the graph", module)
         for name, old in buffers.items():
             new = module._buffers.get(name)
             if new is not old and _fake_value(new) is not _fake_value(old):
@@ -321,7 +355,7 @@ class Tracer(ShapedTracer):
         for name, value in vars(module).items():
             entries = value.items() if type(value) is dict else [(None, value)]
             for key, held in entries:
-                if type(held) is ShapedProxy and self._is_computed(held.node):
+                if isinstance(held, ShapedProxy) and self._is_computed(held.node):
                     self.leaked.add((self._path, name, key))
 
     def _is_computed(self, node: fx.Node) -> bool:
@@ -370,7 +404,7 @@ class Tracer(ShapedTracer):
         path = child_path(self._path, name)
         self._stored.add(path)
         can_be_leaf = self._path and not any(module.children())
-        if can_be_leaf or type(value) is not ShapedProxy:
+        if can_be_leaf or not isinstance(value, ShapedProxy):
             raise UntracedEffect(f"the forward pass assigns to its buffer {name!r}", module)
         buffer = self.create_proxy("get_attr", path, (), {})
         if value.node.meta[TYPE] != buffer.node.meta[TYPE]:
@@ -381,13 +415,16 @@ class Tracer(ShapedTracer):
         """Trace assignments to buffers of modules other than the one whose forward made them."""
         for path, module in self.root.named_modules():
             for name, value in module._buffers.items():
-                if type(value) is ShapedProxy and child_path(path, name) not in self._stored:
+                is_new = child_path(path, name) not in self._stored
+                if isinstance(value, ShapedProxy) and is_new:
                     self._path = path
                     self._store_buffer(module, name, value)
         self._path = ""
 
     def _refuse_foreign_rng(self) -> None:
-        if foreign_rng_state() != self._foreign_rng:
+        if self._has_drawn is None and foreign_rng_state() != self._foreign_rng:
+            raise SuspectedDraw
+        if self._has_drawn is not None and self._has_drawn():
             raise Rejected(
                 "the forward pass draws from the random module of Python or NumPy, which a graph "
                 "would freeze; draw from torch instead, in a submodule of its own",
@@ -396,15 +433,18 @@ class Tracer(ShapedTracer):
 
     # -- nodes --------------------------------------------------------------------------------
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if self.evaluating or type(attr_val) is ShapedProxy:
-            return attr_val
-        self._attribute_proxies = parameter_proxy_cache
-        with self.log.pause():
-            return super().getattr(attr, attr_val, parameter_proxy_cache)
+    def attribute(self, value: Any) -> Any:
+        """What a read of a parameter or buffer returns."""
+        name = None if self.evaluating else self._names.get(id(value))
+        if name is None:
+            return value
+        if name not in self._state_proxies:
+            with self.log.pause():
+                self._state_proxies[name] = self.create_proxy("get_attr", name, (), {})
+        return self._state_proxies[name]
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        if kind.startswith("call") and autocast_state() != self._autocast:
+        if kind.startswith("call") and _autocast_state() != self._autocast:
             raise TraceError(AUTOCAST)
         if kind == "call_function" and args[0] in _DIFFERENTIATING:
             raise TraceError(
@@ -413,7 +453,7 @@ class Tracer(ShapedTracer):
             )
         node = super().create_node(kind, *args, **kwargs)
         node.meta.update({PATH: self._path, SOURCE: user_line(), TYPE: None, VALUE: None})
-        node.meta[NO_GRAD] = not is_grad_enabled()
+        node.meta[NO_GRAD] = not torch.is_grad_enabled()
         if kind not in ("placeholder", "output"):
             try:
                 with self.log.pause():
@@ -452,6 +492,10 @@ class Tracer(ShapedTracer):
         node.meta[TYPE] = type_of_values(first, second, self._example.batch)
         node.meta[VALUE] = size_of_values(first, second, self._example.batch)
         node.meta[STRUCTURE] = structure_of(first)
+        sources = node.all_input_nodes
+        is_data = node.op in _DATA or node.target in RANDOM or not self._data.isdisjoint(sources)
+        if is_data and tensors_in(first):
+            self._data.add(node)
 
     def _evaluate(self, node: fx.Node, layer: nn.Module | None, which: int) -> Any:
         """The value of a node, or of its layer, at the first or the second batch size."""
@@ -467,9 +511,8 @@ class Tracer(ShapedTracer):
         try:
             with self._mode, watch:
                 if node.op == "get_attr":
-                    if target in self._buffers:
-                        return self._buffers[target]
-                    return attribute(self.root, target)
+                    held = self._held.get(target)
+                    return attribute(self.root, target) if held is None else held
                 if node.op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 return (target if layer is None else layer)(*args, **kwargs)
@@ -494,4 +537,10 @@ class Tracer(ShapedTracer):
 
 
 def _fake_value(value: Any) -> Any:
-    return value.known.first if type(value) is ShapedProxy else value
+    return value.known.first if isinstance(value, ShapedProxy) else value
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    """Is autocast on, and to which type, on the devices that have it?"""
+    devices = ("cpu", "cuda")
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)

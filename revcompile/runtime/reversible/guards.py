@@ -115,7 +115,7 @@ class _ModeChecker:
     """The guards of one mode, compiled."""
 
     def __init__(self, mode: ModeGuards, guards: Guards) -> None:
-        self._mode, self._skeleton = mode, guards.skeleton
+        self._mode, self._skeleton, self._flags = mode, guards.skeleton, guards.flags
         self._attributes = _Attributes(mode.attributes)
         self._direct, self._state = _compiled(mode.direct), _compiled(mode.state)
         graph = mode.state.graph
@@ -128,10 +128,10 @@ class _ModeChecker:
         return self._sizes_now(inputs) or self.changed(root) or self._sizes_inside(root, inputs)
 
     def changed(self, root: nn.Module) -> Mismatch | None:
-        for flag in self._mode.flags:
-            now = getattr(torch, flag.name)(*flag.args)
-            if now != flag.value:
-                return Mismatch(flag.expression, flag.value, now, flag.source)
+        for flag in self._flags:
+            now = type(flag).of(flag.name)
+            if now != flag:
+                return Mismatch(flag.expression, flag.value, now.value, "the forward pass")
         return self._attributes.changed(root) or self._state_now(root)
 
     def _state_now(self, root: nn.Module) -> Mismatch | None:

@@ -1,0 +1,130 @@
+"""How the tracer sees what a forward pass does, in its own thread and on its own copy of the model.
+
+Nothing that other threads could see is replaced:
+
+    calls of modules            `_compiled_call_impl` of each module of the copy
+    parameters and buffers      the dicts of the copy's modules give proxies
+    functions of torch          a `TorchFunctionMode`, which belongs to one thread
+    autograd functions          the proxies themselves, see `proxy.custom_function`
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils import checkpoint
+
+from revcompile.compiler.capture.proxy import ShapedTracer, contains_proxy
+from revcompile.compiler.capture.random_draws import NoDraws
+
+RANDOM: Final = (torch.empty, torch.rand, torch.randint, torch.randn, torch.randperm)
+"""Factories whose result may be random: never a constant."""
+
+_CHECKPOINTED: Final = checkpoint.CheckpointFunction.forward.__code__
+
+
+class TracedFunctions(TorchFunctionMode):
+    """Records calls of torch's functions that have proxies among their arguments."""
+
+    def __init__(self, tracer: ShapedTracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._tracer.evaluating:
+            return func(*args, **kwargs)
+        if func is torch._C._set_grad_enabled and _enters_checkpoint():
+            return func(True)
+        if func not in RANDOM and not contains_proxy((args, kwargs)):
+            with NoDraws("random numbers drawn outside the graph"):
+                return func(*args, **kwargs)
+        create = self._tracer.create_proxy
+        if isinstance(func, torch._C.ScriptMethod):
+            return create("call_method", func.name, (func.owner, *args), kwargs)
+        if func.__name__ == "__get__":
+            return getattr(args[0], func.__self__.__name__)
+        if is_tensor_method_or_property(func):
+            return create("call_method", func.__name__, args, kwargs)
+        name = self._tracer.graph._target_to_str(func.__name__)
+        return create("call_function", func, args, kwargs, name=name)
+
+
+def _enters_checkpoint() -> bool:
+    """Whether a checkpoint (use_reentrant=True) disables gradients for the function inside.
+
+    Checkpointing changes no value: the function is traced as if it were called directly.
+    """
+    frame: Any = sys._getframe(2)
+    for _ in range(3):
+        frame = frame.f_back
+        if frame is None or frame.f_code is _CHECKPOINTED:
+            break
+    return frame is not None and frame.f_code is _CHECKPOINTED
+
+
+class Interceptor(Protocol):
+    """Decides what a call of a module, or a read of a parameter or buffer, returns."""
+
+    def called(self, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
+
+    def attribute(self, value: Any) -> Any: ...
+
+
+class _Members(dict[str, Any]):
+    """Parameters or buffers of a module; those that are read by name become proxies."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, members: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
+        super().__init__(members)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read(super().__getitem__(name))
+
+
+@contextmanager
+def intercepted(root: nn.Module, tracer: Interceptor) -> Iterator[None]:
+    """Hand calls of all modules of a model, and reads of parameters and buffers, to a tracer."""
+    modules = list(root.modules())
+
+    def calling(module: nn.Module) -> Callable[..., Any]:
+        return lambda *args, **kwargs: tracer.called(module, args, kwargs)
+
+    try:
+        for module in modules:
+            own = vars(module)
+            own["_compiled_call_impl"] = calling(module)
+            for kind in ("_parameters", "_buffers"):
+                own[kind] = _Members(own[kind], tracer.attribute)
+        yield
+    finally:
+        for module in modules:
+            own = vars(module)
+            own.pop("_compiled_call_impl", None)
+            for kind in ("_parameters", "_buffers"):
+                own[kind] = dict(own[kind])
+
+
+@contextmanager
+def attempts_unlogged() -> Iterator[None]:
+    """Attempts to evaluate an operation may fail: torch logs that as an error."""
+    logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
