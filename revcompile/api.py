@@ -41,6 +41,7 @@ from revcompile.errors import InputError, InversionError, RevcompileWarning
 from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
 from revcompile.inspect.tables import invertibility_table, most_frequent_refusals, summary_text
 from revcompile.interop import huggingface
+from revcompile.ir.module_tree import looks_trained
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Rewired, TensorType
 from revcompile.kernels.fixed_point import STREAM_RANGE
@@ -210,6 +211,8 @@ def _reversified(
         any_arguments = huggingface.is_pretrained_model(model)
         net.on_new_case(Recompiler(model, captured, chosen), any_arguments)
         _warn_of_hooks(net, caller)
+        if rewired.couplings and not chosen.averaged and looks_trained(model):
+            _warn_of_another_function(rewired, caller)
         if level is not Check.OFF:
             is_single = _example_batch(net) == 1  # the model takes no more samples
             example = make_example(model, example_inputs, example_kwargs, is_single)
@@ -427,6 +430,16 @@ def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
         f"{caller}: nothing in {rewired.name} became reversible, so {effect[caller]}. Why: {why}",
         RevcompileWarning,
         stacklevel=3,
+    )
+
+
+def _warn_of_another_function(rewired: Rewired, caller: str) -> None:
+    warnings.warn(
+        f"{caller}: {rewired.name} looks trained, but this policy makes a new two-stream "
+        "model of it, which computes another function and has to be trained. Pass "
+        "policy='pretrained' to keep what the model computes",
+        RevcompileWarning,
+        stacklevel=4,
     )
 
 

@@ -83,7 +83,17 @@ def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
         f"{100 * inside.flops / flops:.1f} % of the forward FLOPs and "
         f"{100 * inside.parameters / parameters:.1f} % of {parameters:,} parameters"
     )
-    return render(table, "", totals, *_reasons(opaque, letters), *refusals(rewired), *rewired.notes)
+    below = totals, *_reasons(opaque, letters), *refusals(rewired), *rewired.notes
+    return render(function_of(rewired), "", table, "", *below)
+
+
+def function_of(rewired: Rewired) -> str:
+    """What a rewired model computes, in a line."""
+    if not rewired.couplings:
+        return f"{rewired.name}: the original's function, as nothing became reversible"
+    if rewired.policy.averaged:
+        return f"{rewired.name} in two streams: in eval mode the original's function"
+    return f"{rewired.name} in two streams: a new function, to be trained from scratch"
 
 
 def _table(title: str) -> Table:
@@ -242,7 +252,9 @@ def stage_table(
             f"{stage.window}\n{stage.delay}",
             f"{kept}\n{size(stage.working)}",
         )
-    return render(table, "", *_below(partition, facts, letters, plain))
+    return render(
+        function_of(partition.rewired), "", table, "", *_below(partition, facts, letters, plain)
+    )
 
 
 def _letters(opaque: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -265,3 +265,23 @@ def device_of_model(root: nn.Module) -> torch.device:
     devices = {tensor.device: None for tensor in (*root.parameters(), *root.buffers())}
     found = [device for device in devices if device.type != "meta"] or [*devices]
     return found[0] if found else torch.device("cpu")
+
+
+def looks_trained(model: nn.Module) -> bool:
+    """Whether a batch norm has counted batches, or the elements of a norm's weight differ.
+
+    New models have norms with equal elements: ones, zeros or another constant.
+
+    >>> looks_trained(nn.LayerNorm(3))
+    False
+    """
+    for module in model.modules():
+        if "Norm" not in type(module).__name__:
+            continue
+        count, weight = (getattr(module, name, None) for name in ("num_batches_tracked", "weight"))
+        if isinstance(count, torch.Tensor) and not count.is_meta and bool(count > 0):
+            return True
+        is_vector = isinstance(weight, torch.Tensor) and weight.dim() == 1 and not weight.is_meta
+        if is_vector and bool((weight != weight[:1]).any()):
+            return True
+    return False

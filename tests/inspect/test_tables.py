@@ -6,6 +6,7 @@ import ast
 import functools
 
 import pytest
+import timm
 import torch
 from nets import ResNet, ViT, Words
 from torch import Tensor, nn
@@ -200,3 +201,15 @@ def test_words_follow_what_a_stage_keeps() -> None:
 
 def test_a_notebook_shows_a_drawing() -> None:
     assert "<svg" in resnet()._repr_html_()
+
+
+def test_the_first_line_says_which_function_is_computed() -> None:
+    model, x = timm.create_model("test_vit", img_size=32, num_classes=4), torch.randn(2, 3, 32, 32)
+    for policy, said in (
+        ("paper", "in two streams: a new function, to be trained from scratch"),
+        ("pretrained", "in two streams: in eval mode the original's function"),
+    ):
+        reversible = revcompile.reversify(model, x, policy=policy, check="off")
+        staged = revcompile.petrafy(model, 2, x, policy=policy, check="off")
+        for text in (reversible.summary(), str(staged)):
+            assert said in text.partition("\n")[0]

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import numpy
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -343,3 +344,31 @@ def test_one_warning_says_that_nothing_is_reversible_and_why(model: nn.Module, s
 def test_something_reversible_gives_no_warning() -> None:
     with warnings.catch_warnings(action="error"):
         revcompile.reversify(Block(), X)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(self.norm(x))
+
+
+def test_a_model_that_looks_trained_is_told_what_the_default_policy_does() -> None:
+    x, said = torch.randn(3, 4), "Normed looks trained, but this policy makes a new two-stream"
+    counted, scaled = Normed(), Normed()
+    counted(x)
+    with torch.no_grad():
+        scaled.norm.weight[0] = 2.0
+    for model in (counted, scaled):
+        with pytest.warns(RevcompileWarning, match=said):
+            revcompile.reversify(model, x)
+        with pytest.warns(RevcompileWarning, match=said):
+            revcompile.petrafy(model, 1, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        revcompile.reversify(counted, x, policy="pretrained")
+        revcompile.reversify(Normed(), x)
+        zero_init = timm.create_model("test_resnet", num_classes=4)
+        revcompile.reversify(zero_init, torch.randn(2, 3, 32, 32), check="off")
