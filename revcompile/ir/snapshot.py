@@ -20,23 +20,28 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
-from revcompile.ir.module_tree import TreeReads, child_path
+from revcompile.errors import InputError
+from revcompile.ir.module_tree import child_path
 
 
 class Kind(enum.Enum):
     """What of a module is compared."""
 
-    MODULE = "the modules in it, by name"
+    MODULE = "the modules in it, by name: which objects they are"
+    PARAMETER = "its parameters, likewise"
+    BUFFER = "its buffers, and tensors among its attributes, likewise"
+    MEMBERS = "the names of its modules, parameters and buffers"
     CLASS = "its class"
     FORWARD = "a forward of its own, beside that of its class"
-    MEMBERS = "the names of its parameters and buffers"
-    PARAMETER = "its parameters, by name: which objects they are"
-    BUFFER = "its buffers, and tensors among its attributes, likewise"
     MEMORY = "where its parameters and buffers lie"
     REQUIRES_GRAD = "whether its parameters require gradients"
     SETTING = "its plain attributes, by value, and its mode (`training`)"
     HOOK = "its hooks, but for those of FSDP"
     GRADIENT_HOOK = "whether its parameters have hooks"
+
+
+STRUCTURE: Final = (Kind.MODULE, Kind.CLASS, Kind.FORWARD, Kind.MEMBERS)
+"""What decides how a module runs, besides its settings and hooks."""
 
 
 class Absent(enum.Enum):
@@ -51,7 +56,7 @@ class Watched(NamedTuple):
     module: nn.Module
     path: str
     names: frozenset[str] | None = None
-    """Only these parameters, buffers and settings; None: everything."""
+    """Only its class, and the members and settings of these names; None: everything."""
 
 
 class Change(NamedTuple):
@@ -70,16 +75,13 @@ class Change(NamedTuple):
         return child_path(self.path, self.name) if self.name else self.path or "the model"
 
     def __str__(self) -> str:
-        module = self.path or "the model"
         match self.kind:
-            case Kind.MODULE | Kind.PARAMETER | Kind.BUFFER if self.before is Absent.ABSENT:
-                return f"{module} was given another {self.kind.name.lower()} ({self.name})"
-            case Kind.CLASS:
-                return f"{module} was {_named(self.before)} and is {_named(self.now)} now"
-            case Kind.FORWARD:
-                return f"{module} was given another forward"
             case Kind.MEMBERS:
-                return f"{module} was given other parameters or buffers"
+                return f"{self.where} was given other members"
+            case Kind.CLASS:
+                return f"{self.where} was {_named(self.before)} and is {_named(self.now)} now"
+            case Kind.FORWARD:
+                return f"{self.where} was given another forward"
             case Kind.HOOK | Kind.GRADIENT_HOOK:
                 return f"a hook of {self.where} was registered or removed"
             case Kind.REQUIRES_GRAD:
@@ -104,7 +106,7 @@ def _named(kind: type) -> str:
 
 HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where torch keeps a module's hooks: a dict by handle each."""
-_OWN: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+INTERNAL: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 """Attributes of every module, which are no settings."""
 _TABLES: Final[Mapping[Kind, str]] = {
     Kind.MODULE: "_modules",
@@ -126,19 +128,50 @@ def below(root: nn.Module) -> list[Watched]:
 
 
 def read_by(graphs: Iterable[fx.Graph], root: nn.Module) -> list[Watched]:
-    """The modules that graphs call, with all in them; of others the attributes that are read."""
-    found: dict[nn.Module, Watched] = {}
-    for target, value in TreeReads(graphs, root).targets.items():
-        if isinstance(value, nn.Module):
-            for path, module in value.named_modules(prefix=target):
-                found[module] = Watched(module, path)
-            continue
-        path, _, name = target.rpartition(".")
-        owner = root.get_submodule(path)
-        before = found.get(owner, Watched(owner, path, frozenset()))
-        if before.names is not None:
-            found[owner] = before._replace(names=before.names | {name})
-    return list(found.values())
+    """All modules that graphs call, with those in them; of others what is read or on the way.
+
+    Raises:
+        InputError: A module that a graph reads is not there.
+    """
+    called: dict[nn.Module, str] = {}
+    parts: dict[nn.Module, Watched] = {}
+
+    def add_part(module: nn.Module, path: str, name: str) -> None:
+        before = parts.get(module, Watched(module, path, frozenset()))
+        parts[module] = before._replace(names=(before.names or frozenset()) | {name})
+
+    def walk(path: str) -> nn.Module:
+        module, around = root, ""
+        for name in filter(None, path.split(".")):
+            child = module._modules.get(name)
+            if child is None:
+                raise InputError(
+                    f"{path}: the captured graph reads this module, but {type(module).__name__} "
+                    f"has no {name!r} any more; put it back, or capture the changed model"
+                )
+            add_part(module, around, name)
+            module, around = child, child_path(around, name)
+        return module
+
+    def add(path: str) -> None:
+        for inner, module in walk(path).named_modules(prefix=path):
+            called.setdefault(module, inner)
+
+    for node in (node for graph in graphs for node in graph.nodes):
+        path, (outer, _, name) = str(node.target), str(node.target).rpartition(".")
+        if node.op == "call_module":
+            add(path)
+        elif node.op == "get_attr":
+            owner = walk(outer)
+            parametrized = owner._modules.get("parametrizations")
+            if name in owner._modules:
+                add(path)
+            elif parametrized is not None and name in parametrized._modules:
+                add(child_path(outer, f"parametrizations.{name}"))
+            else:
+                add_part(owner, outer, name)
+    others = [watched for module, watched in parts.items() if module not in called]
+    return [*others, *(Watched(module, path) for module, path in called.items())]
 
 
 class TreeSnapshot:
@@ -155,6 +188,9 @@ class TreeSnapshot:
         self._comparisons: dict[Kind, Callable[[], bool]] = {}
         self.take()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_comparisons": {}}  # they are made again for a copy
+
     def take(self) -> None:
         """Expect from now on what there is now."""
         for kind in self._kinds:
@@ -167,7 +203,8 @@ class TreeSnapshot:
     def first_change(self) -> Change | None:
         """The first difference, or None."""
         for kind in self._kinds:
-            if not self._comparisons[kind]():
+            is_same = self._comparisons.get(kind)
+            if is_same is None or not is_same():
                 for _, change in self._found(kind):
                     return change
                 self._take(kind)  # equal values in other objects, or what does not count
@@ -226,7 +263,7 @@ def _contents(watched: Watched, kind: Kind) -> Mapping[str, Any]:
         found = own[_TABLES[kind]]
     elif kind is Kind.SETTING:
         items = own.items()
-        found = {n: _frozen(v) for n, v in items if n not in _OWN and not isinstance(v, Tensor)}
+        found = {n: _frozen(v) for n, v in items if n not in INTERNAL and not isinstance(v, Tensor)}
     elif kind is Kind.MEMORY:
         found = {n: tensor.data_ptr() for n, tensor in _tensors(watched.module).items()}
     elif kind is Kind.REQUIRES_GRAD:
@@ -235,14 +272,21 @@ def _contents(watched: Watched, kind: Kind) -> Mapping[str, Any]:
         found = {n: has_hooks(p) for n, p in own["_parameters"].items() if p is not None}
     elif kind is Kind.CLASS:
         return {"": type(watched.module)}
+    elif names is not None:
+        return {}
     elif kind is Kind.FORWARD:
         return {"": own.get("forward")}
     elif kind is Kind.MEMBERS:
-        return {"": (tuple(own["_parameters"]), tuple(own["_buffers"]))}
+        return {"": [tuple(own[table]) for table in _TABLES.values()]}
     else:
-        hooks = (own[hook_kind].items() for hook_kind in HOOKS)
-        return {"": [n for n, hook in chain.from_iterable(hooks) if not is_sharding_hook(hook)]}
+        return {"": hooks_of(watched.module)}
     return found if names is None else {n: v for n, v in found.items() if n in names}
+
+
+def hooks_of(module: nn.Module) -> list[int]:
+    """The handles of a module's hooks, but for those of FSDP."""
+    hooks = chain.from_iterable(vars(module)[kind].items() for kind in HOOKS)
+    return [handle for handle, hook in hooks if not is_sharding_hook(hook)]
 
 
 def has_hooks(parameter: Tensor) -> bool:
@@ -278,41 +322,34 @@ def _comparison(
     watched: Sequence[Watched], kind: Kind, before: Sequence[Mapping[str, Any]]
 ) -> Callable[[], bool]:
     """Whether nothing has changed in one respect; False if something may have."""
-    modules = [each.module for each in watched]
+    pairs = [(each, held) for each, held in zip(watched, before, strict=True) if held]
+    modules = [each.module for each, _ in pairs]
     owners = list(map(vars, modules))
-    pairs = list(zip(watched, before, strict=True))
     if kind in _TABLES:
         entries = [(_owner(each, kind, n), n, v) for each, held in pairs for n, v in held.items()]
-        return _same_entries(entries, [m._modules for m in modules if kind is Kind.MODULE])
+        tables, names = [table for table, _, _ in entries], [name for _, name, _ in entries]
+        objects = [value for _, _, value in entries]
+        return lambda: all(map(is_, map(dict.get, tables, names), objects))
     if kind is Kind.SETTING:
         sized = [vars(each.module) for each in watched if each.names is None]
-        return _same_settings(owners, before, sized)
+        return _same_settings(owners, [held for _, held in pairs], sized)
     if kind in (Kind.HOOK, Kind.MEMBERS):
-        names = HOOKS if kind is Kind.HOOK else ("_parameters", "_buffers")
-        return _same_sizes([own[name] for own in owners for name in names])
+        kinds = HOOKS if kind is Kind.HOOK else _TABLES.values()
+        return _same_sizes([own[name] for own in owners for name in kinds])
     if kind is Kind.CLASS:
         classes = list(map(type, modules))
         return lambda: list(map(type, modules)) == classes
     if kind is Kind.FORWARD:
-        forwards = [contents[""] for contents in before]
+        forwards = [held[""] for _, held in pairs]
         return lambda: list(map(dict.get, owners, repeat("forward"))) == forwards
     if kind is Kind.GRADIENT_HOOK:
         handles = RemovableHandle.next_id  # the same as long as nobody registers a hook
         return lambda: handles == RemovableHandle.next_id
     look = _requires_grad if kind is Kind.REQUIRES_GRAD else Tensor.data_ptr
-    tables = [(_tensors(each.module), held) for each, held in pairs]
-    tensors = [table[name] for table, held in tables for name in held]
+    found = [(_tensors(each.module), held) for each, held in pairs]
+    tensors = [table[name] for table, held in found for name in held]
     seen = list(map(look, tensors))
     return lambda: list(map(look, tensors)) == seen
-
-
-def _same_entries(
-    entries: Sequence[tuple[dict[str, Any], str, Any]], sized: Sequence[Mapping[str, Any]]
-) -> Callable[[], bool]:
-    owners, names = [owner for owner, _, _ in entries], [name for _, name, _ in entries]
-    objects = [value for _, _, value in entries]
-    are_as_large = _same_sizes(sized)
-    return lambda: all(map(is_, map(dict.get, owners, names), objects)) and are_as_large()
 
 
 def _same_settings(
@@ -320,10 +357,8 @@ def _same_settings(
     before: Sequence[Mapping[str, Any]],
     sized: Sequence[Mapping[str, Any]],
 ) -> Callable[[], bool]:
-    rows = [(own, held) for own, held in zip(owners, before, strict=True) if held]
-    getters = [itemgetter(*held) for _, held in rows]
-    expected = [getter(held) for getter, (_, held) in zip(getters, rows, strict=True)]
-    owners = [own for own, _ in rows]
+    getters = [itemgetter(*held) for held in before]
+    expected = list(map(call, getters, before))
     are_as_large = _same_sizes(sized)
 
     def are_same() -> bool:

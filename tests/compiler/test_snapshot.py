@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -42,9 +43,9 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
         "drop was a Dropout and is an Identity now",
     ),
     "new module": (
-        Kind.MODULE,
+        Kind.MEMBERS,
         lambda net: net.last.add_module("x", nn.Identity()),
-        "last was given another module (x)",
+        "last was given other members",
     ),
     "class": (
         Kind.CLASS,
@@ -59,7 +60,7 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
     "members": (
         Kind.MEMBERS,
         lambda net: net.drop.register_buffer("x", None),
-        "drop was given other parameters or buffers",
+        "drop was given other members",
     ),
     "parameter": (
         Kind.PARAMETER,
@@ -156,6 +157,22 @@ def test_what_was_expected_is_there_for_a_while() -> None:
     assert net.first.scales is scales == [1.0, 2.0, 3.0] and not net.last.training
 
 
+@pytest.mark.parametrize("name", ["module", "parameter", "setting", "hook", "new module"])
+def test_copies_look_at_copies(name: str) -> None:
+    kind, change, _ = CHANGES[name]
+    net = Net()
+    kinds = Kind.MODULE, Kind.MEMBERS, Kind.PARAMETER, Kind.SETTING, Kind.HOOK
+    copied, snapshot = copy.deepcopy((net, TreeSnapshot(below(net), kinds)))
+    change(net)
+    assert snapshot.first_change() is None
+    _, unseen = copy.deepcopy((copied, snapshot))
+    change(copied)
+    found = snapshot.first_change()
+    assert found is not None and found.kind is kind
+    _, noticed = copy.deepcopy((copied, snapshot))
+    assert noticed.first_change() is not None and unseen.first_change() is None
+
+
 def test_what_graphs_read_is_watched() -> None:
     net = Net()
     graph = fx.Graph()
@@ -163,7 +180,7 @@ def test_what_graphs_read_is_watched() -> None:
     graph.get_attr("last.weight")
     graph.get_attr("training")
     found = {watched.path: watched.names for watched in read_by([graph], net)}
-    assert found == {"first": None, "last": {"weight"}, "": {"training"}}
+    assert found == {"first": None, "last": {"weight"}, "": {"first", "last", "training"}}
     settings = TreeSnapshot(read_by([graph], net), (Kind.SETTING,))
     net.last.in_features, net.drop.p = 7, 0.7
     assert settings.first_change() is None

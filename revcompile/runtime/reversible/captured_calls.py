@@ -32,10 +32,11 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError, RevcompileWarning
+from revcompile.ir.snapshot import Change, Kind, TreeSnapshot
 from revcompile.kernels.autocast import converted
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.replay import without_autocast_cache
-from revcompile.runtime.reversible.slots import Column, filled
+from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
 
 _log: Final = logging.getLogger("revcompile")
@@ -151,7 +152,7 @@ class CapturedCalls:
             return run(values)
         kind = id(plan), _kind(values)
         captured = self._captured.get(kind)
-        if captured is not None and not captured.reads.are_same():
+        if captured is not None and captured.reads.change() is not None:
             del self._captured[kind]
             self._seen[kind], captured = 0, None
         if captured is None:
@@ -213,6 +214,8 @@ class CapturedCalls:
             return None  # computed ones, as of `functional_call`, or sharded ones
         try:
             captured = capture(reads)
+            if (change := reads.change()) is not None:
+                raise InputError(f"{change}: a layer changes it in every call")
         except Exception as error:
             self._is_on = False
             self._warn(f"capturing one has failed: {type(error).__name__}: {error}")
@@ -245,40 +248,26 @@ _DEVICES: Final = ("cpu", "cuda")
 
 
 class _Reads:
-    """What a call reads of the module tree: parameters, buffers and settings as they are now."""
+    """What a call reads of the module tree, as it is now."""
 
     def __init__(self, bindings: Sequence[Bindings], plan: object) -> None:
         self._plan = plan  # held, so that no other has its id
-        self._columns: list[tuple[Column, list[Any]]] = [
-            (each.entries, each.entries.read()) for each in bindings
-        ]
-        entries = [entry for _, values in self._columns for entry in values]
-        self._tensors = [entry for entry in entries if isinstance(entry, Tensor)]
-        self._places = list(map(_place, self._tensors))
-        unique = {id(p): p for p in self._tensors if p.requires_grad}
+        kinds = Kind.PARAMETER, Kind.BUFFER, Kind.SETTING, Kind.MEMORY, Kind.REQUIRES_GRAD
+        self._snapshot = TreeSnapshot([w for each in bindings for w in each.watched], kinds)
+        self._slots = [slot for each in bindings for slot in each.slots]
+        present = [owner[name] for owner, name in self._slots]
+        unique = {id(p): p for p in present if p is not None and p.requires_grad}
         self.parameters = list(unique.values())
         """Those that require a gradient, each once."""
 
     def replaced(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Compute with these instead of the parameters that require a gradient."""
         by_id = {id(p): leaf for p, leaf in zip(self.parameters, leaves, strict=True)}
-        return filled(
-            [
-                entry
-                for column, values in self._columns
-                for entry in column.different([by_id.get(id(v), v) for v in values])
-            ]
-        )
+        entries = [(slot, id(slot[0][slot[1]])) for slot in self._slots]
+        return filled([(slot, by_id[which]) for slot, which in entries if which in by_id])
 
-    def are_same(self) -> bool:
-        return (
-            all(column.holds(values) for column, values in self._columns)
-            and list(map(_place, self._tensors)) == self._places
-        )
-
-
-def _place(tensor: Tensor) -> tuple[int, bool]:
-    return tensor.data_ptr(), tensor.requires_grad
+    def change(self) -> Change | None:
+        return self._snapshot.first_change()
 
 
 @dataclass(eq=False)

@@ -30,10 +30,11 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, stream_leaf
+from revcompile.ir.snapshot import STRUCTURE, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.kernels.fixed_point import random_signs
-from revcompile.runtime.reversible.bindings import Bound, Watch
+from revcompile.runtime.reversible.bindings import Bound, check_repeatable
 from revcompile.runtime.reversible.block import (
     Block,
     Coupled,
@@ -78,10 +79,12 @@ class Chain:
     stream_bits: int = 32
     """Of the integers that averaged streams are."""
     check: ReconstructionCheck = field(init=False)
-    watch: Watch = field(init=False)
+    modules: TreeSnapshot = field(init=False)
+    """Those that it runs."""
 
     def __post_init__(self) -> None:
-        self.watch = Watch([block.bindings for block in self.blocks])
+        read = [each for block in self.blocks for each in block.bindings.watched]
+        self.modules = TreeSnapshot(read, STRUCTURE)
         name = f"{self.blocks[0].name} .. {self.blocks[-1].name}"
         settings = self.tolerance, self.check_every, self.failures_allowed
         self.check = ReconstructionCheck(f"the chain {name}", *settings)
@@ -391,7 +394,7 @@ def _rebuild(
     bound.check(block.name)
     tensors = list(saved)
     if block is call.chain.blocks[-1]:
-        call.chain.watch.check_repeatable()
+        check_repeatable(call.chain.modules)
         output, tensors = (tensors[0], tensors[1], None), tensors[node.kept :]
     if node.released:
         call.sums.restore(node.index, tensors[: node.released])

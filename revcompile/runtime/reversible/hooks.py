@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any, Final, NamedTuple
@@ -29,9 +29,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from revcompile.errors import InputError
+from revcompile.ir.snapshot import HOOKS, is_sharding_hook
 from revcompile.runtime.reversible.slots import Slot, filled
 
 # -- FSDP2 modules --------------------------------------------------------------------------------
@@ -42,11 +42,6 @@ class ShardedModule(NamedTuple):
 
     path: str
     module: nn.Module
-
-
-def is_sharding_hook(hook: Callable[..., Any]) -> bool:
-    kind = type(getattr(hook, "__self__", None))
-    return kind.__name__ == "FSDPState" and kind.__module__.startswith("torch.distributed.")
 
 
 def sharded_modules(modules: Iterable[tuple[nn.Module, str]]) -> tuple[ShardedModule, ...]:
@@ -94,7 +89,6 @@ def _not_cast(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> tup
 
 FORWARD_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 """Where torch keeps a module's forward hooks: a dict by handle each."""
-MODULE_HOOKS: Final = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 Hook = Callable[..., Any]
 HookRecord = dict[nn.Module, dict[str, "OrderedDict[int, Hook]"]]
@@ -189,31 +183,17 @@ def _same(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]
     return len(objects) == len(others) and all(map(is_, objects, others)) and versions == written
 
 
-class NoHooks:
-    """Whether dicts of hooks are empty: looked at again only after somebody registers a hook."""
-
-    def __init__(self, dicts: Iterable[Mapping[int, Any]]) -> None:
-        self._dicts, self._handles = list(dicts), -1
-
-    def __bool__(self) -> bool:
-        if self._handles != RemovableHandle.next_id:
-            if any(self._dicts):
-                return False
-            self._handles = RemovableHandle.next_id
-        return True
-
-
 class LayerHooks:
     """The hooks of layers that run in forward, and perhaps again in backward."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers
         self._forward = [vars(layer)[kind] for layer in layers for kind in FORWARD_HOOKS]
-        self._none = NoHooks(vars(layer)[kind] for layer in layers for kind in MODULE_HOOKS)
+        self._all = [vars(layer)[kind] for layer in layers for kind in HOOKS]
 
     def __bool__(self) -> bool:
         """Does any layer have hooks now?"""
-        return not self._none
+        return any(self._all)
 
     @property
     def run_in_forward(self) -> bool:

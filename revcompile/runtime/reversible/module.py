@@ -20,11 +20,12 @@ from revcompile.ir.ops import attribute
 from revcompile.ir.precision_rewrites import for_chains, fuse_bn_relu, match_dtypes
 from revcompile.ir.python_code import compile_with_modules
 from revcompile.ir.random_numbers import random_reads
+from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot, read_by
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.kernels.repeatable import Repeated
-from revcompile.runtime.reversible.bindings import Bindings, Watch
+from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block import Block, BlockWeights
 from revcompile.runtime.reversible.captured_calls import CapturedCalls
 from revcompile.runtime.reversible.cases import Cases, Recapture
@@ -54,8 +55,8 @@ class _Step:
 
 class _Plan(NamedTuple):
     steps: tuple[_Step, ...]
-    watch: Watch
-    """Over all modules that the steps read."""
+    modules: TreeSnapshot
+    """All that the steps read: how they run, and whether they have hooks."""
 
 
 class Reversible(OriginalSurface):
@@ -257,10 +258,10 @@ class Reversible(OriginalSurface):
         self._inlined.check()
         key = id(body)
         plan = self._plans.get(key)
-        if plan is None or plan.watch.change() is not None:
-            steps = self._steps(body)
-            watch = Watch([bindings for step in steps for bindings in step.bindings])
-            plan = self._plans[key] = _Plan(steps, watch)
+        if plan is None or plan.modules.first_change() is not None:
+            read = read_by([segment.graph for segment in body.segments], self)
+            modules = TreeSnapshot(read, (*STRUCTURE, Kind.HOOK))
+            plan = self._plans[key] = _Plan(self._steps(body), modules)
         return plan.steps
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from revcompile.ir.module_tree import TreeReads
-from revcompile.ir.snapshot import Change, Kind, TreeSnapshot, Watched, below
+from revcompile.ir.snapshot import STRUCTURE, Change, Kind, TreeSnapshot, Watched, below
 from revcompile.ir.types import Rewired
 
 
@@ -28,7 +28,7 @@ class TreeGuard:
         self._snapshots = (
             # Capturing another case, in an evaluation, registers its constants: new buffers.
             TreeSnapshot([own], (Kind.MODULE, Kind.FORWARD)),
-            TreeSnapshot(inner, (Kind.MODULE, Kind.CLASS, Kind.FORWARD, Kind.MEMBERS)),
+            TreeSnapshot(inner, STRUCTURE),
             TreeSnapshot(uncalled, (Kind.HOOK,)),
         )
 
