@@ -281,7 +281,8 @@ def looks_trained(model: nn.Module) -> bool:
         count, weight = (getattr(module, name, None) for name in ("num_batches_tracked", "weight"))
         if isinstance(count, torch.Tensor) and not count.is_meta and bool(count > 0):
             return True
-        is_vector = isinstance(weight, torch.Tensor) and weight.dim() == 1 and not weight.is_meta
-        if is_vector and bool((weight != weight[:1]).any()):
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.is_meta:
+            continue
+        if bool((weight != weight[:1]).any()):
             return True
     return False
