@@ -76,6 +76,8 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         match self.kind:
+            case Kind.PARAMETER | Kind.BUFFER:
+                return f"{self.where} was replaced"
             case Kind.MEMBERS:
                 return f"{self.where} was given other members"
             case Kind.CLASS:
@@ -94,7 +96,7 @@ class Change(NamedTuple):
 def _shown(value: Any) -> str:
     if value is None or isinstance(value, Absent):
         return "absent"
-    if isinstance(value, nn.Module | Tensor):
+    if isinstance(value, nn.Module):
         return _named(type(value))
     text = repr(value)
     return text if len(text) < 80 else f"{text[:76]} ..."

@@ -65,22 +65,22 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
     "parameter": (
         Kind.PARAMETER,
         lambda net: setattr(net.last, "weight", nn.Parameter(torch.ones(4, 4))),
-        "last.weight was a Parameter and is a Parameter now",
+        "last.weight was replaced",
     ),
     "parameter in place of none": (
         Kind.PARAMETER,
         lambda net: setattr(net.last, "bias", nn.Parameter(torch.ones(4))),
-        "last.bias was absent and is a Parameter now",
+        "last.bias was replaced",
     ),
     "buffer": (
         Kind.BUFFER,
         lambda net: setattr(net.first, "mask", torch.ones(4)),
-        "first.mask was a Tensor and is a Tensor now",
+        "first.mask was replaced",
     ),
     "tensor": (
         Kind.BUFFER,
         lambda net: setattr(net.first, "offset", torch.zeros(1)),
-        "first.offset was a Tensor and is a Tensor now",
+        "first.offset was replaced",
     ),
     "memory": (
         Kind.MEMORY,

@@ -76,8 +76,8 @@ class StageGuard:
         if change.kind is Kind.REQUIRES_GRAD:
             return f"{change} after the trainer was built; build a new trainer"
         return (
-            f"{change.where} was replaced after the trainer was built; build a new trainer (or "
-            "copy the values into the original parameter)"
+            f"{change} after the trainer was built; build a new trainer (or copy the values into "
+            "the original parameter)"
         )
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+from distributed_worker import fed, final, launch
+from rank_changes import changed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import Batch
@@ -94,16 +99,27 @@ def scaled(weight: Tensor, in_place: bool) -> Undo:
     return lambda: weight.data.copy_(before)
 
 
-def groups(optimizers: list[torch.optim.Optimizer], **settings: float) -> Undo:
+def groups(optimizers: list[torch.optim.Optimizer], **settings: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group.update(settings)
-    return lambda: None
 
 
-def loaded(model: Any) -> Undo:
+def loaded(model: Any) -> None:
     model.load_state_dict({name: 0.5 * t for name, t in model.state_dict().items()})
-    return lambda: None
+
+
+def state_loaded(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        state = copy.deepcopy(optimizer.state_dict())
+        for of_parameter in state["state"].values():
+            of_parameter["momentum_buffer"].zero_()
+        optimizer.load_state_dict(state)
+
+
+def scheduled(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5)
 
 
 def same(x: Tensor) -> Tensor:
@@ -152,7 +168,7 @@ TABLE: Final[dict[str, Row]] = {
     ),
     "buffer of a layer": Row(
         lambda m, o: set_to(m.blocks[1].whole, "mask", 0.5 * m.blocks[1].whole.mask),
-        refused_in_flight=r"blocks\.1\.whole\.mask was a Tensor",
+        refused_in_flight=r"blocks\.1\.whole\.mask was replaced",
     ),
     "attribute that was traced": Row(
         lambda m, o: set_to(m.blocks[1], "alpha", 0.5), "alpha was 1", error=GuardError
@@ -181,6 +197,8 @@ TABLE: Final[dict[str, Row]] = {
     ),
     "learning rate": Row(lambda m, o: groups(o, lr=0.02)),
     "weight decay": Row(lambda m, o: groups(o, weight_decay=0.5)),
+    "scheduler": Row(lambda m, o: scheduled(o)),
+    "loaded state": Row(lambda m, o: state_loaded(o)),
     "loaded weights": Row(
         lambda m, o: loaded(m),
         refused_in_flight=r"call trainer\.flush\(\) before",
@@ -257,12 +275,15 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(
-    found: dict[str, Tensor], expected: dict[str, Tensor], backend: str = "eager"
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    backend: str = "eager",
+    name: str = "",
 ) -> None:
     """To 1e-8; fused optimizers on a GPU have learning rates in single precision."""
     rtol, atol = (1e-8, 1e-10) if backend in ON_CPU else (1e-5, 1e-6)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=name)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=rtol, atol=atol, msg=f"{name} {key}")
 
 
 def plainly_trained(row: Row) -> dict[str, Tensor]:
@@ -339,7 +360,7 @@ def test_in_flight(name: str, backend: str) -> None:
             with pytest.raises(row.error, match=refusal):
                 trainer.flush()
         if row.error is TrainerStoppedError:
-            return
+            return  # it cannot be undone
         assert_same(before, state(net.model))
         if undo is not None:
             undo()
@@ -396,3 +417,76 @@ def test_a_rate_of_zero_may_rise() -> None:
         feed(trainer, data(5))
         found.append(state(net.model))
     assert_same(*found)
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def course(row: Row, backend: str) -> dict[str, Any]:
+    """A change in flight, or after a flush if it is refused then; what was refused, the weights."""
+    net, trainer, optimizers = made(backend, "petra")
+    told: list[str] = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RevcompileError as error:
+            told.append(str(error))
+
+    for batch in data(9):
+        fed(trainer, batch)
+    undo = row.change(net.model, optimizers)
+    if row.refused_in_flight is not None:
+        refused(trainer.flush)
+    if row.refused is not None or row.refused_in_flight is not None:
+        if undo is not None:
+            undo()
+        trainer.flush()
+        undo = row.change(net.model, optimizers)
+    if row.refused is not None:
+        refused(lambda: fed(trainer, data(1, row.inputs)[0]))
+        if undo is not None:
+            undo()
+    for batch in data(10, row.inputs if row.refused is None else same):
+        fed(trainer, batch)
+    trainer.flush()
+    return {"told": told, "state": final(net, trainer)}
+
+
+def in_flight_on_ranks(row: Row | None, backend: str) -> dict[str, Tensor]:
+    """One step is left out by all ranks: for a change that is then undone, or for its inputs."""
+    net, trainer, _ = made(backend, "petra")
+    for batch in data(9):
+        fed(trainer, batch)
+    undo = None if row is None else row.change(net.model, [])
+    with suppress(RevcompileError):
+        fed(trainer, data(1, same if row is not None else TABLE["size"].inputs)[0])
+    if undo is not None:
+        undo()
+    for batch in data(10):
+        fed(trainer, batch)
+    trainer.flush()
+    return final(net, trainer)
+
+
+ON_RANKS: Final = [name for name in TABLE if name != "loaded weights"]
+SETTINGS: Final = ("mode of a norm", "eps of a norm", "rate inside a layer", "list of a layer")
+
+
+@pytest.mark.filterwarnings("ignore:backend=")
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_on_two_ranks(backend: str, tmp_path: Path) -> None:
+    """As in one process; what is in flight when a change is refused goes back as it was."""
+    results, codes = launch(tmp_path, 2, changed, backend=backend)
+    assert codes == [0, 0]
+    first, second = results
+    for name in ON_RANKS:
+        row, expected = TABLE[name], course(TABLE[name], "eager")
+        assert_same(first[name]["state"], expected["state"], name=name)
+        said = [*first[name]["told"], *second[name]["told"]]
+        refusal = row.refused or row.refused_in_flight
+        assert bool(said) == (refusal is not None), name
+        assert all(re.search(refusal or "", text) for text in said), name
+        assert row.refused_in_flight is None or len(said) == 2, name
+    for name in SETTINGS:
+        assert_same(first["left out", name], first["left out", None], name=name)
