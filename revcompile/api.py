@@ -468,9 +468,8 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
             raise InversionError(
                 f"{caller}: in the chain of {name} numbers are not finite, or grow to more than "
                 f"{STREAM_RANGE} times the chain's input (or 1), which is all that the fixed-point "
-                "streams of an averaged coupling can hold; use dataclasses.replace("
-                'revcompile.Policy.named("pretrained"), stream_bits=64), or keep the blocks that '
-                "do it as one piece with leaf_modules=[...]"
+                "streams of an averaged coupling can hold; keep the blocks that do it as one "
+                "piece with leaf_modules=[...]"
             )
         raise InversionError(
             f"{caller}: {name} reconstructs its input only to {error:.1e} "

@@ -186,12 +186,9 @@ class _Explainer:
 
     def _rewired(self) -> Iterator[str]:
         piece, block = self.piece, self.block
-        if isinstance(piece, Coupling) and piece.kept_bits:
+        if isinstance(piece, Coupling) and piece.averaged:
             yield "averaged coupling: (a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))"
-            yield (
-                f"gamma = ±1/{2**piece.kept_bits} for each sample in training, 0 in eval mode: the "
-                "original block"
-            )
+            yield ("gamma = ±1/16 for each sample in training, 0 in eval mode: the original block")
         elif isinstance(piece, Coupling):
             yield "reversible coupling: (a, b) -> (b, a + F(b)), back by (b, y) -> (y - F(b), b)"
             if piece.kind is ResidualKind.POST_ACTIVATION:

@@ -463,7 +463,7 @@ def uncouple(
     grads: dict[str, Tensor],
     *sides: Any,
     extras: Sequence[Tensor | None] = (),
-    averaged: tuple[Tensor, Tensor, int] | None = None,
+    averaged: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Any, ...]:
     """Undo `a, b = b, a + F(b)` and pull the gradient back, with one autograd graph of F.
 
@@ -483,7 +483,7 @@ def uncouple(
         grads: Gradients of parameters, to which F's are added.
         sides: F's further arguments; those made by `leaf` get gradients.
         extras: Gradients of F's further results.
-        averaged: Of a `couple_average`: the signs, the lost bits, and how many of each element.
+        averaged: Of a `couple_average`: the signs, and the lost bits.
 
     Returns:
         `a, b, da, db` before the coupling, then a gradient (or None) for each side.
@@ -496,8 +496,8 @@ def uncouple(
         rebuilt = minus(b, outputs[0], grid)
     else:
         assert grid is not None
-        sign, lost, bits = averaged
-        rebuilt = uncouple_average(b, a, outputs[0], sign, grid, lost, bits)
+        sign, lost = averaged
+        rebuilt = uncouple_average(b, a, outputs[0], sign, grid, lost)
         if db is not None:
             db, da, of_branch = average_gradients(da, db, sign)
     given = of_branch, *extras

@@ -48,13 +48,8 @@ class Policy:
         fuse: how two streams become one value inside the model.
         leave: how the last two streams reach the head.
         averaged: whether couplings are `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))`, with
-            gamma = ±2**-kept_bits at random for each sample and block in training and 0 in eval
-            mode, instead of `(b, a + F(b))`. Such streams enter as copies and leave by the second.
-        stream_bits: 32 or 64, of the integers that averaged streams are in chains of float32. With
-            32, elements may grow to 8192 times the chain's largest input; 64 take more memory and
-            time, and have no such bound.
-        kept_bits: 1, 2 or 4, of each element and block of averaged streams. More bits are less
-            noise in training: 4 times less variance for each bit.
+            gamma = ±1/16 at random for each sample and block in training and 0 in eval mode,
+            instead of `(b, a + F(b))`. Such streams enter as copies and leave by the second.
 
     Raises:
         PolicyError: averaged streams are to enter or leave in another way.
@@ -67,8 +62,6 @@ class Policy:
     fuse: Fuse = Fuse.MEAN
     leave: Fuse = Fuse.CONCAT
     averaged: bool = False
-    stream_bits: int = 32
-    kept_bits: int = 4
 
     def __post_init__(self) -> None:
         ends = self.enter, self.fuse, self.leave
@@ -78,10 +71,6 @@ class Policy:
                 "copies and leave by the second; write Policy(Enter.DUPLICATE, Fuse.SECOND, "
                 'Fuse.SECOND, averaged=True), which is policy="pretrained"'
             )
-        if self.stream_bits not in (32, 64):
-            raise PolicyError(f"policy: stream_bits={self.stream_bits!r}; use 32 or 64")
-        if self.kept_bits not in (1, 2, 4):
-            raise PolicyError(f"policy: kept_bits={self.kept_bits!r}; use 1, 2 or 4")
         if not self.averaged and Fuse.SECOND in ends:
             raise PolicyError(
                 "policy: Fuse.SECOND drops the first stream, and with it half of what blocks have "

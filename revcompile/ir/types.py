@@ -248,9 +248,8 @@ class Coupling(_Segment):
     extras: tuple[str, ...] = ()
     grid: str | None = None
     opens: bool = False
-    kept_bits: int = 0
-    """If not 0, it is `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))` (see `Policy`), and
-    keeps so many bits of each element to be inverted."""
+    averaged: bool = False
+    """Whether it is `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))` (see `Policy`)."""
 
     @property
     def graph(self) -> fx.Graph:

@@ -1,16 +1,15 @@
 """Averaged couplings in fixed-point numbers, undone to the bit.
 
-    forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s / 2**k, s = ±1
+    forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s / 16, s = ±1
     inverse   a = b + (y - b - (1 + gamma) F(b)) / gamma
 
-The inverse multiplies every rounding error by 2**k, so 96 blocks would by 2**(96 k). Streams are
-integers therefore, counted in units of a power of two, and the k bits that are lost are kept:
+The inverse multiplies every rounding error by 16, so 96 blocks would by 16**96. Streams are
+integers therefore, counted in units of a power of two, and the four bits that are lost are kept:
 
-    d = a - b              y = b + s (d >> k) + n              n = round((1 + gamma) F(b))
-                           a = b + s (y - b - n) << k + (d mod 2**k)
+    d = a - b              y = b + s (d >> 4) + n              n = round((1 + gamma) F(b))
+                           a = b + s (y - b - n) << 4 + (d mod 16)
 
-With each further bit the noise that gamma adds to training is 4 times smaller in variance.
-`sign` is 2 gamma everywhere, `bits` is k.
+`sign` is 2 gamma everywhere.
 
 A unit is about 2**-16 of the largest element of the chain's input, or of 1 if that is larger
 (2**-40 in float64): below what a branch in bfloat16 can tell apart. A float32 holds only 24 bits of
@@ -31,6 +30,9 @@ from torch import Tensor, nn
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.loading import average_kernels
 
+KEPT_BITS: Final = 4
+"""Of each element and block: log2 of 1 / gamma."""
+
 
 class _Format(NamedTuple):
     integers: torch.dtype
@@ -44,9 +46,7 @@ _FORMATS: Final = {
     torch.float32: _Format(torch.int32, 16, 2.0**29),
     torch.float64: _Format(torch.int64, 40, 2.0**52),
 }
-_WIDE: Final = _FORMATS | {torch.float32: _Format(torch.int64, 20, 2.0**45)}
-FORMATS: Final = {32: _FORMATS, 64: _WIDE}
-"""By the bits of an integer, and then by the type of the streams' values."""
+"""By the type of the streams' values."""
 _IN_FLOATS: Final = _FORMATS | {torch.float32: _Format(torch.int32, 13, 2.0**24)}
 """Of streams that pass from block to block as floating-point numbers without an error."""
 STREAM_RANGE: Final = int(_FORMATS[torch.float32].limit) >> _FORMATS[torch.float32].precision
@@ -70,9 +70,9 @@ def unit_of(a: Tensor, b: Tensor, formats: Mapping[torch.dtype, _Format] = _FORM
         return torch.exp2(exponent - formats[b.dtype].precision)
 
 
-def fixed(x: Tensor, unit: Tensor, formats: Mapping[torch.dtype, _Format] = _FORMATS) -> Tensor:
+def fixed(x: Tensor, unit: Tensor) -> Tensor:
     """A stream in units, rounded."""
-    return with_usual_strides((x.detach() / unit).round_().to(formats[x.dtype].integers))
+    return with_usual_strides((x.detach() / unit).round_().to(_FORMATS[x.dtype].integers))
 
 
 def value(stream: Tensor, unit: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -105,37 +105,28 @@ def with_usual_strides(x: Tensor) -> Tensor:
     return x
 
 
-def pack_bits(numbers: Tensor, count: int = 1) -> Tensor:
-    """The lowest bits of each integer, as many as fit in a byte: `count` is 1, 2 or 4.
+def pack_bits(numbers: Tensor) -> Tensor:
+    """The lowest four bits of each integer, two integers in a byte.
 
-    >>> unpack_bits(pack_bits(torch.tensor([3, 4, -1])), torch.Size([3])).tolist()
-    [1, 0, 1]
-    >>> unpack_bits(pack_bits(torch.tensor([3, 4, -1]), 2), torch.Size([3]), 2).tolist()
-    [3, 0, 3]
+    >>> unpack_bits(pack_bits(torch.tensor([3, 16, -1])), torch.Size([3])).tolist()
+    [3, 0, 15]
     """
-    bits = (numbers & ((1 << count) - 1)).to(torch.uint8).flatten()
-    missing = -bits.numel() % (8 // count)
-    if missing:
-        bits = torch.cat((bits, bits.new_zeros(missing)))
-    return (bits.view(-1, 8 // count) << _shifts(bits.device, count)).sum(1, dtype=torch.uint8)
+    bits = (numbers & 15).to(torch.uint8).flatten()
+    if bits.numel() % 2:
+        bits = torch.cat((bits, bits.new_zeros(1)))
+    return bits[::2] | (bits[1::2] << KEPT_BITS)
 
 
-def unpack_bits(packed: Tensor, shape: torch.Size, count: int = 1) -> Tensor:
-    """What `pack_bits` was given, modulo 2**count."""
-    bits = (packed.unsqueeze(1) >> _shifts(packed.device, count)) & ((1 << count) - 1)
+def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
+    """What `pack_bits` was given, modulo 16."""
+    bits = torch.stack((packed & 15, packed >> KEPT_BITS), 1)
     return bits.flatten()[: shape.numel()].view(shape)
 
 
-def _shifts(device: torch.device, count: int) -> Tensor:
-    return torch.arange(0, 8, count, dtype=torch.uint8, device=device)
-
-
-def random_signs(
-    shape: Sequence[int], device: torch.device, dtype: torch.dtype, bits: int
-) -> Tensor:
-    """2 gamma = ±2**(1 - bits), from the default generator of the device."""
+def random_signs(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """2 gamma = ±1/8, from the default generator of the device."""
     drawn = torch.randint(2, shape, device=device)
-    return drawn.to(dtype).mul_(2).sub_(1).mul_(2.0 ** (1 - bits))
+    return drawn.to(dtype).mul_(2).sub_(1).mul_(2.0 ** (1 - KEPT_BITS))
 
 
 def kernels_for(sign: Tensor, *tensors: Tensor) -> Any:
@@ -152,8 +143,6 @@ def average_and_value(
     addend: Tensor,
     sign: Tensor,
     unit: Tensor,
-    bits: int,
-    formats: Mapping[torch.dtype, _Format] = _FORMATS,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """`y` in units and its value; the lost bits, and the unit, NaN after an overflow.
@@ -163,9 +152,9 @@ def average_and_value(
     if kernels := kernels_for(sign, a, b, addend):
         limit = _FORMATS[torch.float32].limit
         found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-        found = kernels.average(a, b, addend.detach(), sign, unit, limit, bits, dtype)
+        found = kernels.average(a, b, addend.detach(), sign, unit, limit, dtype)
         return found
-    y, lost, unit = average(a, b, addend, sign, unit, bits, formats)
+    y, lost, unit = average(a, b, addend, sign, unit)
     return y, value(y, unit), lost, unit, None
 
 
@@ -176,15 +165,14 @@ def undo_average_and_value(
     sign: Tensor,
     unit: Tensor,
     lost: Tensor,
-    bits: int,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`a` in units, and its value in this dtype if one is given and that comes with it."""
     if kernels := kernels_for(sign, y, b, addend):
         found: tuple[Tensor, Tensor | None]
-        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost, bits, dtype)
+        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost, dtype)
         return found
-    return undo_average(y, b, addend, sign, unit, lost, bits), None
+    return undo_average(y, b, addend, sign, unit, lost), None
 
 
 def average(
@@ -193,7 +181,6 @@ def average(
     addend: Tensor,
     sign: Tensor,
     unit: Tensor,
-    bits: int,
     formats: Mapping[torch.dtype, _Format] = _FORMATS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`y` from streams in units and F(b); the lost bits, and the unit, NaN after an overflow.
@@ -204,14 +191,13 @@ def average(
         addend: F(b), in any floating-point type.
         sign: 2 gamma in the type of the streams' values; broadcast to them.
         unit: Of the streams.
-        bits: That are kept of each element, k for gamma = ±2**-k.
         formats: Of integers, by the type of the streams' values.
     """
     with torch.no_grad():
         scaled = _scaled(addend, sign, unit)
         difference = a - b
-        lost = pack_bits(difference, bits)
-        y = difference.bitwise_right_shift_(bits).mul_(sign.sign().to(a.dtype)).add_(b)
+        lost = pack_bits(difference)
+        y = difference.bitwise_right_shift_(KEPT_BITS).mul_(sign.sign().to(a.dtype)).add_(b)
         y = y.add_(scaled.to(a.dtype))
         limit = formats[unit.dtype].limit
         largest = torch.maximum(_largest(scaled), _largest(y).to(unit.dtype))
@@ -219,12 +205,12 @@ def average(
 
 
 def undo_average(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
 ) -> Tensor:
     """`a`, from what `average` was given and returned."""
     with torch.no_grad():
         part = (y - b).sub_(_scaled(addend, sign, unit).to(y.dtype)).mul_(sign.sign().to(y.dtype))
-        return part.bitwise_left_shift_(bits).add_(unpack_bits(lost, b.shape, bits)).add_(b)
+        return part.bitwise_left_shift_(KEPT_BITS).add_(unpack_bits(lost, b.shape)).add_(b)
 
 
 def _scaled(addend: Tensor, sign: Tensor, unit: Tensor) -> Tensor:
@@ -315,12 +301,12 @@ def _is_training(mode: nn.Module | bool) -> bool:
     return mode if isinstance(mode, bool) else mode.training
 
 
-def draw_sign(mode: nn.Module | bool, b: Tensor, dim: int | None, bits: int) -> Tensor | None:
+def draw_sign(mode: nn.Module | bool, b: Tensor, dim: int | None) -> Tensor | None:
     """A block's 2 gamma, one for each sample; None for gamma = 0, in eval mode."""
     if not _is_training(mode):
         return None
     shape = [b.shape[d] if d == dim else 1 for d in range(b.ndim)]
-    return random_signs(shape, b.device, wide_dtype(b.dtype), bits)
+    return random_signs(shape, b.device, wide_dtype(b.dtype))
 
 
 def enter_average(
@@ -342,29 +328,29 @@ def enter_average(
 
 
 def couple_average(
-    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor | None, unit: Tensor | None, bits: int
+    a: Tensor, b: Tensor, addend: Tensor, sign: Tensor | None, unit: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """`b + gamma (a - b) + (1 + gamma) F(b)`, and the bits that it loses of `a`."""
     if sign is None or unit is None:
         return b + addend, None
     if kernels := kernels_for(sign, a, b, addend):
         limit = _IN_FLOATS[torch.float32].limit
-        given = *(t.detach() for t in (a, b, addend)), sign, unit, limit, bits
+        given = *(t.detach() for t in (a, b, addend)), sign, unit, limit
         total, lost = kernels.average(*given)[1:3]
     else:
         streams = fixed(a, unit), fixed(b, unit)
-        y, lost, overflown = average(*streams, addend, sign, unit, bits, _IN_FLOATS)
+        y, lost, overflown = average(*streams, addend, sign, unit, _IN_FLOATS)
         total = value(y, overflown)
     return average_value(a, b, addend, sign, total), lost
 
 
 def uncouple_average(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor, bits: int
+    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
 ) -> Tensor:
     """`a`, from what `couple_average` was given and returned."""
     if kernels := kernels_for(sign, y, b, addend):
-        given = *(t.detach() for t in (y, b, addend)), sign, unit, lost, bits
+        given = *(t.detach() for t in (y, b, addend)), sign, unit, lost
         a: Tensor = kernels.undo_average(*given)[0]
         return a
     streams = fixed(y, unit), fixed(b, unit)
-    return value(undo_average(*streams, addend, sign, unit, lost, bits), unit)
+    return value(undo_average(*streams, addend, sign, unit, lost), unit)

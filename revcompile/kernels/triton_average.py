@@ -29,17 +29,17 @@ _INTEGERS_FROM: Final = 2.0**23 if tl is None else tl.constexpr(2.0**23)
 """Float32 numbers from here on have no fraction."""
 
 
-# Streams are integers, or (`floats`) float32 multiples of the unit. `bits` of an element are kept.
+# Streams are integers, or (`floats`) float32 multiples of the unit. The four bits that are kept of
+# an element share a byte with those of the next.
 # Triton reads annotations as code.
 # fmt: off
 def _read(  # type: ignore[no-untyped-def]
-    b, addend, signs, units, count, sample, bits: tl.constexpr, size: tl.constexpr,
+    b, addend, signs, units, count, sample, size: tl.constexpr,
 ):
     # fmt: on
-    per_byte: tl.constexpr = 8 // bits
-    byte = tl.program_id(0) * (size // per_byte) + tl.arange(0, size // per_byte)
-    place = tl.arange(0, per_byte)
-    at = byte[:, None] * per_byte + place[None, :]
+    byte = tl.program_id(0) * (size // 2) + tl.arange(0, size // 2)
+    place = tl.arange(0, 2)
+    at = byte[:, None] * 2 + place[None, :]
     inside = at < count
     unit = tl.load(units)
     sign = tl.load(signs + at // sample, mask=inside, other=1.0)
@@ -51,17 +51,17 @@ def _read(  # type: ignore[no-untyped-def]
     scaled = tl.where(scaled < 0, -whole, whole)
     second = tl.load(b + at, mask=inside, other=0)
     direction = tl.where(sign < 0, -1, 1)
-    return byte, place[None, :] * bits, at, inside, unit, scaled, direction, second
+    return byte, place[None, :] * 4, at, inside, unit, scaled, direction, second
 
 
 # fmt: off
 def _average(  # type: ignore[no-untyped-def]
     a, b, addend, signs, units, y, values, copy, lost, next_unit, count, sample, limit,
-    has_copy: tl.constexpr, floats: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
+    has_copy: tl.constexpr, floats: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
     byte, shift, at, inside, unit, scaled, direction, second = _read_function(
-        b, addend, signs, units, count, sample, bits, size
+        b, addend, signs, units, count, sample, size
     )
     first = tl.load(a + at, mask=inside, other=0)
     is_small = (tl.abs(scaled) < limit) & (first == first) & (second == second)  # nor NaN
@@ -69,9 +69,9 @@ def _average(  # type: ignore[no-untyped-def]
         first = tl.where(is_small, first / unit, 0.0).to(tl.int32)
         second = tl.where(is_small, second / unit, 0.0).to(tl.int32)
     difference = first - second
-    kept = tl.sum((difference & ((1 << bits) - 1)) << shift, 1)
-    tl.store(lost + byte, kept, mask=byte * (8 // bits) < count)
-    total = second + direction * (difference >> bits)
+    kept = tl.sum((difference & 15) << shift, 1)
+    tl.store(lost + byte, kept, mask=byte * 2 < count)
+    total = second + direction * (difference >> 4)
     total += tl.where(is_small, scaled, 0.0).to(tl.int32)
     is_small = is_small & (tl.abs(total.to(tl.float32)) < limit)
     if not floats:
@@ -87,19 +87,19 @@ def _average(  # type: ignore[no-untyped-def]
 # fmt: off
 def _undo(  # type: ignore[no-untyped-def]
     y, b, addend, signs, units, lost, a, values, count, sample, has_values: tl.constexpr,
-    floats: tl.constexpr, bits: tl.constexpr, size: tl.constexpr,
+    floats: tl.constexpr, size: tl.constexpr,
 ):
     # fmt: on
     byte, shift, at, inside, unit, scaled, direction, second = _read_function(
-        b, addend, signs, units, count, sample, bits, size
+        b, addend, signs, units, count, sample, size
     )
-    packed = tl.load(lost + byte, mask=byte * (8 // bits) < count, other=0).to(tl.int32)
-    kept = (packed[:, None] >> shift) & ((1 << bits) - 1)
+    packed = tl.load(lost + byte, mask=byte * 2 < count, other=0).to(tl.int32)
+    kept = (packed[:, None] >> shift) & 15
     last = tl.load(y + at, mask=inside, other=0)
     if floats:
         last, second = (last / unit).to(tl.int32), (second / unit).to(tl.int32)
     part = direction * (last - second - scaled.to(tl.int32))
-    total = second + (part << bits) + kept
+    total = second + (part << 4) + kept
     if not floats:
         tl.store(a + at, total, mask=inside)
     if has_values:
@@ -160,9 +160,8 @@ def works_on(device: torch.device) -> bool:
         a = torch.zeros(8, dtype=torch.int32, device=device)
         one = torch.ones(1, device=device)
         addend = torch.zeros(8, device=device)
-        for bits in (1, 4):
-            y, _, lost, unit, _ = average(a, a, addend, one, one, 1.0, bits, torch.bfloat16)
-            undo_average(y, a, addend, one, unit, lost, bits)
+        y, _, lost, unit, _ = average(a, a, addend, one, one, 1.0, torch.bfloat16)
+        undo_average(y, a, addend, one, unit, lost)
         value(a, one, torch.bfloat16)
         average_gradients(addend, addend, one, torch.bfloat16)
     except Exception as error:  # of the compiler: there is another way to the same numbers
@@ -182,7 +181,6 @@ def average(
     sign: Tensor,
     unit: Tensor,
     limit: float,
-    bits: int,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """`y` in units and as float32, the lost bits, the unit, NaN after an overflow, and a copy.
@@ -191,11 +189,11 @@ def average(
     is `y` in this dtype, if one is given.
     """
     y, values = _empty(b)
-    lost = torch.empty(-(-b.numel() * bits // 8), dtype=torch.uint8, device=b.device)
+    lost = torch.empty(-(-b.numel() // 2), dtype=torch.uint8, device=b.device)
     next_unit = unit.clone()
     copy = None if dtype is None else torch.empty_like(b, dtype=dtype)
     tensors = a, b, addend, sign, unit, y, values, values if copy is None else copy, lost, next_unit
-    _launch(_average_kernel, b, sign, tensors, limit, copy is not None, y is values, bits)
+    _launch(_average_kernel, b, sign, tensors, limit, copy is not None, y is values)
     return y, values, lost, next_unit, copy
 
 
@@ -206,7 +204,6 @@ def undo_average(
     sign: Tensor,
     unit: Tensor,
     lost: Tensor,
-    bits: int,
     dtype: torch.dtype | None = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
     """`a` in units, and its value in this dtype, if one is given; of float32 streams the same."""
@@ -215,7 +212,7 @@ def undo_average(
     values = a if floats or dtype is None else torch.empty_like(b, dtype=dtype)
     has_values = floats or dtype is not None
     tensors = y, b, addend, sign, unit, lost, a, values
-    _launch(_undo_kernel, b, sign, tensors, has_values, floats, bits)
+    _launch(_undo_kernel, b, sign, tensors, has_values, floats)
     return a, values if has_values else None
 
 

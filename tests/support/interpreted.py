@@ -101,34 +101,34 @@ def check_twice() -> None:
         assert torch.allclose(have, want, atol=1e-4 * float(want.abs().max()))
 
 
-def check_average(shape: tuple[int, ...], samples: int, bits: int) -> None:
+def check_average(shape: tuple[int, ...], samples: int) -> None:
     """Averaged couplings: to the bit what torch's operations give, and NaN after an overflow."""
     x, limit = torch.randn(shape) * 4, 2.0**29
     unit = fixed_point.unit_of(x, x)
     a, b = fixed_point.fixed(torch.randn(shape), unit), fixed_point.fixed(x, unit)
     signs = samples, *(1 for _ in shape[1:])
-    sign = fixed_point.random_signs(signs, x.device, x.dtype, bits)
+    sign = fixed_point.random_signs(signs, x.device, x.dtype)
     for dtype in (torch.float32, torch.float16):
         addend = torch.randn(shape).to(dtype)
-        y, lost, after = fixed_point.average(a, b, addend, sign, unit, bits)
-        found = average_kernels.average(a, b, addend, sign, unit, limit, bits, dtype)
+        y, lost, after = fixed_point.average(a, b, addend, sign, unit)
+        found = average_kernels.average(a, b, addend, sign, unit, limit, dtype)
         wanted = y, fixed_point.value(y, unit), lost, after, fixed_point.value(y, unit, dtype)
         assert all(torch.equal(have, want) for have, want in zip(found, wanted, strict=True))
-        rebuilt, value = average_kernels.undo_average(y, b, addend, sign, unit, lost, bits)
+        rebuilt, value = average_kernels.undo_average(y, b, addend, sign, unit, lost)
         assert torch.equal(rebuilt, a) and torch.equal(value, fixed_point.value(a, unit))
-        given = y, b, addend, sign, unit, lost, bits
+        given = y, b, addend, sign, unit, lost
         rebuilt, value = average_kernels.undo_average(*given, dtype)
         assert torch.equal(rebuilt, a) and torch.equal(value, fixed_point.value(a, unit, dtype))
         assert torch.equal(average_kernels.undo_average(*given, None)[0], a)
         assert torch.equal(average_kernels.value(a, unit, dtype), value)
         values = [fixed_point.value(stream, unit) for stream in (a, b, y)]  # as in stages
-        found = average_kernels.average(*values[:2], addend, sign, unit, limit, bits)
+        found = average_kernels.average(*values[:2], addend, sign, unit, limit)
         assert found[0] is found[1] and torch.equal(found[0], values[2])
         assert torch.equal(found[2], lost) and torch.equal(found[3], unit)
-        undone = average_kernels.undo_average(*values[:0:-1], addend, sign, unit, lost, bits)
+        undone = average_kernels.undo_average(*values[:0:-1], addend, sign, unit, lost)
         assert torch.equal(undone[0], values[0])
         values[0].view(-1)[0] = torch.nan
-        found = average_kernels.average(*values[:2], addend, sign, unit, limit, bits)
+        found = average_kernels.average(*values[:2], addend, sign, unit, limit)
         assert found[0].isnan().sum() == 1 and found[3].isnan()
     of_b, of_y = torch.randn(2, *shape)
     gradients = average_kernels.average_gradients(of_b, of_y, sign, torch.float32)
@@ -140,7 +140,7 @@ def check_average(shape: tuple[int, ...], samples: int, bits: int) -> None:
         assert overwritten[0] is copies[1] and overwritten[1] is copies[0]
     assert all(map(torch.equal, gradients, wanted_gradients))
     addend.view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
-    _, values, _, after, _ = average_kernels.average(a, b, addend, sign, unit, limit, bits)
+    _, values, _, after, _ = average_kernels.average(a, b, addend, sign, unit, limit)
     assert after.isnan() and values.isnan().sum() == 2
 
 
@@ -164,9 +164,8 @@ if __name__ == "__main__":
     check_added(96)
     check_added(1500)
     check_twice()
-    for bits in (1, 2, 4):
-        check_average((3, 5, 37), 3, bits)
-    check_average((1, 1040), 1, 4)
+    check_average((3, 5, 37), 3)
+    check_average((1, 1040), 1)
     batch_kernels._PROGRAMS = 5  # type: ignore[misc]
     assert batch_kernels.works_on(torch.device("cpu"), torch.float16)
     check_bn_relu((3, 8, 5, 7), torch.float16)

@@ -33,6 +33,7 @@ from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType
+from revcompile.kernels.fixed_point import KEPT_BITS
 from revcompile.schedule import Keep, Weights, delay, window
 
 
@@ -317,7 +318,8 @@ def _lost_bits(piece: Segment, types: Mapping[str, Any], batch: int) -> int:
     kind = types.get(piece.streams_out[1]) if isinstance(piece, Coupling) else None
     if not isinstance(piece, Coupling) or not isinstance(kind, TensorType):
         return 0
-    return -(-piece.kept_bits * kind.nbytes(batch) // (8 * kind.dtype.itemsize))
+    elements = kind.nbytes(batch) // kind.dtype.itemsize
+    return -(-KEPT_BITS * elements // 8) if piece.averaged else 0
 
 
 def _stream(piece: Segment, types: Mapping[str, Any], batch: int) -> int:

@@ -87,7 +87,7 @@ def _refuse_amplified_errors(partition: Partition, method: Method, keeps: Sequen
     is_late = method.order is Order.CONTINUOUS and len(partition.parts) > 1
     if method.weights is Weights.STASHED or not is_late or Keep.NOTHING not in keeps:
         return
-    if any(coupling.kept_bits for coupling in partition.rewired.couplings):
+    if any(coupling.averaged for coupling in partition.rewired.couplings):
         raise InputError(
             f"method {method.name!r} with weights={method.weights.value!r} rebuilds inputs with "
             'other weights than the forward pass had. The couplings of policy="pretrained" would '

@@ -152,7 +152,7 @@ class BackwardWriter(Writer):
         options: dict[str, tuple[Any, ...]] = {"extras": extras} if extras else {}
         sign = self.sign(piece, b)
         if sign is not None:
-            options["averaged"] = sign, self.keep(Value(piece.name, "lost")), piece.kept_bits
+            options["averaged"] = sign, self.keep(Value(piece.name, "lost"))
         uncoupled = call(coupling_ops.uncouple, function, SELF, *arguments, **options)
         streams: Sequence[Value] = [Value(name) for name in piece.streams_in]
         if piece.rearrange is not None:

@@ -196,8 +196,8 @@ class _Flattener:
         if not averaged:
             rebuilt = self.call(coupling_ops.minus, b, outputs[0], grid, name=names[0])
         else:
-            sign, lost, bits = averaged
-            given = b, a, outputs[0], sign, grid, lost, bits
+            sign, lost = averaged
+            given = b, a, outputs[0], sign, grid, lost
             rebuilt = self.call(coupling_ops.uncouple_average, *given, name=names[0])
             if db is not None:
                 of_streams = self.call(

@@ -79,7 +79,7 @@ def inverse_program(
         a = call(coupling_ops.minus, y, addend, writer.values[piece.grid])
         if sign is not None:
             given = y, b, addend, sign, writer.values[piece.grid], Value(piece.name, "lost")
-            a = call(coupling_ops.uncouple_average, *given, piece.kept_bits)
+            a = call(coupling_ops.uncouple_average, *given)
         streams = tuple(map(Value, piece.streams_in))
         if piece.rearrange is None:
             writer.assign(streams, a, b, comment=piece.name)

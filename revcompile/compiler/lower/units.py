@@ -49,6 +49,6 @@ def _unit(partition: Partition, pieces: tuple[Segment, ...], keep: Keep) -> Unit
 
 def _draws(piece: Segment, root: nn.Module) -> bool:
     """May a piece draw random numbers: in its graph, or the signs of an averaged coupling?"""
-    if isinstance(piece, Coupling) and piece.kept_bits:
+    if isinstance(piece, Coupling) and piece.averaged:
         return True
     return random_reads(piece.graph, root).may_ever_draw

@@ -110,7 +110,7 @@ class Writer:
             cast = self.partition.low_precision(piece.streams_in[0])
             is_conv = convolves(piece.branch, self.partition.rewired.root)
             entered = call(coupling_ops.enter_chain, a, b, cast=cast, convolves=is_conv)
-            if piece.kept_bits:
+            if piece.averaged:
                 entered = call(coupling_ops.enter_average, SELF, a, b)
             a, b = (Value(name, "entered") for name in piece.streams_in)
             self.values[piece.grid] = Value(piece.grid)
@@ -132,18 +132,18 @@ class Writer:
             y = call(coupling_ops.plus, a, addend, grid)
             self.assign((before, after), b, y, comment=piece.name)
         else:
-            y = call(coupling_ops.couple_average, a, b, addend, sign, grid, piece.kept_bits)
+            y = call(coupling_ops.couple_average, a, b, addend, sign, grid)
             self.assign((after, Value(piece.name, "lost")), y, comment=piece.name)
             self.assign((before,), b)
 
     def sign(self, piece: Coupling, b: Value) -> Value | None:
         """Draw the signs of an averaged coupling, before its branch draws anything."""
-        if not piece.kept_bits:
+        if not piece.averaged:
             return None
         kind = self.partition.types.get(piece.streams_out[1])
         dim = kind.batch_dim if isinstance(kind, TensorType) else None
         sign = Value(piece.name, "sign")
-        self.assign((sign,), call(coupling_ops.draw_sign, SELF, b, dim, piece.kept_bits))
+        self.assign((sign,), call(coupling_ops.draw_sign, SELF, b, dim))
         return sign
 
     def branch(

@@ -27,7 +27,7 @@ def whole_pieces(body: Body) -> tuple[Segment, ...]:
             continue
         opens = segment.streams_in not in grids
         is_alone = opens and segment.streams_out not in continued
-        if segment.kept_bits and is_alone and segment.rearrange is None:
+        if segment.averaged and is_alone and segment.rearrange is None:
             pieces.append(_block_alone(segment))
             continue
         grid = f"{segment.streams_in[0]}_grid" if opens else grids[segment.streams_in]

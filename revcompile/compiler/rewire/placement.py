@@ -30,7 +30,7 @@ Pair = tuple[str, str]
 class Placement:
     """Which captured values are pairs, which block computes what, and the regions so far."""
 
-    def __init__(self, flow: Flow, blocks: list[Residual], kept_bits: int = 0) -> None:
+    def __init__(self, flow: Flow, blocks: list[Residual], averaged: bool = False) -> None:
         self.flow, self.blocks = flow, blocks
         self.by_out = {flow.by_name[b.out]: b for b in blocks}
         self.extras = {flow.by_name[n] for b in blocks for n in b.extras}
@@ -42,8 +42,8 @@ class Placement:
         self.regions = [Region(flow) for _ in range(len(blocks) + 1)]
         self.types: dict[str, object] = {}
         self.concatenated: Mapping[fx.Node, int] = {}
-        self.kept_bits = kept_bits
-        """Of averaged couplings, whose second stream is the captured value; 0: there are none."""
+        self.averaged = averaged
+        """Whether couplings are averaged: their second stream is the captured value."""
         self.rearrangements: dict[fx.Node, tuple[fx.Node, Rearrange]] = {}
         self._find_rearrangements()
 
@@ -215,7 +215,7 @@ class Placement:
         pair = self.pairs.get(node)
         if pair is None:
             return region.input(node.name, like=node)
-        if self.kept_bits:
+        if self.averaged:
             return region.input(pair[1], like=node)
         a, b = (region.input(name, like=node) for name in pair)
         if node in self.concatenated:
@@ -246,7 +246,7 @@ class Placement:
 
     def _fused(self, node: fx.Node) -> str:
         """The live value of a fused pair, computed in the region of the pair."""
-        if self.kept_bits and node in self.pairs:
+        if self.averaged and node in self.pairs:
             return self.pairs[node][1]
         region = self.regions[self.level(node)]
         fused = region.value(node, lambda n: self.outside(region, n))

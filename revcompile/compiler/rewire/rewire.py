@@ -129,7 +129,7 @@ class _Rewiring:
         self.flow, self.policy, self.editor = flow, policy, editor
         self.inexpressible = [r for r in found.refusals if r.reason in _INEXPRESSIBLE.values()]
         self.blocks = sorted(found.residuals, key=lambda r: flow.index[flow.by_name[r.out]])
-        self.place = Placement(flow, self.blocks, policy.kept_bits if policy.averaged else 0)
+        self.place = Placement(flow, self.blocks, policy.averaged)
         self.names = _block_names(flow, self.blocks)
         self.notes: list[str] = []
         self.widened = self._widened()

@@ -68,7 +68,7 @@ def coupling(
         branch=branch,
         rearrange=streams.rearrange,
         extras=block.extras,
-        kept_bits=place.kept_bits,
+        averaged=place.averaged,
     )
 
 

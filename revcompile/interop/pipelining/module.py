@@ -126,5 +126,5 @@ def _guarded(step: _Step) -> _Step:
     if not isinstance(chain, Chain):
         return step
     settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves, chain.overlap
-    once = _OnceChain(*settings, 1, chain.kept_bits, chain.stream_bits)
+    once = _OnceChain(*settings, 1, chain.averaged)
     return replace(step, run=once)

@@ -73,11 +73,8 @@ class Chain:
     overlap: Overlap = Overlap.OFF
     failures_allowed: int = 0
     """Consecutive calls that may rebuild their input wrongly without an error."""
-    kept_bits: int = 0
-    """Of each element of averaged streams, which in eval mode become `b, b + F(b)`; 0: they are
-    added."""
-    stream_bits: int = 32
-    """Of the integers that averaged streams are."""
+    averaged: bool = False
+    """Whether streams are averaged; in eval mode they become `b, b + F(b)`."""
     check: ReconstructionCheck = field(init=False)
     modules: TreeSnapshot = field(init=False)
     """Those that it runs."""
@@ -169,7 +166,7 @@ class Chain:
         exact: bool = True,
     ) -> Sums:
         """How the couplings of one run combine their streams."""
-        if not self.kept_bits:
+        if not self.averaged:
             return Added(grid_for(a, b, cast, self.convolves) if training else None)
         dims = tuple(block.batch_dim for block in self.blocks)
         if not training or (len(dims) == 1 and a is b):  # one block alone keeps its input anyway
@@ -177,10 +174,10 @@ class Chain:
         samples = b.shape[dims[0] or 0] if b.ndim > (dims[0] or 0) else 1
         # One draw before the first block: branches that draw for themselves are replayed from the
         # state of the generator, and nothing may be drawn between them.
-        signs = random_signs((len(self.blocks), samples), b.device, b.dtype, self.kept_bits)
+        signs = random_signs((len(self.blocks), samples), b.device, b.dtype)
         if not exact:
             return Averaged(signs, dims)
-        return FixedAverage(signs, dims, self.stream_bits, self.kept_bits, cast or b.dtype)
+        return FixedAverage(signs, dims, cast or b.dtype)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -420,7 +417,7 @@ def _rebuild(
         is_viewed = has_hooks or _has_any_global_hook()
         value = call.sums.value(b, call.cast)
         strides = call.strides[node.index]
-        if call.chain.kept_bits and value.stride() != strides:
+        if call.chain.averaged and value.stride() != strides:
             value = value.new_empty_strided(value.shape, strides).copy_(value)
         x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
         torch._C._set_grad_enabled(True)

@@ -229,7 +229,7 @@ class Reversible(OriginalSurface):
             inputs = [values[name] for name in step.inputs]
             if isinstance(step.run, Chain):
                 a, b, cast = inputs[0], inputs[1], None
-                if self.training or errors is not None or not step.run.kept_bits:
+                if self.training or errors is not None or not step.run.averaged:
                     a, b, cast = _float32_streams(a, b)
                 del inputs[:2]
                 if errors is not None:
@@ -294,8 +294,7 @@ class Reversible(OriginalSurface):
                     self.check_every,
                     has_convolutions,
                     self.overlap,
-                    kept_bits=couplings[0].kept_bits,
-                    stream_bits=self.rewired.policy.stream_bits,
+                    averaged=couplings[0].averaged,
                 )
             drop = tuple(
                 n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in body.returned
@@ -336,7 +335,7 @@ def _block(
         has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
         batch_dim=None if kind is None else kind.batch_dim,
         weights=BlockWeights() if sharded else BlockWeights.of(coupling.branch, root, bindings),
-        repeated=repeated_layers(coupling.branch, root) if coupling.kept_bits else Repeated(),
+        repeated=repeated_layers(coupling.branch, root) if coupling.averaged else Repeated(),
     )
 
 

@@ -2,7 +2,7 @@
 
 Added          y = a + F(b)
 Averaged       y = b + gamma (a - b) + (1 + gamma) F(b)     gamma = 0 in eval mode
-FixedAverage   the same in integers, which can be undone    gamma = ±2**-k in training
+FixedAverage   the same in integers, which can be undone    gamma = ±1/16 in training
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from revcompile.kernels.exact_sum import add_or_subtract, rounded
 from revcompile.kernels.fixed_point import (
-    FORMATS,
     average_and_value,
     average_gradients,
     average_value,
@@ -132,10 +131,9 @@ class Averaged(Added):
 
 
 class FixedAverage(Averaged):
-    """The same, exact. Holds the integers of both streams, of so many bits, beside their values.
+    """The same, exact. Holds the integers of both streams beside their values.
 
-    Of each element and block `kept_bits` are kept: k for gamma = ±2**-k. Branches read streams in
-    `read_dtype`.
+    Branches read streams in `read_dtype`.
     """
 
     casts_to_read = True
@@ -144,12 +142,9 @@ class FixedAverage(Averaged):
         self,
         signs: Tensor,
         batch_dims: tuple[int | None, ...],
-        stream_bits: int,
-        kept_bits: int,
         read_dtype: torch.dtype,
     ) -> None:
         super().__init__(signs, batch_dims)
-        self._formats, self._kept_bits = FORMATS[stream_bits], kept_bits
         self._read_dtype = read_dtype
         self._streams: _Pair | None = None
         self._lost: list[Tensor | None] = []
@@ -157,9 +152,9 @@ class FixedAverage(Averaged):
         """The latest stream that was rebuilt, and its value, if a kernel wrote both."""
 
     def enter(self, a: Tensor, b: Tensor) -> _Pair:
-        self._unit = unit_of(a, b, self._formats)
-        of_b = fixed(b, self._unit, self._formats)
-        of_a = of_b if a is b else fixed(a, self._unit, self._formats)
+        self._unit = unit_of(a, b)
+        of_b = fixed(b, self._unit)
+        of_a = of_b if a is b else fixed(a, self._unit)
         self._streams = of_a, of_b
         values = [value(stream, self._unit) for stream in (of_a, of_b)]
         return with_value(a, values[0]), with_value(b, values[1])
@@ -174,7 +169,7 @@ class FixedAverage(Averaged):
         assert self._streams is not None
         sign = self.sign(index, b)
         dtype = self._read_dtype if with_cast else None
-        given = *self._streams, addend, sign, self._unit, self._kept_bits, self._formats, dtype
+        given = *self._streams, addend, sign, self._unit, dtype
         y, total, lost, self._unit, copy = average_and_value(*given)
         self._streams = self._streams[1], y
         self._lost.append(lost)
@@ -188,7 +183,7 @@ class FixedAverage(Averaged):
         self._lost[index] = None
         is_held = y.numel() * self._read_dtype.itemsize <= _HELD
         dtype = self._read_dtype if is_held else None
-        given = y, b, addend, sign, self._unit, lost, self._kept_bits, dtype
+        given = y, b, addend, sign, self._unit, lost, dtype
         a, values = undo_average_and_value(*given)
         self._known = None if values is None else (a, values)
         return a, None

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.types import Live, Rewired, TensorType
 from revcompile.kernels.autocast import widest_dtype
-from revcompile.kernels.fixed_point import STAGE_RANGE
+from revcompile.kernels.fixed_point import STAGE_RANGE, STREAM_RANGE
 
 Loss = Callable[[Any, Any], Tensor]
 """A scalar from the model's output and a target (any pytrees)."""
@@ -21,7 +21,7 @@ _OVERFLOW: Final = (
     ". With policy='pretrained' an element of a stream may also have grown to more than "
     f"{STAGE_RANGE} times the chain's largest input (or 1), all that streams of stages can hold: "
     "keep the blocks that do it as one piece with leaf_modules=[...], or train on one device, by "
-    "reversify with stream_bits=64"
+    f"reversify, where it is {STREAM_RANGE}"
 )
 
 
@@ -35,7 +35,7 @@ class LossHead:
         self._spec = rewired.signature.out_spec
         self.has_target = loss is not None
         """Or does the model return its own loss?"""
-        averaged = any(coupling.kept_bits for coupling in rewired.couplings)
+        averaged = any(coupling.averaged for coupling in rewired.couplings)
         self.overflow_advice = _OVERFLOW if averaged else ""
         """What else may make a number infinite, in words."""
         if loss is None:

@@ -33,6 +33,6 @@ def stateful_candidates(program: StageProgram, root: nn.Module) -> list[tuple[nn
 def repeated_in(program: StageProgram, root: nn.Module) -> Repeated:
     """Layers of averaged couplings, which have to give the same bits twice."""
     pieces = (piece for unit in program.units for piece in unit.pieces)
-    averaged = [p for p in pieces if isinstance(p, Coupling) and p.kept_bits > 0]
+    averaged = [p for p in pieces if isinstance(p, Coupling) and p.averaged]
     found = [repeated_layers(coupling.branch, root) for coupling in averaged]
     return Repeated(*map(any, zip(*found, strict=True)))
