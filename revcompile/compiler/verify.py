@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from revcompile.compiler.dataflow import holds_tensor, is_plain
-from revcompile.compiler.gradient_paths import lost_in_programs, lost_in_rewired
 from revcompile.compiler.partition.cuts import parameter_names
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
 from revcompile.ir.ops import store_buffer
-from revcompile.ir.program import Part, Partition, StageProgram
+from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.types import Body, Captured, Coupling, Live, Rewired, Segment, TensorType
 
 
 def verify_rewired(captured: Captured, rewired: Rewired) -> None:
-    """Every captured value is computed once, read only after that, and keeps its gradient."""
-    problems = [*_computed_once(captured, rewired), *_defined_before_use(rewired, rewired.body)]
-    problems += [
-        *_structured_values(rewired.body, "the model"),
-        *lost_in_rewired(captured, rewired),
-    ]
-    if rewired.eval_body is not None:
-        problems += _defined_before_use(rewired, rewired.eval_body)
-        problems += _structured_values(rewired.eval_body, "the model in eval mode")
+    """Every captured value is computed once, and read only after that."""
+    problems = _computed_once(captured, rewired)
+    bodies = {"the model": rewired.body, "the model in eval mode": rewired.eval_body}
+    for where, body in bodies.items():
+        if body is not None:
+            given = body.segments, rewired.signature.placeholders, body.returned
+            problems += [*_defined_before_use(*given, where), *_structured_values(body, where)]
     _raise(f"rewire: invalid result for {rewired.name}", problems)
 
 
@@ -64,20 +61,18 @@ def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
     return problems
 
 
-def _defined_before_use(rewired: Rewired, body: Body) -> list[str]:
-    known = set(rewired.signature.placeholders)
-    problems = []
-    for segment in body.segments:
-        for name in segment.inputs:
-            if name not in known:
-                problems.append(f"{segment.name} reads {name} before it is computed")
+def _defined_before_use(
+    segments: Sequence[Segment], given: Iterable[str], results: Iterable[str], where: str
+) -> list[str]:
+    known, problems = set(given), []
+    for segment in segments:
+        unknown = [name for name in segment.inputs if name not in known]
+        problems += [f"{where}: {segment.name} reads {n} before it is computed" for n in unknown]
         again = [name for name in segment.outputs if name in known]
-        problems += [f"{segment.name} computes {name} again" for name in again]
+        problems += [f"{where}: {segment.name} computes {name} again" for name in again]
         known |= set(segment.outputs)
-    for leaf in body.result:
-        if isinstance(leaf, Live) and leaf.name not in known:
-            problems.append(f"the result reads {leaf.name}, which is computed nowhere")
-    return problems
+    missing = [name for name in results if name not in known]
+    return [*problems, *(f"{where}: the result {n} is computed nowhere" for n in missing)]
 
 
 def _structured_values(body: Body, where: str) -> list[str]:
@@ -113,7 +108,8 @@ def verify_partition(partition: Partition) -> None:
     made = Counter(name for part in parts for piece in part.pieces for name in piece.outputs)
     problems += [f"{name} is computed in {n} places" for name, n in made.items() if n > 1]
     for part in parts:
-        problems += _undefined_values(part)
+        given = part.pieces, part.inputs, part.outputs
+        problems += _defined_before_use(*given, f"stage {part.index}")
         for name in part.outputs:
             kind = partition.types.get(name)
             if holds_tensor(kind) and not isinstance(kind, TensorType):
@@ -131,25 +127,9 @@ def _computations(segments: Sequence[Segment]) -> Counter[str]:
     return counts
 
 
-def _undefined_values(part: Part) -> list[str]:
-    known, problems = set(part.inputs), []
-    for piece in part.pieces:
-        for name in piece.inputs:
-            if name not in known:
-                problems.append(
-                    f"stage {part.index}: {piece.name} reads {name}, which is not computed before"
-                )
-        known |= set(piece.outputs)
-    missing = [name for name in part.outputs if name not in known]
-    return [
-        *problems,
-        *(f"stage {part.index} sends {name}, which it does not have" for name in missing),
-    ]
-
-
 def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> None:
     """Neighbouring stages agree on what is sent back, code and signature agree, and every parameter
-    that has a gradient in the model has one here."""
+    belongs to a stage."""
     problems = []
     for before, after in itertools.pairwise(programs):
         if before.needs_back != after.sends_back:
@@ -175,7 +155,6 @@ def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> N
         for name in parameter_names(piece.graph, partition.rewired.root)
     }
     problems += [f"no stage computes the gradient of {name}" for name in sorted(used - covered)]
-    problems += lost_in_programs(partition, programs)
     _raise(f"lower: invalid result for {partition.rewired.name}", problems)
 
 
