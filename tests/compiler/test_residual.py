@@ -60,6 +60,7 @@ ACCEPTED: dict[str, tuple[Forward, list[ResidualKind]]] = {
         [ResidualKind.IDENTITY],
     ),
     "method": (lambda m, x: x.add(m.f(x)), [ResidualKind.IDENTITY]),
+    "sum, which begins with 0": (lambda m, x: sum([x, m.f(x)]), [ResidualKind.IDENTITY]),
     "layer scale": (lambda m, x: x + m.scale * m.f(x), [ResidualKind.IDENTITY]),
     "gate towards the branch": (_gated, [ResidualKind.IDENTITY]),
     "permutes inside": (

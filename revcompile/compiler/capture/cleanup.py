@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch import fx, nn
 
 from revcompile.compiler.capture.memory import NO_GRAD, WRITES, eliminate_dead_code, is_effect
@@ -48,20 +50,31 @@ def _detach(graph: fx.Graph, node: fx.Node, before: fx.Node, users: list[fx.Node
 
 
 def remove_identities(graph: fx.Graph, root: nn.Module) -> fx.Graph:
-    """A copy without calls of `nn.Identity`, which hide where a residual block begins."""
+    """A copy without what passes a value on and hides where a residual block begins.
+
+    That is `nn.Identity`, and the 0 to which Python's `sum` adds its first summand.
+    """
     result = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        source = node.args[0] if len(node.args) == 1 else None
-        if _is_identity(node, root) and isinstance(source, fx.Node):
+        source = _passed_on(node, root)
+        if source is not None:
             copies[node] = copies[source]
         else:
             copies[node] = result.node_copy(node, copies.__getitem__)
     return result
 
 
-def _is_identity(node: fx.Node, root: nn.Module) -> bool:
+def _passed_on(node: fx.Node, root: nn.Module) -> fx.Node | None:
     module = called_module(node, root)
-    if type(module) is not nn.Identity:
-        return False
-    return not (module._forward_hooks or module._forward_pre_hooks)
+    if type(module) is nn.Identity and len(node.args) == 1:
+        is_passed = not (module._forward_hooks or module._forward_pre_hooks)
+    elif node.target is operator.add and type(node.args[0]) is int and node.args[0] == 0:
+        is_returned = any(user.op == "output" for user in node.users)  # it must be a copy
+        is_passed = not is_returned and isinstance(node.meta.get(TYPE), TensorType)
+    else:
+        return None
+    source = node.args[-1]
+    if not is_passed or not isinstance(source, fx.Node):
+        return None
+    return source if source.meta.get(TYPE) == node.meta.get(TYPE) else None

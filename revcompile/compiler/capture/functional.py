@@ -114,6 +114,7 @@ class _Functional:
             self._visit(node)
         eliminate_dead_code(self.graph)
         _sink_reads(self.graph)
+        _raise_stores(self.graph)
         for node in self.graph.nodes:
             for key in (LOCATIONS, STORAGES, WRITES_STATE, WRITES):
                 node.meta.pop(key, None)
@@ -397,3 +398,13 @@ def _sink_reads(graph: fx.Graph) -> None:
         order = {other: i for i, other in enumerate(graph.nodes)}
         if node.users:
             min(node.users, key=order.__getitem__).prepend(node)
+
+
+def _raise_stores(graph: fx.Graph) -> None:
+    """Move writes to buffers right behind the new contents: both must be in one stage."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for store in graph.find_nodes(op="call_function", target=store_buffer):
+        buffer, value = store.args
+        assert isinstance(buffer, fx.Node) and isinstance(value, fx.Node)
+        before = [value, *(user for user in buffer.users if user is not store)]
+        max(before, key=order.__getitem__).append(store)

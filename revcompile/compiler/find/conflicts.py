@@ -197,6 +197,9 @@ def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]
             sources = () if known else node.all_input_nodes
             times = [ready[i] for i in sources if i not in flow.plain or i.meta.get(VALUE) is None]
             if node.target is read_buffer:  # read where its new contents are computed
-                times += [ready.get(other, 0) for other in flow.read_with(node)[1]]
+                meeting, others = flow.read_with(node)
+                block = block_of.get(meeting)
+                others = others if block is None else [flow.by_name[block.x]]
+                times += [ready.get(other, 0) for other in others]
             ready[node] = max([flow.index[node], *times])
     return ready
