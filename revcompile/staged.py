@@ -34,7 +34,7 @@ from revcompile.plan.budget import MemoryPlan, plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
 from revcompile.plan.report import StageReport
 from revcompile.runtime.checkpoint.weights import export_weights, load_into
-from revcompile.runtime.distributed.process_groups import make_layout, pipeline_ranks, world_size
+from revcompile.runtime.distributed.layout import make_layout, pipeline_ranks, world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured.runner import Backend

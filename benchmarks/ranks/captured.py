@@ -155,7 +155,7 @@ class Variant:
             return 0, 0.0
         own, here = dict[int, int](), self.trainer.rank
         for (_, target), sender in self.trainer.transport._senders.items():
-            own[self.trainer.ranks.owner(target)] = sum(sender.bytes_by_kind().values())
+            own[self.trainer.ranks.owner(target)] = sender.payload_bytes()
         every: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(every, own, group=self._control)
         ops = [(distributed.isend, size, peer) for peer, size in own.items()]

@@ -208,7 +208,7 @@ def categories(trainer: Trainer, total: int) -> dict[str, int]:
     casts = [e.stage.cast_weights.current() or {} for e in executors]
     weights = [dict(e.stage.parameters) for e in executors] + casts
     kept: list[Any] = [held.kept for e in executors for held in e.stage.in_flight.values()]
-    messages: list[Any] = [m.parts for queue in transport.queues.values() for m in queue]
+    messages: list[Any] = [m.payload for queue in transport.queues.values() for m in queue]
     stashed: list[Any] = [dict(copy) for e in executors for copy in e.stage.stashed()]
     pipeline = trainer.runner._pipeline
     if pipeline is not None and pipeline.is_active:

@@ -3,8 +3,8 @@
 import torch
 from distributed_worker import compiled
 
-from revcompile.runtime.distributed import liveness
+from revcompile.runtime.distributed import failures
 
 torch.set_num_threads(1)
 compiled("resnet", 4, "cpu")
-liveness._PERIOD = 0.1  # type: ignore[misc]  # ranks on one machine hear of each other soon
+failures._PERIOD = 0.1  # type: ignore[misc]  # ranks on one machine hear of each other soon

@@ -21,7 +21,7 @@ from revcompile.errors import InputError
 from revcompile.ir.module_tree import Contents, TreeReads, copy_module
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.distributed.collectives import gather_plain
-from revcompile.runtime.distributed.process_groups import Layout, Ranks
+from revcompile.runtime.distributed.layout import Layout, Ranks
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.replay import BufferSnapshot
 

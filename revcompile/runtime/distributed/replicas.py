@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, distributed
 
 from revcompile.kernels.autocast import wide_dtype
-from revcompile.runtime.distributed.liveness import Worker
-from revcompile.runtime.distributed.process_groups import Ranks, new_group
+from revcompile.runtime.distributed.failures import Worker
+from revcompile.runtime.distributed.layout import Ranks, new_group
 from revcompile.runtime.executor.transport import Mean
 
 

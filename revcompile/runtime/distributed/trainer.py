@@ -22,14 +22,14 @@ from revcompile.ir.types import Live
 from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, on_all
 from revcompile.runtime.checkpoint.training import save_training, set_generators
 from revcompile.runtime.checkpoint.tree import located
+from revcompile.runtime.distributed.channel import open_channels
 from revcompile.runtime.distributed.collectives import check_ranks_agree, gather_plain, run_facts
 from revcompile.runtime.distributed.evaluation import EvaluationPass
-from revcompile.runtime.distributed.process_groups import (
+from revcompile.runtime.distributed.layout import (
     Ranks,
     join,
     make_layout,
     new_group,
-    open_channels,
     pipeline_ranks,
 )
 from revcompile.runtime.distributed.rank_weights import (
@@ -54,7 +54,6 @@ from revcompile.runtime.trainer.metrics import (
     check_loader,
 )
 from revcompile.runtime.trainer.settings import Task
-from revcompile.schedule import window
 
 Made = TypeVar("Made")
 
@@ -116,9 +115,7 @@ class DistributedTrainer(Trainer):
         self._shared_buffers.check_statistics(model)
         self.ranks = Ranks.arrange(layout, self.device, control)
         weights = distribute(model, programs, self.ranks, self.device, undo)
-        method, accumulate = programs[0].method, settings.accumulate
-        windows = [window(method, stages, stage, accumulate) for stage in range(stages)]
-        channels = open_channels(self.ranks, list(partition.ties), self.device, limit, windows)
+        channels = open_channels(self.ranks, list(partition.ties), self.device, limit)
         self.transport = DistributedTransport(self.ranks, channels, timeout)
         refusal: Exception | None = None
         try:

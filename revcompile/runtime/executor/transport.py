@@ -70,12 +70,6 @@ class Message:
     packet: Packet | None = field(default=None, compare=False, repr=False)
     """If its tensors lie in one buffer. One that was received may have nothing else."""
 
-    @property
-    def parts(self) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-        """All that may be tensors: values, gradients, and the flag if there is one."""
-        flag = {} if self.found_inf is None else {"found_inf": self.found_inf}
-        return self.values, self.gradients, flag
-
     def ready(self, packed: bool = False) -> Message:
         """As messages from other ranks: they may have to arrive first."""
         return self

@@ -7,9 +7,8 @@ a later one is therefore copied into buffers that are allocated once.
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,11 +16,10 @@ from torch.utils import _pytree as pytree
 
 from revcompile.runtime.stage.tensors import aligned
 
-Item = TypeVar("Item")
 Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
 """For each tensor of a buffer: offset in bytes, dtype, shape and strides.
 
-None for one that has to be computed from its bytes."""
+None for one that is on the host although the buffer is not."""
 
 SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
@@ -205,82 +203,6 @@ def when_copied(sources: Iterable[Any], device: torch.device) -> torch.cuda.Even
     """
     is_late = device.type == "cuda" and any(isinstance(s, Tensor) and s.is_cpu for s in sources)
     return torch.cuda.current_stream(device).record_event() if is_late else None
-
-
-# -- buffers of a pool -----------------------------------------------------------------------------
-
-
-_MOST_LOOKED_AT: Final = 8
-"""Whoever keeps thousands of buffers does not want to wait until all have been looked at."""
-
-
-class BufferPool:
-    """Gives out buffers, and gives one out again when the caller's tensors are all gone.
-
-    Nobody hands a buffer back. The pool gives out views, and counts the references to the storage:
-
-        pool -> buffer -> storage <- view <- caller        two references or more: in use
-        pool -> buffer -> storage                          one reference: free
-
-    >>> pool = BufferPool()
-    >>> first = pool.take("row", lambda: torch.empty(4))
-    >>> part = first[:2]
-    >>> del first
-    >>> second = pool.take("row", lambda: torch.empty(4))
-    >>> second.data_ptr() == part.data_ptr()
-    False
-    >>> address = part.data_ptr()
-    >>> del part
-    >>> pool.take("row", lambda: torch.empty(4)).data_ptr() == address
-    True
-
-    Args:
-        limit: How many buffers of a kind are remembered; None for all of them.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.allocations = 0
-        """How often a buffer had to be allocated."""
-        self._limit = limit
-        self._buffers: dict[Hashable, deque[Tensor]] = {}
-        """Those that were given out or looked at longest ago come first."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self._buffers.values()))
-
-    def take(self, kind: Hashable, allocate: Callable[[], Tensor]) -> Tensor:
-        """A view of a free buffer of this kind; without one, of what `allocate` returns."""
-        buffers = self._buffers.setdefault(kind, deque(maxlen=self._limit))
-        buffer = _first_free(buffers, lambda each: _references(each) <= _references_of_unshared())
-        if buffer is None:
-            buffer = allocate()
-            self.allocations += 1
-            buffers.append(buffer)
-        return buffer.view_as(buffer)
-
-    def clear(self) -> None:
-        """Forget all buffers; those in use live on with their users."""
-        self._buffers.clear()
-
-
-def _first_free(pool: deque[Item], is_free: Callable[[Item], bool]) -> Item | None:
-    """One that is free, of those that were given out or looked at longest ago; it comes last."""
-    for _ in range(min(len(pool), _MOST_LOOKED_AT)):
-        pool.rotate(-1)
-        if is_free(pool[-1]):
-            return pool[-1]
-    return None
-
-
-def _references(tensor: Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
-@functools.cache
-def _references_of_unshared() -> int:
-    """The count for a tensor that alone holds its memory: reading it may add a reference."""
-    return _references(torch.empty(1))
 
 
 # -- slots -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 
 import pytest
 import torch
-from distributed_memory import absent, holdings, resume, steady
+from distributed_memory import absent, holdings, resume
 from distributed_worker import (
     Run,
     batches,
@@ -38,7 +38,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import revcompile
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.distributed.collectives import check_ranks_agree
-from revcompile.runtime.distributed.process_groups import Layout, make_layout, pipeline_ranks
+from revcompile.runtime.distributed.layout import Layout, make_layout, pipeline_ranks
 from revcompile.runtime.distributed.rank_weights import SharedBuffers
 from revcompile.schedule import METHODS
 
@@ -174,17 +174,6 @@ def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
         assert len(errors) == 2
         for error in errors:
             assert "no rank has the values of token" in error and "load weights" in error
-
-
-def test_memory_for_messages_is_used_again(tmp_path: Path) -> None:
-    """Of a stage that keeps its inputs, and of one that sends back what it was sent."""
-    runs = [Run(steps=24), Run(model="vit", method="ddg", steps=24)]
-    results, codes = launch(tmp_path, 2, steady, runs=plain(runs))
-    assert codes == [0, 0]
-    for found in results:
-        for made in found:  # as many as are in flight, however many steps there are
-            allocations, _ = made[-1]
-            assert 0 < allocations <= 8
 
 
 def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:

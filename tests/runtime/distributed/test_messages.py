@@ -1,9 +1,9 @@
-"""Messages as bytes: what is sent arrives as it was, in as few packets as possible."""
+"""Messages between ranks: what is sent arrives as it was, in as few packets as possible."""
 
 from __future__ import annotations
 
+import queue
 import random
-from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import pytest
@@ -11,37 +11,79 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.distributed import p2p
-from revcompile.runtime.distributed.message_format import (
-    Describer,
-    Description,
-    Flag,
-    Header,
-    Packing,
-    TensorFormat,
-    describe,
-)
-from revcompile.runtime.distributed.p2p import (
+from revcompile.runtime.distributed import channel
+from revcompile.runtime.distributed.channel import (
     Arrival,
-    DeviceReceiver,
-    DeviceSending,
-    Outbound,
-    PacketReceiver,
-    PacketSender,
+    DevicePayload,
+    ReceiveThread,
+    SendThread,
 )
 from revcompile.runtime.distributed.rank_weights import _as_bytes, _with_values
+from revcompile.runtime.distributed.wire import Describer, Description, Header
 from revcompile.runtime.executor.captured.boundary import StaticMessage
+from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.transport import Message, MessageKind, Packet
 
 CPU: Final = torch.device("cpu")
 
 
+class Tape:
+    """A channel to oneself, which records the sizes of what was sent."""
+
+    device, uses_cuda = CPU, False
+
+    def __init__(self) -> None:
+        self.on_its_way: queue.Queue[Tensor] = queue.Queue()
+        self.sizes: list[int] = []
+
+    def use_own_stream(self, purpose: str) -> None:
+        pass
+
+    def exchange(self, packet: Tensor, sends: bool) -> None:
+        if sends:
+            self.sizes.append(len(packet))
+            self.on_its_way.put(packet.clone())
+            return
+        sent = self.on_its_way.get(timeout=60)
+        assert len(packet) == len(sent), "both ends expect the same"
+        packet.copy_(sent)
+
+
+class Ends:
+    """Both ends of a channel in one process."""
+
+    def __init__(self) -> None:
+        self.tape = cast(Any, Tape())
+        self.arrivals: queue.Queue[Any] = queue.Queue()
+        self.ends: list[str] = []
+        self.failures: list[str] = []
+        fail = self.failures.append
+        self.sender = SendThread(self.tape, fail, notify=lambda: None, wait=fail)
+        self.receiver = ReceiveThread(
+            self.tape,
+            lambda _, arrival: self.arrivals.put(arrival),
+            lambda _, cause: self.ends.append(cause),
+            fail,
+        )
+
+    def passed(self, message: Message, kind: MessageKind = MessageKind.X) -> Any:
+        """What arrives."""
+        assert self.sender.send(kind, message) is None
+        arrival = self.arrivals.get(timeout=60)
+        assert arrival.kind is kind
+        return arrival.ready()
+
+    def close(self, cause: str = "") -> None:
+        self.sender.end(cause)
+        assert self.sender.join(60) and self.receiver.join(60)
+        assert (self.ends, self.failures) == ([cause], [])
+
+
 def through_the_wire(message: Message) -> Any:
-    text, tensors = describe(message, CPU)
-    packing = Packing.of([form for form, _ in tensors])
-    memory = torch.empty(packing.size, dtype=torch.uint8)
-    packing.pack([tensor for _, tensor in tensors], memory)
-    return Description(text).message(Header(MessageKind.X, message.index), memory, CPU)
+    ends = Ends()
+    found = ends.passed(message)
+    ends.close()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -70,65 +112,10 @@ def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
     assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
 
 
-class Tape:
-    """A channel to oneself, which records what was sent."""
-
-    device = CPU
-
-    def __init__(self) -> None:
-        self.on_its_way: list[tuple[int, Tensor]] = []
-        self.sizes: list[int] = []
-
-    def control_exchange(self, packet: Tensor, sends: bool, tag: int = 0) -> None:
-        if sends:
-            self.sizes.append(len(packet))
-            self.on_its_way.append((tag, packet.clone()))
-        else:
-            self.post(packet, sends, tag).wait()
-
-    def post(self, packet: Tensor, sends: bool, tag: int) -> Any:
-        def wait(*_: Any) -> None:
-            number, sent = self.on_its_way.pop(0)
-            assert (number, len(packet)) == (tag, len(sent)), "both ends expect the same"
-            packet.copy_(sent)
-
-        return SimpleNamespace(wait=wait)
-
-
-class Ends:
-    """Both ends of a channel in one process."""
-
-    def __init__(self, tags: int = 1) -> None:
-        self.tape = cast(Any, Tape())
-        self.senders = [PacketSender() for _ in range(tags)]
-        self.receivers = [PacketReceiver(self.tape, tag) for tag in range(tags)]
-        self.count = 0
-        self.describers = {kind: Describer(CPU) for kind in MessageKind}
-        self.known: dict[MessageKind, Description] = {}
-
-    def passed(self, kind: MessageKind, message: Message) -> Any:
-        """What arrives."""
-        text, tensors, describer = b"", list[Any](), self.describers[kind]
-        if not message.void:
-            text, tensors = describer.describe(message)
-        flags = Flag.VOID if message.void else Flag.DESCRIBED if text else Flag(0)
-        header = Header(kind, message.index, flags, len(text))
-        tag = self.count % len(self.senders)
-        self.count += 1
-        outbound = Outbound(header, text, tensors, None if message.void else describer.packing)
-        for packet in self.senders[tag].packets(outbound)[0]():
-            self.tape.control_exchange(packet, sends=True, tag=tag)
-        for receiver in self.receivers:
-            receiver.post()
-        found = self.receivers[tag].header()
-        assert (found.kind, found.index) == (kind, message.index)
-        if found.length:
-            text = torch.empty(found.length, dtype=torch.uint8)
-            self.tape.control_exchange(text, sends=False, tag=tag)
-            self.known[kind] = Description(bytes(text.tolist()))
-        if found.flags & Flag.VOID:
-            return Message(found.index, void=True)
-        return self.receivers[tag].arrival(found, self.known[kind]).ready()
+def test_strides_with_large_gaps_do_not_take_their_memory() -> None:
+    token = torch.randn(2, 300, 3)[:, 0]
+    found = through_the_wire(Message(3, {"x": token})).values["x"]
+    assert torch.equal(found, token) and found.is_contiguous()
 
 
 def values(index: int, rows: int = 4) -> Any:
@@ -141,35 +128,77 @@ def test_from_the_third_message_of_a_form_on_one_packet_is_all() -> None:
     packets = []
     for index in range(5):
         ends.tape.sizes.clear()
-        ends.passed(MessageKind.X, values(index))
+        ends.passed(values(index))
         packets.append(len(ends.tape.sizes))
-    assert packets == [3, 2, 1, 1, 1]  # header, description and tensors; header and tensors; one
+    assert packets == [3, 2, 1, 1, 1]  # header, description, payload; header and payload; one
+    ends.close()
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_messages_in_any_order_arrive_as_they_were(seed: int) -> None:
-    """Forms that change, lost micro-batches, channels in turn: both ends always agree."""
-    draw, ends, kept = random.Random(seed), Ends(tags=1 + seed % 4), []
+    """Forms that change, lost micro-batches: both ends always agree."""
+    draw, ends, kept = random.Random(seed), Ends(), []
     for index in range(60):
         kind = draw.choice((MessageKind.X, MessageKind.X, MessageKind.TIED_WEIGHT))
         sent = values(index, rows=draw.choice((4, 4, 4, 2)))
         if draw.random() < 0.1:
-            assert ends.passed(kind, Message(index, void=True)).void
+            lost = ends.passed(Message(index, void=True), kind)
+            assert lost.void and lost.index == index and not lost.values
             continue
-        kept.append((sent, ends.passed(kind, sent)))
+        kept.append((sent, ends.passed(sent, kind)))
         for expected, found in kept:  # also earlier ones: their memory was not used again
+            assert found.index == expected.index and not found.void
             assert torch.equal(found.values["x"], expected.values["x"])
             assert torch.equal(found.gradients["dx"], expected.gradients["dx"])
             assert found.values["n"] == expected.values["n"]
         if len(kept) > 3:
             del kept[draw.randrange(4)]
-    assert sum(receiver.pool.allocations for receiver in ends.receivers) < 60
+    ends.close()
+
+
+def test_what_is_no_tensor_arrives_too() -> None:
+    ends = Ends()
+    data = Fingerprint(target=5)
+    found = ends.passed(Message(7, {"x": torch.ones(2)}, fingerprint=data))
+    assert (found.fingerprint, found.is_exact, found.scale) == (data, False, None)
+    found = ends.passed(Message(8, {}, {"dx": torch.ones(2)}, scale=1024.0, is_exact=True))
+    assert (found.fingerprint, found.is_exact, found.scale) == (None, True, 1024.0)
+    found = ends.passed(Message(9, void=True, scale=512.0))
+    assert (found.void, found.scale) == (True, 512.0)
+    found = ends.passed(Message(10, {}, {"dx": torch.ones(2)}, found_inf=torch.ones(())))
+    assert float(found.found_inf) == 1.0 and not found.void
+    ends.close(cause="rank 1 stopped: ZeroDivisionError: some bug")
+
+
+def test_a_message_that_was_not_received_is_missed() -> None:
+    ends = Ends()
+    ends.passed(values(0))
+    ends.sender.sent += 1
+    ends.sender.send(MessageKind.X, values(2))
+    assert ends.receiver.join(60)
+    assert ends.failures == ["VerificationError: message 2 came, not 1"]
+
+
+def test_what_is_sent_may_be_written_to_at_once() -> None:
+    ends, x = Ends(), torch.zeros(3)
+    for index in range(5):
+        ends.sender.send(MessageKind.X, Message(index, {"x": x}))
+        x += 1
+    arrived = [ends.arrivals.get(timeout=60).ready().values["x"].tolist() for _ in range(5)]
+    assert arrived == [[float(index)] * 3 for index in range(5)]
+    ends.close()
+
+
+def test_the_default_device_does_not_matter() -> None:
+    ends, rows = Ends(), torch.eye(4)
+    with torch.device("meta"):
+        found = [ends.passed(Message(index, {"x": x})) for index, x in enumerate(rows)]
+    assert torch.equal(torch.stack([one.values["x"] for one in found]), rows)
+    ends.close()
 
 
 def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
-    ends = Ends()
-    for index in range(3):
-        found = ends.passed(MessageKind.X, values(index))
+    found = through_the_wire(values(2))
     version = found.gradients["dx"]._version
     found.values["x"].add_(1.0)
     assert found.gradients["dx"]._version == version
@@ -177,8 +206,9 @@ def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
 
 
 def test_repeated_elements_are_sent_once() -> None:
-    form = TensorFormat.of(torch.zeros(4, 1).expand(4, 1000), CPU)
-    assert form.numel == 4
+    describer = Describer(CPU)
+    describer.describe(Message(0, {"x": torch.zeros(4, 1).expand(4, 1000)}))
+    assert describer.description.size == 512
 
 
 def test_whoever_reads_a_message_waits_for_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +229,9 @@ def test_whoever_reads_a_message_waits_for_it_once(monkeypatch: pytest.MonkeyPat
         def record_stream(self, stream: Stream) -> None:
             calls.append(f"used by {stream.stream_id}")
 
-    arrival = Arrival(MessageKind.X, Message(0), Stub(), cast(Any, Stub()))
+    arrival = Arrival(MessageKind.X, Message(0), cast(Any, Stub()), Stub())
     for number in (0, 0, 7):
-        monkeypatch.setattr(p2p, "current_stream", lambda _, n=number: Stream(n))
+        monkeypatch.setattr(channel, "current_stream", lambda _, n=number: Stream(n))
         arrival.ready()
     assert calls == ["wait", "used by 0", "wait", "used by 7"]
 
@@ -211,15 +241,16 @@ def test_a_message_is_sent_after_what_computes_it(monkeypatch: pytest.MonkeyPatc
     calls: list[str] = []
 
     class Stub:
-        device, target = CPU, 1
+        target = 1
 
-        def record(self, stream: Stub) -> None:
+        def record_event(self) -> Stub:
             calls.append("computed")
+            return self
 
         def wait_event(self, event: Stub) -> None:
             calls.append("after that")
 
-        def exchange(self, memory: torch.Tensor, sends: bool) -> Stub:
+        def exchange_on_device(self, memory: Tensor, sends: bool) -> Stub:
             calls.append("send")
             return self
 
@@ -228,13 +259,13 @@ def test_a_message_is_sent_after_what_computes_it(monkeypatch: pytest.MonkeyPatc
 
     def thread(what: str) -> None:
         assert "to stage 1" in what
-        sending.enqueue()
+        payload.start()
 
-    monkeypatch.setattr(p2p, "current_stream", lambda *_: Stub())
+    monkeypatch.setattr(channel, "current_stream", lambda *_: Stub())
     stub, memory = cast(Any, Stub()), torch.zeros(2)
-    sending = DeviceSending(stub, memory, stub, lambda: calls.append("notify"), thread)
-    sending.wait()
-    sending.wait()
+    payload = DevicePayload(stub, memory, lambda: calls.append("notify"), thread)
+    payload.wait()
+    payload.wait()
     assert calls == ["computed", "after that", "send", "notify", "wait", "wait"]
 
 
@@ -245,24 +276,34 @@ def test_memory_that_was_copied_from_is_received_into_again(
     calls: list[str] = []
 
     class Stub:
-        device = CPU
+        device, uses_cuda = CPU, True
 
-        def record(self, stream: Stub) -> None:
+        def record_event(self) -> Stub:
             calls.append("copied")
+            return self
 
         def wait_event(self, event: Stub) -> None:
             calls.append("after that")
 
-        def exchange(self, memory: torch.Tensor, sends: bool) -> None:
+        def exchange_on_device(self, memory: Tensor, sends: bool) -> None:
             calls.append("receive")
 
-    monkeypatch.setattr(p2p, "current_stream", lambda *_: Stub())
-    monkeypatch.setattr(torch.cuda, "Event", Stub)
-    receiver = DeviceReceiver(cast(Any, Stub()))
+    class Idle(ReceiveThread):
+        def _run(self) -> None:
+            pass
 
-    def arrived(size: int) -> Packet:
-        description = Description(describe(Message(0, {"x": torch.zeros(size)}), CPU)[0])
-        packet = receiver.arrival(Header(MessageKind.X, 0), description).message.packet
+    def unused(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(channel, "current_stream", lambda *_: Stub())
+    receiver = Idle(cast(Any, Stub()), unused, unused, unused)
+
+    def arrived(count: int) -> Packet:
+        describer = Describer(CPU)
+        describer.describe(Message(0, {"x": torch.zeros(count)}))
+        receiver._descriptions[MessageKind.X] = description = describer.description
+        header = Header(0, size=description.size)
+        packet = receiver._arrival(header, torch.empty(0)).message.packet
         assert packet is not None and packet.release is not None
         return packet
 
@@ -281,6 +322,20 @@ def test_memory_that_was_copied_from_is_received_into_again(
     assert calls.count("after that") == 1 and calls.index("after that") > calls.index("copied")
 
 
+def test_a_captured_message_is_sent_from_where_it_lies() -> None:
+    """Over NCCL, if its packet is laid out as messages of this form are."""
+    describer = Describer(torch.device("cuda"))
+    x = torch.zeros(3, device="meta")
+    for layout in [((0, x.dtype, (3,), (1,)),), ((64, x.dtype, (3,), (1,)),)]:
+        form, memory = Description([]), torch.zeros(512, dtype=torch.uint8)
+        form.layout = layout
+        packet = Packet(memory, form, unpack=lambda: Message(0))
+        sent = [describer.describe(Message(n, {"x": x}, packet=packet)) for n in range(3)]
+        is_sent_so = layout[0][0] == 0
+        assert all((payload is memory) == is_sent_so for _, payload in sent)
+        assert [bool(text) for text, _ in sent] == [is_sent_so, False, False]
+
+
 def test_plain_values_arrive_as_they_were() -> None:
     values = {"n": 3, "size": torch.Size((2, 3)), "kind": torch.float16, "nothing": None}
     values |= {"pair": (1.5, [True, "a"]), "both": (torch.ones(2), 1)}
@@ -292,9 +347,13 @@ def test_plain_values_arrive_as_they_were() -> None:
     assert found.gradients["x"] is None and torch.equal(found.gradients["y"], torch.zeros(2))
 
 
-def test_a_value_that_cannot_be_sent_says_what_to_do() -> None:
-    with pytest.raises(InputError, match=r"Generator crosses from one rank.*stage_to_rank="):
-        describe(Message(0, {"g": torch.Generator()}), CPU)
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(torch.Generator(), "Generator"), (torch.eye(2).to_sparse(), "layout torch.sparse_coo")],
+)
+def test_a_value_that_cannot_be_sent_says_what_to_do(value: Any, said: str) -> None:
+    with pytest.raises(InputError, match=rf"{said} crosses from one rank.*stage_to_rank="):
+        Describer(CPU).describe(Message(0, {"g": value}))
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 1, 1), (4, 3, 2, 2), ()])

@@ -42,7 +42,6 @@ from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.transport import Message, MessageKind
 from revcompile.runtime.stage.loss_scale import LossScale
-from revcompile.runtime.stage.static_buffers import BufferPool
 from revcompile.runtime.trainer.core import Trainer
 from revcompile.staged import StagedModel
 
@@ -632,17 +631,6 @@ def test_whoever_keeps_a_loss_keeps_no_output() -> None:
     assert is_active(trainer) and metrics.loss_tensor is not None
     loss, output = (t.untyped_storage() for t in (metrics.loss_tensor, metrics.output))
     assert loss.data_ptr() != output.data_ptr()
-
-
-def test_a_pool_with_a_limit_forgets_the_oldest_buffers() -> None:
-    pool = BufferPool(limit=2)
-    taken = [pool.take(3, lambda: torch.empty(3)) for _ in range(4)]
-    assert (len(pool), pool.allocations) == (2, 4)
-    addresses = [buffer.data_ptr() for buffer in taken]
-    del taken[2]
-    assert pool.take(3, lambda: torch.empty(3)).data_ptr() == addresses[2]
-    pool.clear()
-    assert len(pool) == 0
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -111,8 +111,9 @@ class StaticMessage:
 
         It does not differentiate a parameter, or has left all micro-batches of an update out.
         """
-        values, gradients, *_ = _unpacked(message).parts
-        return not values and gradients.keys() < self.buffers.value[1].keys()
+        message = _unpacked(message)
+        is_partial = message.gradients.keys() < self.buffers.value[1].keys()
+        return not message.values and is_partial
 
     def _payload(self, message: Message) -> Any:
         return _unpacked(message).flagged(self.flag).payload

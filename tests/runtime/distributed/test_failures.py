@@ -12,9 +12,9 @@ import pytest
 from torch import distributed, nn
 
 from revcompile.errors import RankError
-from revcompile.runtime.distributed import process_groups, trainer, transport
-from revcompile.runtime.distributed.liveness import FailureMonitor, LivenessCheck, RootCause
-from revcompile.runtime.distributed.process_groups import Layout, Ranks
+from revcompile.runtime.distributed import failures, layout, trainer, transport
+from revcompile.runtime.distributed.failures import Failures
+from revcompile.runtime.distributed.layout import Layout, Ranks
 from revcompile.runtime.distributed.transport import DistributedTransport
 
 CLOSED = "RuntimeError: Connection closed by peer"
@@ -73,7 +73,7 @@ def test_a_rank_whose_connections_are_all_open_hears_of_it_too(
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     failing, waiting = (rank(number, store, monkeypatch) for number in (2, 1))
     failing.abort("rank 2 (stages 0, 1) stopped: ZeroDivisionError: some bug")
-    assert waiting._monitor.wait_for_failure(10)
+    assert waiting._failures.wait_for_failure(10)
     with pytest.raises(RankError, match=r"rank 2 .* stopped: ZeroDivisionError"):
         waiting.wait("stage 2 waits for stage 1")
     assert failing.close() and waiting.close()
@@ -87,8 +87,8 @@ def test_a_rank_that_ends_for_an_error_nobody_caught_says_so(
     monkeypatch.setattr(trainer, "_open", [failing])
     monkeypatch.setattr(sys, "last_value", OSError("disk full"), raising=False)
     trainer._close_all()
-    assert waiting._monitor.wait_for_failure(10)
-    assert waiting._monitor.cause == "rank 2 (stages 0, 1) stopped: OSError: disk full"
+    assert waiting._failures.wait_for_failure(10)
+    assert waiting._failures.cause == "rank 2 (stages 0, 1) stopped: OSError: disk full"
     assert waiting.close()
 
 
@@ -97,13 +97,11 @@ def test_the_rank_that_may_have_the_store_stays_until_the_others_have_looked(
 ) -> None:
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     leaving, waiting = (rank(number, store, monkeypatch) for number in (0, 2))
-    monkeypatch.setattr(
-        leaving._root_cause, "linger", lambda: waiting._monitor.wait_for_failure(30)
-    )
+    monkeypatch.setattr(leaving._failures, "linger", lambda: waiting._failures.wait_for_failure(30))
     loses(leaving, 1)
     with pytest.raises(RankError, match="rank 1"):
         leaving.wait("stage 0 waits")
-    assert waiting._monitor.cause == leaving._monitor.cause
+    assert waiting._failures.cause == leaving._failures.cause
     assert leaving.close() and waiting.close()
 
 
@@ -112,7 +110,7 @@ def test_without_a_store_the_word_of_a_neighbour_comes_first(
 ) -> None:
     one = rank(3, Gone(), monkeypatch)
     word = "rank 0 (stages 0, 1) is gone: reported by rank 2"
-    monkeypatch.setattr(one._monitor, "wait_for_failure", lambda timeout: one._monitor.fail(word))
+    monkeypatch.setattr(one._failures, "wait_for_failure", lambda timeout: one._failures.fail(word))
     loses(one, 1)
     with pytest.raises(RankError, match="reported by rank 2"):
         one.wait("stage 2 waits")
@@ -123,54 +121,67 @@ def test_without_a_store_and_without_a_word_the_lost_rank_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = rank(3, Gone(), monkeypatch)
-    monkeypatch.setattr(transport, "_GRACE", 0.01)
+    monkeypatch.setattr(failures, "GRACE", 0.01)
     loses(one, 1)
     with pytest.raises(RankError, match=r"rank 1 .* is gone"):
         one.wait("stage 2 waits")
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
-    store, monitor = Silent(), FailureMonitor()
-    first = RootCause(store, monitor.fail)
-    assert first.agree("rank 1 is gone", 0.01) is None
-    assert first.close(10) and monitor.cause is None
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "GRACE", 0.01)
+    store = Silent()
+    one = Failures(store, 0, 2)
+    one.conclude("rank 1 is gone")
+    assert one.cause == "rank 1 is gone"
+    one.conclude("rank 0 stopped")
+    assert one.cause == "rank 1 is gone"
     store.let_go.set()
+    monkeypatch.setattr(failures, "GRACE", 10)
+    assert one.close()
 
 
-def test_the_liveness_check_finds_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_answer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "GRACE", 0.01)
+
+    def missing(store: Any, rank: int) -> set[int]:
+        one = Failures(store, rank, 3)
+        found = one.missing()
+        one.close()
+        return found
+
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
-    assert LivenessCheck(store, 2, 3).missing(0.01) == {0, 1}
-    assert LivenessCheck(store, 0, 3).missing(0.01) == {1}
-    assert LivenessCheck(Gone(), 0, 3).missing(0.01) == set()
+    assert missing(store, 2) == {0, 1}
+    assert missing(store, 0) == {1}
+    assert missing(Gone(), 0) == set()
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert LivenessCheck(Gone(), 2, 3).missing(0.01) == {0}  # which had the store
+    assert missing(Gone(), 2) == {0}  # which had the store
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert LivenessCheck(Gone(), 2, 3).missing(0.01) == set()
+    assert missing(Gone(), 2) == set()
 
 
 def test_somebody_else_at_the_port_of_rank_0_is_an_error_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes the connection, and never answers."""
-    monkeypatch.setattr(process_groups, "_GRACE", 0.05)
+    monkeypatch.setattr(layout, "GRACE", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
         for name, value in {"RANK": "1", "WORLD_SIZE": "2", **address}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(RankError, match=r"ranks 0, 1 were not connected within 0.05 s"):
-            process_groups.join(nn.Linear(1, 1), None, timedelta(seconds=0.05))
+            layout.join(nn.Linear(1, 1), None, timedelta(seconds=0.05))
 
 
 def test_ranks_that_never_connect_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_groups, "_GRACE", 0.05)
+    monkeypatch.setattr(layout, "GRACE", 0.05)
     for_ever = threading.Event()
     with pytest.raises(RankError, match=r"ranks 0, 2 were not connected within 0.05 s"):
-        process_groups._bounded(for_ever.wait, (2, 0), timedelta(seconds=0.05))
+        layout._bounded(for_ever.wait, (2, 0), timedelta(seconds=0.05))
     for_ever.set()
 
     def refuse() -> None:
         raise TimeoutError("of the store")
 
     with pytest.raises(TimeoutError, match="of the store"):
-        process_groups._bounded(refuse, (0, 1), timedelta(seconds=5))
-    assert process_groups._bounded(lambda: 3, (0, 1), timedelta(seconds=5)) == 3
+        layout._bounded(refuse, (0, 1), timedelta(seconds=5))
+    assert layout._bounded(lambda: 3, (0, 1), timedelta(seconds=5)) == 3

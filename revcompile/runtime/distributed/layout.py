@@ -1,4 +1,4 @@
-"""Which stage is on which rank, and a communicator for every direction between two stages.
+"""Which stage is on which rank, and the process groups of the ranks.
 
 4 stages, 4 ranks, stage_to_rank=(0, 0, 1, 1):    replica 0: rank 0 (stages 0, 1), rank 1 (2, 3)
                                                   replica 1: rank 2 (stages 0, 1), rank 3 (2, 3)
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -19,9 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from revcompile.errors import InputError, RankError
-from revcompile.runtime.distributed.liveness import in_thread
-from revcompile.runtime.distributed.p2p import Channel
-from revcompile.schedule import Tie
+from revcompile.runtime.distributed.failures import GRACE, in_thread
 
 
 @dataclass(frozen=True)
@@ -147,10 +145,6 @@ class Ranks:
 
 Made = TypeVar("Made")
 
-_MOST_TAGS: Final = 64
-_GRACE: Final = 2.0
-"""Seconds beyond torch's own timeout, whose error says more."""
-
 
 def world_size() -> int:
     """How many processes there are, in a process group or started by torchrun."""
@@ -231,40 +225,6 @@ def _check_unbound() -> None:
         )
 
 
-def open_channels(
-    ranks: Ranks,
-    ties: list[Tie],
-    device: torch.device,
-    timeout: timedelta,
-    windows: Sequence[int],
-) -> list[Channel]:
-    """A channel for every two stages and direction; returns those this rank is part of.
-
-    As many micro-batches are between two stages as their `windows` differ by.
-
-    Making a process group is a collective: all ranks make all of them, in the same order.
-    """
-    stages = len(ranks.layout.stage_to_rank)
-    pairs = {(s, s + 1) for s in range(stages - 1)} | {(t.owner, t.holder) for t in ties}
-    directed = sorted(pairs | {(b, a) for a, b in pairs})
-    channels = []
-    for replica in range(ranks.layout.replicas):
-        for source, target in directed:
-            ends = ranks.layout.rank(source, replica), ranks.layout.rank(target, replica)
-            if ends[0] == ends[1]:
-                continue
-            control = new_group(ends, "gloo", timeout)
-            payload = new_group(ends, "nccl", timeout) if device.type == "cuda" else control
-            if ranks.rank in ends:
-                between = windows[min(source, target)] - windows[max(source, target)]
-                tags = min(between + 1, _MOST_TAGS) if between > 1 else 1
-                channels.append(Channel(source, target, ends, control, payload, device, tags))
-    for channel in channels:
-        if channel.uses_cuda:
-            channel.connect(ranks.rank == channel.ranks[0])
-    return channels
-
-
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Any:
     """A process group. All ranks call it, members or not."""
     return _bounded(
@@ -289,7 +249,7 @@ def _bounded(make: Callable[[], Made], ranks: Sequence[int], timeout: timedelta)
 
     made = in_thread(run)
     try:
-        return made.result(timeout.total_seconds() + _GRACE)
+        return made.result(timeout.total_seconds() + GRACE)  # torch's own error says more
     except FutureTimeoutError:
         if made.done():
             raise  # of torch's own

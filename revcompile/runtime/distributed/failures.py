@@ -1,8 +1,8 @@
 """How ranks find out that another one is gone, hangs or failed, and agree on the first cause.
 
-thread of a channel: connection closed --fail--> FailureMonitor --> main thread raises RankError
-RootCause: the first cause in the ranks' store --fail------^
-LivenessCheck: after a timeout, which ranks still answer in the store
+thread of a channel: connection closed ----+
+poll of the ranks' store: first cause -----+--> Failures --> the main thread raises RankError
+timeout: ranks that still answer there ----+
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch.distributed import distributed_c10d
 
 Answer = TypeVar("Answer")
 
+GRACE: Final = 2.0
+"""Seconds for an answer of the store, for last messages to be sent, for torch's own errors."""
 _runs: Final = itertools.count()
 _KEY: Final = "cause"
 _PERIOD: Final = 0.5
@@ -47,105 +49,92 @@ class Worker:
         return not self._thread.is_alive()
 
 
-class FailureMonitor:
-    """What the threads of a rank share: the first failure, and whether a message has arrived.
+class Failures:
+    """The first cause of failure of any rank; and whether something has arrived since.
 
-    Receiving threads notify it; the main thread waits for it.
+    A rank that stops writes why to the ranks' store before its connections close, and all poll it.
+    So a rank that loses a connection reads what the other one failed of, and the first cause is
+    never a consequence. Other threads call `notify` and `fail`, the main thread waits for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Any, rank: int, world: int) -> None:
         self.cause: str | None = None
-        self._failed = threading.Event()
+        self._store, self._rank, self._world = store, rank, world
+        self._failed, self._closed = threading.Event(), threading.Event()
         self._first = threading.Lock()
         # Locked: nothing has arrived since the last call of `wait`. A condition variable would do
         # the same in Python, for every message.
         self._nothing_new = threading.Lock()
         self._nothing_new.acquire()
+        self._poll = Worker(self._watch, on_failure=lambda _: None)  # the store is gone
+
+    # -- this rank's threads ------------------------------------------------------------------
 
     def notify(self) -> None:
         """Something has arrived: whoever waits checks again."""
         with contextlib.suppress(RuntimeError):  # it is unlocked
             self._nothing_new.release()
 
-    def fail(self, cause: str) -> bool:
-        """Stop all threads of this rank; False if there was another cause before."""
+    def wait(self, timeout: float) -> bool:
+        """Wait for an arrival since the last call, or a failure; False after the timeout."""
+        return self.cause is not None or self._nothing_new.acquire(timeout=timeout)
+
+    def fail(self, cause: str) -> None:
+        """Stop this rank, unless it stops already."""
         with self._first:
-            is_first = self.cause is None
-            if is_first:
-                self.cause = cause
+            self.cause = self.cause or cause
         self._failed.set()
         self.notify()
-        return is_first
 
     def wait_for_failure(self, timeout: float) -> bool:
         """Is there a failure, now or within the timeout?"""
         return self._failed.wait(timeout)
 
-    def wait(self, timeout: float) -> bool:
-        """Wait for an arrival since the last call, or a failure; False after the timeout."""
-        return self.cause is not None or self._nothing_new.acquire(timeout=timeout)
+    # -- all ranks ----------------------------------------------------------------------------
 
-
-class RootCause:
-    """The first cause of failure that any rank has written to the ranks' store; all poll it.
-
-    A rank that stops writes why before its connections close. So a rank that loses the connection
-    reads what the other one failed of, and the first cause is never a consequence.
-    """
-
-    def __init__(self, store: Any, on_failure: Callable[[str], object]) -> None:
-        self._store, self._on_failure = store, on_failure
-        self._closed = threading.Event()
-        self._thread = Worker(self._watch, on_failure=lambda _: None)  # the store is gone
-
-    def agree(self, cause: str, limit: float) -> str | None:
-        """The first cause, `cause` if there was none; None if the store does not answer."""
+    def conclude(self, cause: str) -> None:
+        """Stop this rank for the first cause that any rank has had: `cause` if there was none."""
+        if self.cause is not None:
+            return
         # compare_set waits for the store: once it returns, the cause is visible to all ranks.
-        first = _ask_store(lambda: self._store.compare_set(_KEY, "", cause), limit)
-        return None if first is None else first.decode()
+        first = _ask_store(lambda: self._store.compare_set(_KEY, "", cause), GRACE)
+        if first is None:
+            self.wait_for_failure(GRACE)  # a neighbour may still send its cause
+        self.fail(cause if first is None else first.decode())
 
-    def linger(self) -> None:
-        """Give the other ranks time to poll: the store may end with this process."""
-        time.sleep(2 * _PERIOD)
+    def missing(self) -> set[int]:
+        """The ranks that hang; none if the store does not answer.
 
-    def close(self, timeout: float) -> bool:
-        """Stop polling; False if the thread does not end in time."""
-        self._closed.set()
-        return self._thread.join(timeout)
-
-    def _watch(self) -> None:
-        while not self._closed.wait(_PERIOD):
-            if self._store.check([_KEY]):
-                self._on_failure(self._store.get(_KEY).decode())
-                return
-
-
-class LivenessCheck:
-    """Which ranks still run when no message arrives: each rank that times out writes a key.
-
-    Ranks wait for each other along the pipeline; the one that hangs is the one without a key.
-    """
-
-    def __init__(self, store: Any, rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
-
-    def missing(self, grace: float) -> set[int]:
-        """The ranks without a key after `grace` seconds; none if the store does not answer.
-
-        If the store's process has ended, the rank that had it: the first one, unless torchrun's
-        agent has it.
+        Ranks wait for each other along the pipeline. Each that times out writes a key; one that
+        hangs does not. If the store's process has ended, it is the rank that had the store: the
+        first one, unless torchrun's agent has it.
         """
 
         def check() -> set[int]:
             try:
                 self._store.set(f"here/{self._rank}", "yes")
-                time.sleep(grace)
+                time.sleep(GRACE)
                 return {r for r in range(self._world) if not self._store.check([f"here/{r}"])}
             except distributed.DistNetworkError:
                 has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
                 return set() if has_agent else {0} - {self._rank}
 
-        return _ask_store(check, 2 * grace) or set()
+        return _ask_store(check, 2 * GRACE) or set()
+
+    def linger(self) -> None:
+        """Give the other ranks time to poll: the store may end with this process."""
+        time.sleep(2 * _PERIOD)
+
+    def close(self) -> bool:
+        """Stop polling; False if the thread does not end in time."""
+        self._closed.set()
+        return self._poll.join(GRACE)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_PERIOD):
+            if self._store.check([_KEY]):
+                self.fail(self._store.get(_KEY).decode())
+                return
 
 
 def own_store() -> Any:

@@ -1,0 +1,367 @@
+"""Messages between stages on different ranks: a channel for each direction between two of them.
+
+    main thread --send--> SendThread --channel--> ReceiveThread --> queue --receive--> main thread
+         rank 0                                        rank 1
+
+Sends return at once, and messages are received before they are needed: both overlap with compute.
+A message is its header, the description if that has changed, and the payload.
+
+Over gloo (CPU) a header says how many bytes the receiver posts beside the next one. A payload of
+that size comes with its header, in one packet; any other comes by itself.
+
+Over NCCL (GPU) payloads go from device to device, the rest over gloo. The header is sent after the
+payload's send was enqueued, and the receive is enqueued after the header has arrived. So whatever a
+device waits for was enqueued earlier on the other one: there is no deadlock, whichever calls block
+a device in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import VerificationError
+from revcompile.runtime.distributed.failures import Worker
+from revcompile.runtime.distributed.layout import Ranks, new_group
+from revcompile.runtime.distributed.wire import HEADER_BYTES, Describer, Description, Flag, Header
+from revcompile.runtime.executor.captured.streams import current_stream, stream_for
+from revcompile.runtime.executor.transport import Message, MessageKind, Packet, Sending
+from revcompile.schedule import Tie
+
+_NO_TIMEOUT: Final = timedelta(days=365)
+"""Receives are started long before a message is due: `Transport.wait` has the timeout."""
+_MOST_RELEASED: Final = 4
+"""How much memory, in messages, a channel between GPUs has to be received into again."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One direction between two stages on different ranks."""
+
+    source: int
+    target: int
+    ranks: tuple[int, int]
+    control: Any
+    """Group of the two ranks over gloo."""
+    payload: Any
+    """Group of the two ranks for payloads: over NCCL if the stages are on GPUs."""
+    device: torch.device
+
+    @property
+    def uses_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def exchange(self, tensor: Tensor, sends: bool) -> None:
+        """Send or receive bytes over gloo."""
+        self._start(self.control, tensor, sends).wait(_NO_TIMEOUT)
+
+    def exchange_on_device(self, tensor: Tensor, sends: bool) -> Any:
+        """Enqueue a send or a receive over NCCL, after what the current stream does so far."""
+        # As batch_isend_irecv with one operation, at a third of its time. Without coalescing NCCL
+        # would make another communicator, and warn of it.
+        self.payload._start_coalescing(self.device)
+        self._start(self.payload, tensor, sends)
+        return self.payload._end_coalescing(self.device)
+
+    def _start(self, group: Any, tensor: Tensor, sends: bool) -> Any:
+        peer = sorted(self.ranks).index(self.ranks[1] if sends else self.ranks[0])
+        return (group.send if sends else group.recv)([tensor], peer, 0)
+
+    def connect(self, sends: bool) -> None:
+        """A first exchange: NCCL connects two ranks when both have called."""
+        self.exchange_on_device(torch.zeros(1, dtype=torch.uint8, device=self.device), sends).wait()
+        torch.cuda.synchronize(self.device)
+
+    def use_own_stream(self, purpose: str) -> None:
+        """In a thread, which gets a stream of its own if there are any."""
+        if self.uses_cuda:
+            torch.cuda.set_device(self.device)
+            name = f"{purpose} {self.source}, {self.target}"
+            torch.cuda.set_stream(stream_for(name, self.device))
+
+
+def open_channels(
+    ranks: Ranks, ties: list[Tie], device: torch.device, timeout: timedelta
+) -> list[Channel]:
+    """A channel for every two stages and direction; returns those this rank is part of.
+
+    Making a process group is a collective: all ranks make all of them, in the same order.
+    """
+    stages = len(ranks.layout.stage_to_rank)
+    pairs = {(s, s + 1) for s in range(stages - 1)} | {(t.owner, t.holder) for t in ties}
+    directed = sorted(pairs | {(b, a) for a, b in pairs})
+    channels = []
+    for replica in range(ranks.layout.replicas):
+        for source, target in directed:
+            ends = ranks.layout.rank(source, replica), ranks.layout.rank(target, replica)
+            if ends[0] == ends[1]:
+                continue
+            control = new_group(ends, "gloo", timeout)
+            payload = new_group(ends, "nccl", timeout) if device.type == "cuda" else control
+            if ranks.rank in ends:
+                channels.append(Channel(source, target, ends, control, payload, device))
+    for channel in channels:
+        if channel.uses_cuda:
+            channel.connect(ranks.rank == channel.ranks[0])
+    return channels
+
+
+# -- sending --------------------------------------------------------------------------------------
+
+
+class DevicePayload:
+    """A payload that a thread sends over NCCL, after what the device was given to do before it.
+
+    Args:
+        notify: Ends a call of `wait`.
+        wait: Waits for another thread, or raises if a rank is gone; it is told for what.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        memory: Tensor,
+        notify: Callable[[], None],
+        wait: Callable[[str], None],
+    ) -> None:
+        self._channel, self._memory = channel, memory
+        self._notify, self._wait = notify, wait
+        self._computed = current_stream(memory).record_event()
+        self._work: Any = None
+        self._is_awaited = False
+
+    def start(self) -> None:
+        """Called by the thread."""
+        current_stream(self._memory).wait_event(self._computed)
+        self._work = self._channel.exchange_on_device(self._memory, sends=True)
+        if self._is_awaited:
+            self._notify()
+
+    def is_sent(self) -> bool:
+        """May its memory be freed?"""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Have the current stream wait until its memory may be written to."""
+        self._is_awaited = True
+        while self._work is None:
+            self._wait(f"a message to stage {self._channel.target} that is not sent yet")
+        self._work.wait()
+
+
+class SendThread(Worker):
+    """Sends a channel's messages in order.
+
+    A payload on a GPU must not be written to before `Sending.wait`; on a CPU it is a copy.
+
+    Args:
+        on_failure: Called by the thread.
+        notify: See `DevicePayload`.
+        wait: See `DevicePayload`.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        on_failure: Callable[[str], None],
+        notify: Callable[[], None],
+        wait: Callable[[str], None],
+    ) -> None:
+        self.channel = channel
+        self.sent = 0
+        """How many messages were handed over."""
+        self._notify, self._wait = notify, wait
+        self._describers = {kind: Describer(channel.device) for kind in MessageKind}
+        self._last = Header(-1)
+        self._spare: deque[Tensor] = deque()
+        """Memory that has been sent, to be used again."""
+        self._jobs: queue.SimpleQueue[tuple[DevicePayload | None, list[Tensor]] | None]
+        self._jobs = queue.SimpleQueue()
+        super().__init__(self._run, on_failure)
+
+    def send(self, kind: MessageKind, message: Message) -> Sending | None:
+        """Hand a message over; returns at once."""
+        describer, uses_cuda = self._describers[kind], self.channel.uses_cuda
+        text, tensors = describer.describe(message)
+        size = describer.description.size
+        # The next payload is expected to be like the last two.
+        room = 0 if uses_cuda or size != self._last.size else size
+        numbers = {"number": self.sent, "length": len(text), "size": size, "room": room}
+        header = Header.of(message, kind, **numbers)
+        packet, payload = self._memory(HEADER_BYTES + (0 if uses_cuda else size)), None
+        memory = packet[HEADER_BYTES:]
+        if isinstance(tensors, Tensor):
+            memory = tensors
+        else:
+            if uses_cuda:
+                memory = torch.empty(size, dtype=torch.uint8, device=self.channel.device)
+            describer.description.pack(tensors, memory)
+        if uses_cuda and size:
+            payload = DevicePayload(self.channel, memory, self._notify, self._wait)
+        self._put(header, text, packet, payload)
+        return payload
+
+    def end(self, cause: str = "") -> None:
+        """Send the last message: the run has ended, or failed because of `cause`."""
+        text = cause.encode()
+        header = Header(self.sent, flags=Flag.END, length=len(text))
+        self._put(header, text, self._memory(HEADER_BYTES))
+        self._jobs.put(None)
+
+    def payload_bytes(self) -> int:
+        """Of one message of each kind that was sent."""
+        return sum(describer.description.size for describer in self._describers.values())
+
+    def _put(
+        self, header: Header, text: bytes, packet: Tensor, payload: DevicePayload | None = None
+    ) -> None:
+        """Hand over a packet for gloo, with a payload behind its header, or one for NCCL."""
+        header.write(packet)
+        packets, expected = [packet], HEADER_BYTES + self._last.room
+        if len(packet) != expected:
+            first = self._memory(expected)
+            first[:HEADER_BYTES].copy_(packet[:HEADER_BYTES])
+            packets = [first, packet[HEADER_BYTES:]]
+        if text:
+            packets.insert(1, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self.sent, self._last = self.sent + 1, header
+        self._jobs.put((payload, [each for each in packets if len(each)]))
+
+    def _memory(self, size: int) -> Tensor:
+        while self._spare:
+            memory = self._spare.popleft()
+            if len(memory) == size:
+                return memory
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def _run(self) -> None:
+        self.channel.use_own_stream("send")
+        unfinished: deque[DevicePayload] = deque()  # whose memory must not be freed meanwhile
+        while (job := self._jobs.get()) is not None:
+            payload, packets = job
+            if payload is not None:
+                payload.start()
+                unfinished.append(payload)
+            for packet in packets:
+                self.channel.exchange(packet, sends=True)
+            self._spare.extend(packets)
+            while unfinished and unfinished[0].is_sent():
+                unfinished.popleft()
+
+
+# -- receiving ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Arrival:
+    """A received message; on a GPU its payload is there when `work` is done."""
+
+    kind: MessageKind
+    message: Message
+    memory: Tensor | None = None
+    work: Any = None
+    _waited: int | None = None
+    """The number of the stream that waits already."""
+
+    def ready(self, packed: bool = False) -> Message:
+        """The message, after making the current stream wait for its payload."""
+        if self.work is not None and self.memory is not None:
+            stream = current_stream(self.memory)
+            if self._waited != stream.stream_id:  # a stream itself may be equal to None
+                self._waited = stream.stream_id
+                self.work.wait()
+                self.memory.record_stream(stream)
+        if self.message.packet is not None and not packed:
+            self.message = self.message.packet.unpack()
+        return self.message
+
+
+class ReceiveThread(Worker):
+    """Receives a channel's messages and delivers them.
+
+    GPU memory that captured steps have copied to their static buffers is received into again. So it
+    does not matter how many steps the host is ahead of the device.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        deliver: Callable[[Channel, Arrival], None],
+        on_end: Callable[[Channel, str], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self.channel = channel
+        self._deliver, self._on_end = deliver, on_end
+        self._descriptions: dict[MessageKind, Description] = {}
+        self._released: deque[tuple[Tensor, torch.cuda.Event]] = deque(maxlen=_MOST_RELEASED)
+        """Memory, and when it may be written to."""
+        super().__init__(self._run, on_failure)
+
+    def _run(self) -> None:
+        self.channel.use_own_stream("receive")
+        room = 0
+        for number in itertools.count():
+            packet = self._received(HEADER_BYTES + room)
+            header = Header.read(packet)
+            if header.number != number:
+                raise VerificationError(f"message {header.number} came, not {number}")
+            text = self._received(header.length).numpy().tobytes()
+            if header.flags & Flag.END:
+                self._on_end(self.channel, text.decode())
+                return
+            if text:
+                self._descriptions[header.kind] = Description(json.loads(text))
+            self._deliver(self.channel, self._arrival(header, packet))
+            room = header.room
+            del packet
+
+    def _received(self, size: int) -> Tensor:
+        """So many bytes from the other CPU."""
+        memory = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self.channel.exchange(memory, sends=False)
+        return memory
+
+    def _arrival(self, header: Header, packet: Tensor) -> Arrival:
+        """The message of a header; over NCCL its payload is still being received."""
+        description, device = self._descriptions[header.kind], self.channel.device
+        if not header.size:
+            nothing = torch.empty(0, dtype=torch.uint8, device=device)
+            return Arrival(header.kind, description.unpack(header, nothing, device))
+        work = release = None
+        if self.channel.uses_cuda:
+            memory = self._take(header.size)
+            work = self.channel.exchange_on_device(memory, sends=False)
+            release = partial(self._release, memory)
+        elif len(packet) == HEADER_BYTES + header.size:
+            memory = packet[HEADER_BYTES:]
+        else:
+            memory = self._received(header.size)
+        unpack = partial(description.unpack, header, memory, device)
+        message = header.message(packet=Packet(memory, description, unpack, release))
+        return Arrival(header.kind, message, memory, work)
+
+    def _take(self, size: int) -> Tensor:
+        """Memory of so many bytes on the GPU.
+
+        Of what was released last the device may not have read anything yet: that one is left.
+        """
+        while len(self._released) > 1:
+            memory, free = self._released.popleft()
+            if len(memory) == size:
+                current_stream(memory).wait_event(free)
+                return memory
+        return torch.empty(size, dtype=torch.uint8, device=self.channel.device)
+
+    def _release(self, memory: Tensor) -> None:
+        self._released.append((memory, current_stream(memory).record_event()))

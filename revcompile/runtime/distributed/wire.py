@@ -1,0 +1,250 @@
+"""Messages between ranks as bytes.
+
+    header        int64: number, kind, micro-batch, flags, sizes, fingerprint
+    description   JSON: names, dtypes, shapes, strides, plain values; sent only when it changes
+    payload       all tensors in one buffer, each where torch could have allocated it
+
+Tensors arrive with the strides they were sent with: kernels are chosen by them, and results must
+not depend on which rank a stage is on.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from revcompile.errors import InputError
+from revcompile.runtime.checkpoint.tree import decode, encode
+from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.transport import Message, MessageKind
+from revcompile.runtime.stage.static_buffers import Layout
+from revcompile.runtime.stage.tensors import aligned, keeps_strides
+
+HEADER_BYTES: Final = 128
+"""More than a header has, so that a payload behind it is aligned as by torch."""
+_KINDS: Final = tuple(MessageKind)
+_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
+_NO_FINGERPRINT: Final = Fingerprint()
+
+
+class Flag(enum.IntFlag):
+    """What a header says in one bit."""
+
+    VOID = 1
+    """See `Message.void`."""
+    EXACT = 2
+    """See `Message.is_exact`."""
+    END = 4
+    """The last message. Its text is the cause if the sender has failed."""
+
+
+class Header(NamedTuple):
+    """The first part of a message: what it is, and the sizes of what follows."""
+
+    number: int
+    """Counts the messages of a channel."""
+    code: int = 0
+    microbatch: int = 0
+    """Or the update."""
+    flags: int = 0
+    length: int = 0
+    """Bytes of the text: the description, or the cause at the end."""
+    size: int = 0
+    """Bytes of the payload."""
+    room: int = 0
+    """Bytes that the receiver leaves for a payload beside the next header."""
+    inputs: int = 0
+    target: int = 0
+
+    @classmethod
+    def of(cls, message: Message, kind: MessageKind, **numbers: int) -> Header:
+        flags = Flag.VOID * message.void | Flag.EXACT * message.is_exact
+        data, code = message.fingerprint or _NO_FINGERPRINT, _CODES[kind]
+        return cls(
+            code=code,
+            microbatch=message.index,
+            flags=flags,
+            inputs=data.inputs,
+            target=data.target,
+            **numbers,
+        )
+
+    @classmethod
+    def read(cls, packet: Tensor) -> Header:
+        return cls(*_NUMBERS.unpack_from(packet.numpy().data))
+
+    def write(self, packet: Tensor) -> None:
+        _NUMBERS.pack_into(packet.numpy().data, 0, *self)
+
+    @property
+    def kind(self) -> MessageKind:
+        return _KINDS[self.code]
+
+    def message(self, **parts: Any) -> Message:
+        """The message, with these parts."""
+        data = Fingerprint(self.inputs, self.target)
+        return Message(
+            self.microbatch,
+            void=bool(self.flags & Flag.VOID),
+            fingerprint=None if data == _NO_FINGERPRINT else data,
+            is_exact=bool(self.flags & Flag.EXACT),
+            **parts,
+        )
+
+
+_NUMBERS: Final = struct.Struct(f"{len(Header._fields)}q")
+
+
+class _Form:
+    """Everything about a tensor but its elements, which lie in the payload without gaps.
+
+    Of an expanded tensor (stride 0) the payload has every element once: `core` is its shape there.
+    """
+
+    def __init__(self, name: str, shape: list[int], stride: list[int], on_host: bool) -> None:
+        self.dtype: torch.dtype = getattr(torch, name)
+        self.shape, self.stride, self.on_host = tuple(shape), tuple(stride), on_host
+        self.core = _core(shape, stride)
+        like = torch.empty_strided(self.core, stride, dtype=self.dtype, device="meta")
+        self.dense, self.nbytes = torch.empty_like(like).stride(), like.numel() * like.itemsize
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The elements in their part of the payload."""
+        return memory.view(self.dtype).as_strided(self.core, self.dense)
+
+    def read(self, memory: Tensor) -> Tensor:
+        elements = self.view(memory)
+        if self.on_host:
+            elements = elements.cpu()
+        if self.dense != self.stride:
+            elements = elements.new_empty_strided(self.core, self.stride).copy_(elements)
+        # .data: a version counter of its own, because tensors share the payload's memory
+        return elements.expand(self.shape).data
+
+
+def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The shape with every dimension of stride 0 as 1."""
+    pairs = zip(shape, stride, strict=True)
+    return tuple(min(size, 1) if step == 0 else size for size, step in pairs)
+
+
+def _form(tensor: Tensor, device: torch.device) -> list[Any]:
+    """What `_Form` is made of, for a tensor of a stage on `device`."""
+    if tensor.layout is not torch.strided:
+        raise InputError(f"a value of layout {tensor.layout}")
+    stride = tensor.stride()
+    if not keeps_strides(_core(tensor.shape, stride), stride):
+        stride = torch.empty(tensor.shape, device="meta").stride()
+    on_host = tensor.device.type == "cpu" and device.type != "cpu"
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(stride), on_host]
+
+
+class Description:
+    """The form of a message: both ends make it of the same JSON."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+        self._forms = [_Form(*content) for content in _tensors(plain)]
+        offsets, self.size = aligned(form.nbytes for form in self._forms)
+        pairs = list(zip(self._forms, offsets, strict=True))
+        self._slices = [slice(offset, offset + form.nbytes) for form, offset in pairs]
+        self.layout: Layout = tuple(
+            None if form.on_host else (offset, form.dtype, form.shape, form.stride)
+            for form, offset in pairs
+        )
+
+    def pack(self, tensors: Sequence[Tensor], payload: Tensor) -> None:
+        """Copy the tensors of a message to its payload."""
+        for form, part, tensor in zip(self._forms, self._slices, tensors, strict=True):
+            core = tensor.detach().as_strided(form.core, tensor.stride())
+            form.view(payload[part]).copy_(core)
+
+    def unpack(self, header: Header, payload: Tensor, device: torch.device) -> Message:
+        """The message, with tensors in the memory of its payload."""
+        pairs = iter(zip(self._forms, self._slices, strict=True))
+
+        def next_tensor(_: Any) -> Tensor:
+            form, part = next(pairs)
+            return form.read(payload[part])
+
+        def device_here(name: str) -> torch.device:
+            return torch.device("cpu") if torch.device(name).type == "cpu" else device
+
+        special = {"tensor": next_tensor, "device": device_here}
+        values, gradients, scale, found_inf = decode(self._plain, special)
+        return header.message(
+            values=dict(values), gradients=dict(gradients), scale=scale, found_inf=found_inf
+        )
+
+
+def _tensors(plain: Any) -> Iterator[Any]:
+    """The tensors of a description, in the order in which they are decoded."""
+    if isinstance(plain, list):
+        for item in plain:
+            yield from _tensors(item)
+    elif isinstance(plain, dict):
+        for tag, content in plain.items():
+            if tag == "tensor":
+                yield content
+            else:
+                yield from _tensors(content)
+
+
+class Describer:
+    """Describes messages of one kind between stages on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._text = b""
+        self._packed: Any = None
+        """The form of packets that are laid out as the description says."""
+        self.description = Description([])
+        """That of the last message."""
+
+    def describe(self, message: Message) -> tuple[bytes, Tensor | list[Tensor]]:
+        """The description's text if it is not the last one; the tensors to pack.
+
+        On a GPU there may be a payload in place of tensors: the message's packet.
+        """
+        packet = message.packet if self._device.type == "cuda" else None
+        if packet is not None and packet.form is self._packed:
+            return b"", packet.memory
+        plain, tensors = self._encoded(message)
+        text = json.dumps(plain).encode()
+        if text == self._text:
+            text = b""
+        else:
+            self._text, self._packed, self.description = text, None, Description(plain)
+        if packet is not None and packet.form.layout == self.description.layout:
+            self._packed = packet.form
+            return text, packet.memory
+        return text, tensors
+
+    def _encoded(self, message: Message) -> tuple[Any, list[Tensor]]:
+        """The message's form as JSON, and the tensors in its order."""
+        tensors: list[Tensor] = []
+
+        def special(value: Any, _: str) -> dict[str, Any] | None:
+            if not isinstance(value, Tensor):
+                return None
+            tensors.append(value)
+            return {"tensor": _form(value, self._device)}
+
+        def named(part: Mapping[str, Any]) -> list[Any]:
+            return [[name, encode(value, special)] for name, value in part.items()]
+
+        try:
+            parts = [named(message.values), named(message.gradients)]
+            parts += [encode(value, special) for value in (message.scale, message.found_inf)]
+        except InputError as error:
+            raise InputError(
+                f"{error} crosses from one rank to another; only dense tensors and plain values "
+                "do: put both stages on one rank with stage_to_rank="
+            ) from None
+        return parts, tensors
