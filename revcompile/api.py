@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from revcompile.arguments import (
-    CallBackendName,
     CheckName,
     CostName,
     KeepName,
@@ -45,7 +44,6 @@ from revcompile.ir.module_tree import looks_trained
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Rewired, TensorType
 from revcompile.kernels.fixed_point import STREAM_RANGE
-from revcompile.runtime.reversible.captured_calls import CapturedCalls
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
@@ -111,7 +109,6 @@ def reversify(
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
     overlap: OverlapName | Overlap = "auto",
-    backend: CallBackendName = "eager",
 ) -> ReversibleModule:
     """Rewire a model so that training it stores no activations inside its residual chains.
 
@@ -133,11 +130,6 @@ def reversify(
             Default: by data type, 1e-3 for float32.
         overlap: Whether backward rebuilds one block while it differentiates the next, on two CUDA
             streams. "auto": in steps captured as CUDA graphs, if their kernels are small.
-        backend: "cudagraphs": on a GPU, training calls of equal shapes are captured from the third
-            on, forward and backward, which relieves the host of thousands of small kernels. That
-            takes memory for the gradients of all parameters. Branches with dropout, and models that
-            are not on a GPU when they are trained, stay as they are, which a warning says once.
-            "eager": each call is run as it is.
 
     Raises:
         CaptureError: The model cannot be turned into a graph.
@@ -169,7 +161,6 @@ def reversify(
         leaf_modules=leaf_modules,
         tolerance=tolerance,
         overlap=overlap,
-        backend=one_of("reversify", "backend", backend, get_args(CallBackendName)),
     )
     _warn_if_nothing_is_reversible(net.rewired, "reversify")
     if huggingface.is_pretrained_model(model):
@@ -188,7 +179,6 @@ def _reversified(
     leaf_modules: Iterable[str | type[nn.Module]],
     tolerance: float | None,
     overlap: str | Overlap = "auto",
-    backend: str = "eager",
 ) -> tuple[ReversibleModule, Compared | None]:
     """The passes from a model to a module, and the gradients its chains were compared with."""
     chosen = Policy.named(policy)
@@ -206,8 +196,7 @@ def _reversified(
         rewired = rewire(captured, found, chosen)
         verify_rewired(captured, rewired)
         limit: Tolerance = "auto" if tolerance is None else tolerance
-        calls = CapturedCalls() if backend == "cudagraphs" else None
-        net = ReversibleModule(rewired, limit, overlaps, calls)
+        net = ReversibleModule(rewired, limit, overlaps)
         any_arguments = huggingface.is_pretrained_model(model)
         net.on_new_case(Recompiler(model, captured, chosen), any_arguments)
         _warn_of_hooks(net, caller)

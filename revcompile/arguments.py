@@ -46,7 +46,6 @@ BackendName = Literal["auto", "eager", "cudagraphs", "inductor", "static"]
 PolicyName = Literal["paper", "pretrained", "same_parameters"]
 CheckName = Literal["full", "fast", "off"]
 CostName = Literal["analytic", "measured"]
-CallBackendName = Literal["eager", "cudagraphs"]
 OverlapName = Literal["auto", "on", "off"]
 
 

@@ -8,8 +8,7 @@
         --model resnet152
 
 `--captured` runs every variant's step as a CUDA graph, so that starting kernels costs nothing and
-what is left is what the GPU itself cannot hide; without it, "cudagraphs" is a module that captures
-its own calls. `--profile` tells which kernels take the time.
+what is left is what the GPU itself cannot hide. `--profile` tells which kernels take the time.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from benchmarks.registry import Benchmark, Row
 from revcompile.runtime.reversible.overlap import Overlap
 
 OFF, ON = "reversify, overlap off", "reversify, overlap on"
-GRAPHS = "reversify, cudagraphs"
 PLAIN_BAR, SMALL_BAR, CHECKPOINT_BAR, FIT_BAR = 1.33, 1.15, 1.0, 5.0
 GIB = 2**30
 
@@ -70,10 +68,6 @@ def variants(name: str, device: torch.device) -> dict[str, nn.Module]:
     for variant, overlap in ((OFF, Overlap.OFF), (ON, Overlap.ON)):
         nets[variant] = copy.deepcopy(ours)
         nets[variant].overlap = overlap  # type: ignore[assignment]
-    if device.type == "cuda":
-        nets[GRAPHS] = revcompile.reversify(
-            plain, policy="same_parameters", check="off", backend="cudagraphs"
-        )
     layout = torch.channels_last if has_convolutions(plain) else torch.preserve_format
     return {variant: net.train().to(memory_format=layout) for variant, net in nets.items()}
 
@@ -130,8 +124,8 @@ def timed(
     peaks = {}
     steps: dict[str, Callable[[], None]] = {}
     for name, net in nets.items():
-        if name in ("checkpoint", GRAPHS) and setting.captured:
-            continue  # the one reads the generator's state, which a capture forbids
+        if name == "checkpoint" and setting.captured:
+            continue  # it reads the generator's state, which a capture forbids
         peaks[name] = step_memory(net, x, y, setting.device, setting.dtype).peak
         steps[name] = step_of(net, x, y, setting)
         if setting.captured:
@@ -152,7 +146,7 @@ def report(
         for name, times in seconds.items()
     ]
     show(title, ("training", "step", "activations", "time / plain"), rows)
-    best = min((n for n in (OFF, ON, GRAPHS) if n in seconds), key=lambda n: of_plain[n].median)
+    best = min((n for n in (OFF, ON) if n in seconds), key=lambda n: of_plain[n].median)
     bar = SMALL_BAR if captured else PLAIN_BAR
     said = [f"{verdict(of_plain[best].median, bar)} of plain"]
     if "checkpoint" in seconds:

@@ -27,7 +27,6 @@ from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 from revcompile.kernels.repeatable import Repeated
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block import Block, BlockWeights
-from revcompile.runtime.reversible.captured_calls import CapturedCalls
 from revcompile.runtime.reversible.cases import Cases, Recapture
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.hooks import ShardedModule, reshard, sharded_modules, unshard
@@ -47,8 +46,6 @@ class _Step:
     outputs: tuple[str, ...]
     drop: tuple[str, ...]
     """Values that are not read afterwards."""
-    bindings: tuple[Bindings, ...]
-    """What its graphs read of the module tree."""
     sharded: tuple[ShardedModule, ...] = ()
     """Of an opaque segment: FSDP2 modules that its layers belong to."""
 
@@ -70,7 +67,6 @@ class Reversible(OriginalSurface):
         tolerance: the largest relative error of a rebuilt input; "auto": by the dtype of the
             streams; None: no check.
         overlap: whether a block is rebuilt while the next one is differentiated.
-        captured_calls: where given, forward and backward are replayed as CUDA graphs.
 
     Raises:
         InputError: the model has a member of a name that this module needs itself.
@@ -81,7 +77,6 @@ class Reversible(OriginalSurface):
         rewired: Rewired,
         tolerance: Tolerance = None,
         overlap: Overlap = Overlap.OFF,
-        captured_calls: CapturedCalls | None = None,
     ) -> None:
         super().__init__()
         root, kinds = rewired.root, type(self).__mro__
@@ -111,7 +106,6 @@ class Reversible(OriginalSurface):
         self.__dict__["check_every"] = 50
         self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
-        self.__dict__["_captured_calls"] = captured_calls
         self.__dict__["_original"] = Original.adopted_by(self, root, reserved)
         self.__dict__["_inlined"] = Inlined(rewired, self)
         self.__dict__["_has_class_forward"] = "forward" not in vars(root)
@@ -128,7 +122,6 @@ class Reversible(OriginalSurface):
     overlap: Overlap
     """Is a block rebuilt while the next one is differentiated? Read at the first call."""
     _plans: dict[int, _Plan]
-    _captured_calls: CapturedCalls | None
     _has_class_forward: bool
     """Is the original's forward that of its class?"""
     _inlined: Inlined
@@ -155,23 +148,9 @@ class Reversible(OriginalSurface):
         body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
-        found = self._called(body, values)
+        found = self._run(body, values)
         flat = [found[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
         return pytree.tree_unflatten(flat, out_spec)
-
-    def _called(self, body: Body, values: dict[str, Any]) -> Mapping[str, Any]:
-        calls = self._captured_calls
-        if calls is None or not (self.reversible and self.training and torch.is_grad_enabled()):
-            return self._run(body, values)
-        steps = self._plan(body)
-        return calls.run(
-            partial(self._run, body),
-            values,
-            body.returned,
-            [bindings for step in steps for bindings in step.bindings],
-            steps,
-            self.check_every,
-        )
 
     @property
     def inlined_hooks(self) -> tuple[str, ...]:
@@ -215,8 +194,7 @@ class Reversible(OriginalSurface):
         # Capturing anew needs the original's class, which pickle finds by its name or not at all.
         recapture = self._cases.recapture if self._original.is_importable else None
         cases = Cases(self.rewired, recapture, self._cases.any_arguments)
-        calls = None if self._captured_calls is None else CapturedCalls()
-        return {**self.__dict__, "_plans": {}, "_cases": cases, "_captured_calls": calls}
+        return {**self.__dict__, "_plans": {}, "_cases": cases}
 
     def _run(
         self,
@@ -274,10 +252,9 @@ class Reversible(OriginalSurface):
             first = run[0]
             if isinstance(first, Opaque):
                 inputs, outputs = first.inputs, first.outputs
-                bindings: tuple[Bindings, ...] = (Bindings(first.graph, self),)
                 graph = fuse_bn_relu(match_dtypes(first.graph), self)
                 code: Callable[..., Any] | Chain = compile_with_modules(graph, self, first.name)
-                sharded = _sharded(bindings[0])
+                sharded = _sharded(Bindings(first.graph, self))
             else:
                 couplings = [s for s in run if isinstance(s, Coupling)]
                 sides = tuple(dict.fromkeys(n for c in couplings for n in c.all_sides))
@@ -286,7 +263,6 @@ class Reversible(OriginalSurface):
                 position = {name: i for i, name in enumerate(sides)}
                 types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
                 blocks = tuple(map(_block, couplings, repeat(self), repeat(position), types))
-                bindings = tuple(block.bindings for block in blocks)
                 has_convolutions = any(convolves(c.branch, self) for c in couplings)
                 code = Chain(
                     blocks,
@@ -299,7 +275,7 @@ class Reversible(OriginalSurface):
             drop = tuple(
                 n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in body.returned
             )
-            steps.append(_Step(code, inputs, outputs, drop, bindings, sharded))
+            steps.append(_Step(code, inputs, outputs, drop, sharded))
         return tuple(steps)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from revcompile.errors import RevcompileError
 from revcompile.ir.coupling_ops import seed_of, seeding
-from revcompile.runtime.reversible.captured_calls import CudaGraphs
 
 
 class CaptureUnsupported(RevcompileError):
@@ -50,6 +50,45 @@ class EagerReplay:
 
     def clear(self) -> None:
         """Forget all captured steps."""
+
+
+class CudaGraphs:
+    """Captures functions as CUDA graphs, all in one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def capture(
+        self, function: Callable[[], None], generators: Iterable[torch.Generator]
+    ) -> Callable[[], None]:
+        """What to call instead of the function, which has been run without effect.
+
+        Args:
+            generators: Those that it draws from, besides the default one.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        for each in generators:
+            graph.register_generator_state(each)
+        generator = torch.cuda.default_generators[stream.device_index]
+        random_state = generator.graphsafe_get_state().clone_state()
+        context = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
+        try:
+            with context:
+                function()
+        except BaseException:
+            # A capture that fails leaves its stream current, and generator and pool in use.
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(random_state)
+            self._pool = None
+            raise
+        finally:
+            # A capture begins with kernels of its own, which write the generators' seeds. A replay
+            # writes them again on the current stream, and a failed capture frees their memory.
+            assert context.capture_stream is not None
+            stream.wait_stream(context.capture_stream)
+        return graph.replay
 
 
 @dataclass

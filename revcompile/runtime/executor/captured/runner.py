@@ -26,7 +26,6 @@ from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Transport
-from revcompile.runtime.reversible.captured_calls import NOT_ON_CUDA, warn_not_captured
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.static_buffers import Flat, empty_on
@@ -66,7 +65,7 @@ def why_not_capturable(
     """Why steps cannot be captured; None if they can."""
     devices = {p.device for executor in executors for p in executor.stage.parameters.values()}
     if backend is not Backend.STATIC and any(device.type != "cuda" for device in devices):
-        return f"{NOT_ON_CUDA}; net.trainer(device='cuda') moves it there"
+        return "the model is not on a CUDA device; net.trainer(device='cuda') moves it there"
     if len(devices) != 1:
         return f"the model is on {len(devices)} devices; a step is captured on one"
     method = schedule.method
@@ -171,8 +170,12 @@ class GraphRunner:
             executor.stage.use_static_buffers(0, None)
             if isinstance(executor.updater, CapturedUpdater):
                 executor.updater.count_on_host()
-        instead = "steps are run one action at a time"
-        warn_not_captured(self._backend.value, instead, why, stacklevel=5)
+        warnings.warn(
+            f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
+            "Pass backend='eager' to silence this warning",
+            RevcompileWarning,
+            stacklevel=5,
+        )
 
     def _warn(self, why: str, advice: str) -> None:
         """Say once that steps are not captured for a while."""
