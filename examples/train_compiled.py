@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 
 import revcompile
 from revcompile.errors import InputError, RevcompileError
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> float:

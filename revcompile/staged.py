@@ -28,7 +28,6 @@ from revcompile.compiler.partition import assign_contiguous
 from revcompile.compiler.recapture import Recompiler
 from revcompile.errors import InputError
 from revcompile.interop.pipelining import StageModule, pipeline_stages
-from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.program import Partition
 from revcompile.plan.budget import MemoryPlan, plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
@@ -36,7 +35,6 @@ from revcompile.plan.report import StageReport
 from revcompile.runtime.checkpoint.weights import export_weights, load_into
 from revcompile.runtime.distributed.layout import make_layout, pipeline_ranks, world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
-from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import buffer_bytes
@@ -48,10 +46,10 @@ from revcompile.runtime.stage.update import (
     ParamGroups,
     ScheduleFactory,
 )
-from revcompile.runtime.trainer.core import Trainer
-from revcompile.runtime.trainer.local import LocalTrainer
 from revcompile.runtime.trainer.metrics import Metrics
+from revcompile.runtime.trainer.placement import Placement, RankPlacement
 from revcompile.runtime.trainer.settings import Settings, Task
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Method, check_schedule, delay
 from revcompile.units import parse_memory_budget
 
@@ -376,21 +374,19 @@ class StagedModel(StageReport):
         task = Task(self.model, self.partition, programs, optimizer, loss, settings, self._tree)
         with ExitStack() as undo:  # a trainer that is refused changes nothing
             if world_size() > 1:
-                trainer: Trainer = DistributedTrainer(
+                placement: Placement = RankPlacement(
                     task,
+                    undo,
+                    target,
                     default_stage_to_rank=self._default_stage_to_rank,
-                    undo=undo,
                     stage_to_rank=stage_to_rank,
-                    device=target,
                     timeout=timeout,
                     report_loss=report_loss,
                     average_statistics=average_statistics,
                 )
             else:
-                if target is not None:
-                    undo.callback(self.model.to, device_of_model(self.model))
-                    self.model.to(target)
-                trainer = LocalTrainer(task)
+                placement = Placement(task, undo, target)
+            trainer = Trainer(task, placement)
             trainer.memory_plan = plan
             warn_of_delay(trainer)
             undo.pop_all()

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transcription import ROWS, Transcription
 
 import revcompile
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 
 EXACT: Final = 1e-10
 STAGES: Final = 4

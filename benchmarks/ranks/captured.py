@@ -42,8 +42,8 @@ from benchmarks.models import Case, create, sgd
 from benchmarks.ranks.launch import on_ranks, side_by_side
 from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.engine import Feed
-from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured.graphs import CudaGraphReplay
+from revcompile.runtime.trainer.placement import RankPlacement
 
 CASES: Final = ("transformer-24x1024:64:1:8", "resnet18:64:64:10", "transformer-24x1024:64:8:8")
 REPLAYS: Final = 20
@@ -129,8 +129,7 @@ class Variant:
         found.sent, found.link = self._link()
         if found.captured and self.device.type == "cuda":
             found.kernels = self._kernels()
-        if isinstance(self.trainer, DistributedTrainer):
-            self.trainer.close()
+        self.trainer.close()
         return found
 
     def _kernels(self) -> float:
@@ -151,11 +150,12 @@ class Variant:
 
     def _link(self) -> tuple[int, float]:
         """Bytes that a rank sends for a micro-batch, and seconds of all ranks' messages alone."""
-        if not isinstance(self.trainer, DistributedTrainer):
+        placement = self.trainer.placement
+        if not isinstance(placement, RankPlacement):
             return 0, 0.0
         own, here = dict[int, int](), self.trainer.rank
-        for (_, target), sender in self.trainer.transport._senders.items():
-            own[self.trainer.ranks.owner(target)] = sender.payload_bytes()
+        for (_, target), sender in placement.transport._senders.items():
+            own[placement.ranks.owner(target)] = sender.payload_bytes()
         every: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(every, own, group=self._control)
         ops = [(distributed.isend, size, peer) for peer, size in own.items()]

@@ -42,7 +42,7 @@ from benchmarks.ranks import budgeted
 from benchmarks.ranks.launch import RANKS, on_ranks
 from benchmarks.registry import Benchmark, Row
 from revcompile.compiler.cost import piece_costs
-from revcompile.runtime.distributed.trainer import DistributedTrainer
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep
 from revcompile.staged import StagedModel
 
@@ -79,7 +79,7 @@ class Bench:
         shape = (case.batch, 3, case.size, case.size)
         self.x = torch.randn(shape, generator=generator)
         self.y = torch.randint(0, 10, (case.batch,), generator=generator)
-        self.trainers: list[DistributedTrainer] = []
+        self.trainers: list[Trainer] = []
         self.spent: dict[str, budgeted.Spent] = {}
 
     def net(self) -> StagedModel:
@@ -156,7 +156,6 @@ class Bench:
             memory_budget=memory,
             batch_size=self.case.batch,
         )
-        assert isinstance(trainer, DistributedTrainer)
         self.trainers.append(trainer)
 
         def turn() -> None:
@@ -165,7 +164,7 @@ class Bench:
 
         return turn
 
-    def _alone(self, trainer: DistributedTrainer) -> Turn:
+    def _alone(self, trainer: Trainer) -> Turn:
         """A rank's own stage on messages made up once: no waiting, nothing sent."""
         (executor,) = trainer.executors
         stage, program, state = executor.stage, executor.program, {"m": 1_000_000}

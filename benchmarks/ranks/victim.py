@@ -32,10 +32,9 @@ import revcompile
 from revcompile.arguments import member_of
 from revcompile.runtime.checkpoint.tree import encode_tree
 from revcompile.runtime.distributed.rank_weights import owning_stages
-from revcompile.runtime.distributed.trainer import DistributedTrainer
 from revcompile.runtime.executor.captured.runner import Backend
 from revcompile.runtime.stage.tensors import detach_tree
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 
 __all__ = [
@@ -156,8 +155,7 @@ def train(run: Run, folder: Path, note: Note) -> None:
             trainer.save(saved, drain=run.backend == "eager" or step + 1 == STEPS)
             note({"saved": step + 1})
     note({"step": STEPS, "loss": None, "digests": state()})
-    if isinstance(trainer, DistributedTrainer):
-        trainer.close()
+    trainer.close()
     note({"done": True})
 
 

@@ -48,7 +48,7 @@ from benchmarks.models import Case, create, of_depth
 from benchmarks.registry import Benchmark
 from benchmarks.registry import Row as Found
 from revcompile.runtime.executor.captured.graphs import CudaGraphReplay
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 
 QUIET: Final = 100

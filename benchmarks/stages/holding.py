@@ -16,7 +16,7 @@ from revcompile.runtime.executor.stage_executor import StageExecutor
 from revcompile.runtime.executor.transport import Message, Transport
 from revcompile.runtime.stage.stage import InFlight, Stage
 from revcompile.runtime.stage.weights import at_versions
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Action
 
 __all__ = ["Bytes", "CpuMeter", "CudaMeter", "Meter", "Watch", "held_by", "saved_by"]

@@ -19,7 +19,7 @@ from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import Rewired
 from revcompile.optim.combined import members
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Weights, window
 
 _ATTENTION_OPS: Final = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))

@@ -35,7 +35,7 @@ from revcompile.plan.budget import (
     plan_memory,
     state_copies,
 )
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
 from tests.compiler.test_partition import HEAVY_HEAD, Chain

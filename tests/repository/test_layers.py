@@ -28,7 +28,7 @@ LAYERS = (
     {"__main__"},
 )
 """What a part may import: the parts of earlier layers, and its own modules."""
-RUNTIME = ("reversible", "stage", "executor", "checkpoint", "trainer", "distributed")
+RUNTIME = ("reversible", "stage", "executor", "checkpoint", "distributed", "trainer")
 """The folders of runtime/: each may import those before it."""
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 OUTSIDE = {"models", "examples", "benchmarks", "tests"}

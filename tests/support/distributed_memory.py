@@ -20,7 +20,7 @@ def holdings(rank: int, options: dict[str, Any]) -> Any:
     net, _ = compiled(run.model, run.stages, run.device)
     before = [weakref.ref(parameter) for parameter in net.model.parameters()]
     _, trainer = trainer_of(run, **how)
-    peak = torch.cuda.max_memory_allocated() if trainer.device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() if trainer.placement.device.type == "cuda" else 0
     alive = [p for ref in before if (p := ref()) is not None] + [*net.model.parameters()]
     for executor in trainer.executors:
         alive += executor.stage.parameters.values()
@@ -32,7 +32,7 @@ def holdings(rank: int, options: dict[str, Any]) -> Any:
     names = sorted(trainer.parameters())
     state = {name: value.cpu() for name, value in net.module().state_dict().items()}
     trainer.close()
-    device = trainer.device
+    device = trainer.placement.device
     del trainer
     gc.collect()
     again = net.module().state_dict()

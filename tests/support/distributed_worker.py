@@ -26,8 +26,7 @@ import revcompile
 from revcompile.errors import InputError, NonFiniteError, RankError
 from revcompile.optim import ErrorFeedback
 from revcompile.runtime.distributed import rank_weights
-from revcompile.runtime.distributed.trainer import DistributedTrainer
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 
 STEPS: Final = 20
 
@@ -140,7 +139,7 @@ def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]
 def fed(trainer: Trainer, batch: tuple[Any, Any]) -> Any:
     """A step; of several ranks each is given only what it needs."""
     x, y = batch
-    if isinstance(trainer, DistributedTrainer):
+    if trainer.placement.world > 1:
         x, y = (x if trainer.is_first else None), (y if trainer.is_last else None)
     return refilling(trainer.step, x, y)
 
@@ -156,7 +155,7 @@ def trained(run: Run, **options: Any) -> dict[str, Any]:
 def final(net: Any, trainer: Trainer) -> dict[str, Tensor]:
     """All weights; a trainer of several ranks is closed."""
     found = {name: value.cpu().clone() for name, value in net.module().state_dict().items()}
-    if isinstance(trainer, DistributedTrainer):
+    if trainer.placement.world > 1:
         trainer.close()
     return found
 

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from revcompile.errors import InputError, RankError
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 
 
 def dataset(seed: int = 5) -> TensorDataset:

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
 import revcompile
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 
 METHODS: Final = ("petra", "pipedream", "ddg", "backprop", "reversible_backprop", "gpipe", "1f1b")
 

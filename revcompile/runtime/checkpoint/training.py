@@ -284,11 +284,11 @@ def _group_settings(state: State) -> dict[str, Any]:
 def save_training(
     folder: Path,
     state: State,
-    *,
-    keep: int = 2,
     rank: int = 0,
     replica: int = 0,
+    *,
     gather: Gather = lambda value: [value],
+    keep: int = 2,
 ) -> Path:
     """Write a trainer's state. Every rank calls it, with what no other rank of its replica has.
 
@@ -297,6 +297,8 @@ def save_training(
     names = aliases(state["model"])
     distinct = {name: t for name, t in state["model"].items() if name not in names}
     own = {**{key: state[key] for key in _PARTS}, "model": distinct}
+    if replica:
+        own["optimizer"] = {}
     tree = {
         **{key: state[key] for key in _COMMON},
         **(own if not replica else {"copy": {replica: own}}),

@@ -1,6 +1,6 @@
 """The same training with stages on several ranks, over torch.distributed.
 
-    trainer.DistributedTrainer
+    trainer.placement.RankPlacement
       layout.join              joins the process group
       collectives              all ranks agree on what to train
       layout.make_layout       which stage is on which rank

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from revcompile.errors import InputError, VerificationError
+from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.python_code import source_of
 from revcompile.runtime.stage.loss_head import described
-from revcompile.runtime.trainer.settings import Task
 
 _MOST_TEXT: Final = 1 << 28
 """Bytes of what a rank tells all others."""
@@ -40,9 +40,19 @@ def gather_plain(value: Any, group: Any) -> list[Any]:
 # -- do all ranks train the same thing? -----------------------------------------------------------
 
 
-def run_facts(task: Task, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same on every rank, by name, as plain values."""
-    model, partition, programs = task.model, task.partition, task.programs
+def run_facts(
+    model: nn.Module,
+    partition: Partition,
+    programs: Sequence[StageProgram],
+    settings: Any,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What must be the same on every rank, by name, as plain values.
+
+    Args:
+        settings: A trainer's `Settings`.
+        options: Others that ranks are given.
+    """
     method = programs[0].method
     values = (getattr(method, field.name) for field in dataclasses.fields(method))
     named: dict[str, Any] = {
@@ -52,8 +62,8 @@ def run_facts(task: Task, options: Mapping[str, Any]) -> dict[str, Any]:
         "stages": len(programs),
         "method": ", ".join(str(v.value if isinstance(v, enum.Enum) else v) for v in values),
     }
-    for field in dataclasses.fields(task.settings):
-        value = getattr(task.settings, field.name)
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
         named[field.name] = "a function" if callable(value) else str(value)
     named |= {name: str(value) for name, value in options.items()}
     for name, parameter in model.named_parameters():

@@ -164,13 +164,11 @@ class RunningMeans:
         return Evaluation(means.pop("loss"), self.samples, means)
 
 
-def check_loader(loader: Any) -> Iterable[Any]:
-    """The loader, if it can be iterated over."""
-    if not isinstance(loader, Iterable):
-        raise InputError(
-            f"trainer.evaluate: expected a loader of batches (inputs, target), got {loader!r}"
-        )
-    return loader
+def loader_problem(loader: Any, is_needed: bool) -> str | None:
+    """Why it cannot be iterated over; ranks that need no data may have none."""
+    if isinstance(loader, Iterable) or (loader is None and not is_needed):
+        return None
+    return f"expected a loader of batches (inputs, target), got {loader!r}"
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """What every trainer is given."""
+    """What a trainer is given."""
 
     model: Reversible
     """Holds the parameters; ranks free the parts they do not use."""
@@ -96,28 +96,17 @@ class Task:
 
 
 def build_executors(
-    task: Task,
-    stages: Sequence[int],
-    transport: Transport,
-    loss_head: LossHead,
-    seed: int,
-    skip_on_error: bool,
+    task: Task, stages: Sequence[int], transport: Transport, loss_head: LossHead, seed: int
 ) -> list[StageExecutor]:
-    """The executors of some stages; see there for `skip_on_error`. The last has the loss head."""
+    """The executors of some stages. That of the last stage has the loss head."""
     parameters = task.model.parameters()
     for dtype in dict.fromkeys([task.settings.autocast, *(p.dtype for p in parameters)]):
         _choose_cpu_matmul(dtype)
-    given = transport, loss_head, seed, skip_on_error
-    return [_build_executor(task, index, *given) for index in stages]
+    return [_build_executor(task, index, transport, loss_head, seed) for index in stages]
 
 
 def _build_executor(
-    task: Task,
-    index: int,
-    transport: Transport,
-    loss_head: LossHead,
-    seed: int,
-    skip_on_error: bool,
+    task: Task, index: int, transport: Transport, loss_head: LossHead, seed: int
 ) -> StageExecutor:
     program, stages, ties = task.programs[index], len(task.programs), task.partition.ties
     model, optimizer, settings = task.model, task.optimizer, task.settings
@@ -159,7 +148,7 @@ def _build_executor(
         clip_grad_norm=settings.clip_grad_norm,
         tied_owners=owners,
         tied_replicas=holders,
-        skip_on_error=skip_on_error,
+        skip_on_error=True,
         delay=delay,
         synchronous=settings.synchronous,
         scaling=scaling_of(settings.loss_scale, program.method, stage._device()),

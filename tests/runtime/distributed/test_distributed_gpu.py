@@ -14,7 +14,7 @@ from distributed_worker import Run, launch, trained, trainer_of
 from helpers import worst
 from rank_captured import several
 
-from revcompile.runtime.trainer.local import LocalTrainer
+from revcompile.runtime.trainer.placement import Placement
 from revcompile.schedule import METHODS
 
 pytestmark = [
@@ -161,7 +161,7 @@ def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     for one in (here, found):
         assert one["losses"] == pytest.approx(on_cpu["losses"], rel=1e-2)
         assert_close(on_cpu["state"], one["state"], run)
-    assert type(trainer_of(run)[1]) is LocalTrainer
+    assert type(trainer_of(run)[1].placement) is Placement
 
 
 def test_ranks_train_with_autocast_as_one_process(tmp_path: Path) -> None:

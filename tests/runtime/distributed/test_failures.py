@@ -12,10 +12,11 @@ import pytest
 from torch import distributed, nn
 
 from revcompile.errors import RankError
-from revcompile.runtime.distributed import failures, layout, trainer, transport
+from revcompile.runtime.distributed import failures, layout, transport
 from revcompile.runtime.distributed.failures import Failures
 from revcompile.runtime.distributed.layout import Layout, Ranks
 from revcompile.runtime.distributed.transport import DistributedTransport
+from revcompile.runtime.trainer import placement
 
 CLOSED = "RuntimeError: Connection closed by peer"
 LAYOUT = Layout((0, 0, 1, 1), replicas=2)
@@ -84,9 +85,9 @@ def test_a_rank_that_ends_for_an_error_nobody_caught_says_so(
 ) -> None:
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     failing, waiting = (rank(number, store, monkeypatch) for number in (2, 1))
-    monkeypatch.setattr(trainer, "_open", [failing])
+    monkeypatch.setattr(placement, "_open", [failing])
     monkeypatch.setattr(sys, "last_value", OSError("disk full"), raising=False)
-    trainer._close_all()
+    placement.close_all()
     assert waiting._failures.wait_for_failure(10)
     assert waiting._failures.cause == "rank 2 (stages 0, 1) stopped: OSError: disk full"
     assert waiting.close()

@@ -17,7 +17,7 @@ import revcompile
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.stage.loss_scale import LossScale
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.runtime.executor.test_captured import Loose, even
 from tests.runtime.executor.test_updates import CASES, OPTIMIZERS, assert_alike

@@ -19,7 +19,7 @@ import revcompile
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.captured.boundary import StaticMessage
 from revcompile.runtime.executor.transport import Message
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 
 MOST: Final = 8
 """Steps of which the last is captured, in any order tested here."""

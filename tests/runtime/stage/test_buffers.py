@@ -20,7 +20,7 @@ from revcompile.runtime.executor.captured.pipeline import StaticPipeline
 from revcompile.runtime.executor.captured.static_transport import StaticTransport
 from revcompile.runtime.executor.transport import MessageKind
 from revcompile.runtime.stage.static_buffers import Flat
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import FULL, even, is_active, made, odd
 
 # -- training -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from training import (
 
 from revcompile.runtime.stage import stage
 from revcompile.runtime.stage.weights import CastWeights
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import Loose
 
 DATA: Final[list[Batch]] = batches(12, dtype=torch.float32)

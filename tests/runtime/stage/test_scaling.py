@@ -35,7 +35,7 @@ from training import (
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, Scaling
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.trainer.test_trainer import Deep
 
 EAGER: Final = LossScale(growth_interval=2)
@@ -258,15 +258,20 @@ def test_a_scale_that_stays_forgives_nothing() -> None:
     assert trainer.metrics.loss_scale == 64
 
 
-def test_a_step_that_fails_changes_no_scale() -> None:
-    trainer = trainer_of(fresh(Plain), loss_scale=EAGER)
-    overflowing(trainer, 1, [4])
-    feed(trainer, batches(7))
-    before = trainer.state_dict()
-    assert before["stages"][1]["scaling"]["overflow"] == 2.0**18  # not reported yet
-    with pytest.raises(InputError):
-        trainer.step(batches(1)[0][0], None)
-    assert same(trainer.state_dict(), before)
+def test_a_step_that_fails_reports_overflows_all_the_same() -> None:
+    """As one whose loss is not finite."""
+    found, (x, y) = [], batches(1)[0]
+    for bad, error in (((x, None), InputError), ((x * torch.nan, y), NonFiniteError)):
+        trainer = trainer_of(fresh(Plain), loss_scale=EAGER)
+        overflowing(trainer, 1, [4])
+        feed(trainer, batches(7))
+        before = trainer.state_dict()["stages"][1]["scaling"]
+        assert before["overflow"] == 2.0**18  # not reported yet
+        with pytest.raises(error):
+            trainer.step(*bad)
+        stages = trainer.state_dict()["stages"]
+        found.append([stages[index]["scaling"] for index in range(4)])
+    assert found[0] == found[1] and found[0][1]["overflow"] != before["overflow"]
 
 
 # -- float16, everywhere the same -----------------------------------------------------------------

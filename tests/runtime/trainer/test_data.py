@@ -18,8 +18,8 @@ from torch.utils.data import (
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.runtime.trainer.core import Trainer
 from revcompile.runtime.trainer.data import make_loader
+from revcompile.runtime.trainer.trainer import Trainer
 
 
 def test_every_rank_reads_the_same_order_from_one_seed() -> None:

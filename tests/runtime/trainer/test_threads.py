@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.errors import ModifiedError
 from revcompile.kernels.repeatable import Repeatable, Repeated
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 
 LIMIT: Final = 60.0
 """Seconds after which a thread that waits for another one fails."""

@@ -1,4 +1,4 @@
-"""A trainer that is called wrongly says what it was given and how to call it; nothing changes."""
+"""A trainer that is called wrongly says what it was given and how to call it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training import Plain, batches, fresh, same, trainer_of
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, RevcompileError, TrainerStoppedError
-from revcompile.runtime.trainer.core import Trainer
+from revcompile.runtime.trainer.trainer import Trainer
 
 X, Y = batches(1)[0]
 Call = Callable[[Trainer], Any]
@@ -34,6 +34,24 @@ Call = Callable[[Trainer], Any]
         (lambda t: t.step(X[:0], Y[:0]), r"the batch has no samples \(float64\[0, 5\]\)"),
         (lambda t: t.step(X.to("meta"), Y), r"meta device, .* \(float64\[4, 5\]\)"),
         (lambda t: t.step(X, Y.to("meta")), "meta device"),
+    ],
+)
+def test_a_wrong_step_says_how_to_call_and_is_left_out(call: Call, said: str) -> None:
+    trainer, expected = (trainer_of(fresh(Plain, 2)) for _ in range(2))
+    for each in (trainer, expected):
+        each.step(X, Y)
+    with pytest.raises(InputError, match=said):
+        call(trainer)
+    with pytest.raises(NonFiniteError):
+        expected.step(X * torch.nan, Y)
+    for each in (trainer, expected):
+        each.step(X, Y)
+    assert same(trainer.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
         (lambda t: t.evaluate(None), r"expected a loader of batches \(inputs, target\), got None"),
         (lambda t: t.evaluate([(X[:, :2], Y)]), "evaluation, batch 0: the model failed on it"),
         (lambda t: t.evaluate([(X[:0], Y[:0])]), "evaluation, batch 0: the batch has no samples"),

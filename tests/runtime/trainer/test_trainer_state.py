@@ -1,4 +1,4 @@
-"""Checkpoints, evaluation and bad input: what must leave a training run as it was."""
+"""Checkpoints and evaluation, which leave a training run as it was, and micro-batches left out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from training import (
 )
 
 import revcompile
-from revcompile.errors import InputError, NonFiniteError
+from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
+from revcompile.runtime.checkpoint.training import save_training
 
 SAVED_IN_FLIGHT: Final = (
     ("petra", "1f1b"),
@@ -114,9 +115,6 @@ def test_a_shared_weight_on_its_way_is_not_applied_twice(choice: str, synchronou
         trainer.step(*batch)
         again.step(*batch)
         state = again.state_dict()
-        with pytest.raises(InputError):  # it has arrived then, and arrives again
-            again.step(batch[0], batch[1][:1])
-        assert same(again.state_dict(), state)
         again = trainer_of(resumed, **settings)
         again.load_state_dict(state)
     assert same(again.state_dict(), trainer.state_dict())
@@ -465,13 +463,12 @@ def test_throughput_is_that_of_training_alone(
             yield batch
 
     trainer, data = trainer_of(fresh(), loss=loss), batches(4)
-    write = trainer._write_checkpoint
 
-    def slow_write(*given: Any) -> Path:
+    def slow_write(*given: Any, **options: Any) -> Path:
         now[0] += 100.0
-        return write(*given)
+        return save_training(*given, **options)
 
-    monkeypatch.setattr(trainer, "_write_checkpoint", slow_write)
+    monkeypatch.setattr("revcompile.runtime.trainer.trainer.save_training", slow_write)
     now[0] += 100.0  # compiling, loading data
     for batch in data:
         assert trainer.step(*batch).throughput == 4.0
@@ -521,7 +518,7 @@ BAD_STEPS: Final[dict[str, tuple[Callable[[Any, Any], Batch], str]]] = {
     ),
     "a wrong shape": (
         lambda x, y: (x[:, :4], y),
-        r"the model failed on this micro-batch: .*\n  captured with: x: float64\[B, 5\]\n"
+        r"the model failed on micro-batch 5: .*\n  captured with: x: float64\[B, 5\]\n"
         r"  got:           x: float64\[4, 4\]",
     ),
     "a wrong type": (lambda x, y: (x.float(), y), "captured with: x: float64"),
@@ -531,22 +528,25 @@ BAD_STEPS: Final[dict[str, tuple[Callable[[Any, Any], Batch], str]]] = {
 }
 
 
-@pytest.mark.parametrize("method", [*METHODS, "dni"])
-def test_a_bad_step_leaves_no_trace(method: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bad_step_counts_and_is_left_out(method: str) -> None:
+    """However it is bad, training goes on as if its data were not finite."""
     settings = {"method": method, "accumulate": 2, "lr_schedule": SCHEDULES["cosine"]}
-    spoiled, clean = fresh(), fresh()
-    a, b = (trainer_of(net, **settings) for net in (spoiled, clean))
-    feed(a, batches(4))
-    in_flight = method in ("ddg", "gpipe", "1f1b") and bool(a.schedule.outstanding[0])
-    before = weights(spoiled), None if in_flight else a.state_dict()
-    for bad, said in BAD_STEPS.values():
-        with pytest.raises(InputError, match=said):
-            a.step(*bad(*batches(1, seed=3)[0]))
-        assert same((weights(spoiled), None if in_flight else a.state_dict()), before)
-    feed(b, batches(4))
+    a, b = (trainer_of(fresh(), **settings) for _ in range(2))
+    for trainer in (a, b):
+        feed(trainer, batches(4))
+    x, y = batches(1, seed=3)[0]
+    for number, (bad, said) in enumerate(BAD_STEPS.values(), 4):
+        with pytest.raises(InputError, match=said) as raised:
+            a.step(*bad(x, y))
+        note = f"Micro-batch {number} counts, and all stages have left it out."
+        assert raised.value.__notes__ == [note]
+        with pytest.raises(NonFiniteError):
+            b.step(x * torch.nan, y)
     assert feed(a, batches(6, seed=2)) == feed(b, batches(6, seed=2))
     a.flush(), b.flush()
-    assert same(weights(spoiled), weights(clean))
+    assert a.schedule.injected == 4 + len(BAD_STEPS) + 6
+    assert same(a.parameters(), b.parameters())
 
 
 @pytest.mark.parametrize("method", [*METHODS, "dni"])
@@ -589,8 +589,8 @@ def test_an_update_is_the_mean_over_what_is_not_left_out(accumulate: int) -> Non
     assert worst(dict(model.state_dict()), dict(net.module().state_dict()))[0] < 1e-12
 
 
-def test_a_step_that_is_undone_leaves_what_was_loaded_since() -> None:
-    """Also by stages that have not run: what they would restore is from an attempt before."""
+def test_a_bad_step_leaves_what_was_loaded_since() -> None:
+    """Also in stages that have not run: what they would restore is from a step before."""
     net = fresh()
     trainer = trainer_of(net, method="backprop")
     start, (x, y) = trainer.state_dict(), batches(1)[0]
@@ -602,6 +602,7 @@ def test_a_step_that_is_undone_leaves_what_was_loaded_since() -> None:
 
     with pytest.raises(InputError, match="check that the target fits"):
         trainer.step(x, y[:1])  # after the forward passes, which move running statistics
+    trainer.flush()
     loaded = {name: value + 1 for name, value in net.model.state_dict().items()}
     net.model.load_state_dict(loaded)
     assert same(fail_at_the_first_stage(), loaded)
@@ -710,7 +711,9 @@ def test_a_drained_save_writes_and_then_reports_the_bad_micro_batch(tmp_path: Pa
         assert same(trainer.state_dict(), flushed.state_dict())
 
 
-def test_a_step_that_the_user_interrupts_leaves_no_trace() -> None:
+def test_a_step_that_the_user_interrupts_stops_the_trainer() -> None:
+    """Until a state is loaded."""
+
     def loss(output: Tensor, target: Any) -> Tensor:
         if target is None:
             raise KeyboardInterrupt
@@ -721,7 +724,11 @@ def test_a_step_that_the_user_interrupts_leaves_no_trace() -> None:
     before = trainer.state_dict()
     with pytest.raises(KeyboardInterrupt):
         trainer.step(batches(1)[0][0], None)
+    with pytest.raises(TrainerStoppedError, match=r"in the middle of a step .*KeyboardInterrupt"):
+        trainer.step(*batches(1)[0])
+    trainer.load_state_dict(before)
     assert same(trainer.state_dict(), before)
+    feed(trainer, batches(2))
 
 
 def test_bad_arguments() -> None:

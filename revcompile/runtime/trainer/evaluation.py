@@ -1,0 +1,152 @@
+"""Evaluation: batches go from stage to stage, nothing comes back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
+
+from torch import nn
+
+from revcompile.errors import InputError, RevcompileError
+from revcompile.runtime.executor.fingerprints import Fingerprint, compared
+from revcompile.runtime.executor.transport import Message, MessageKind, next_message
+from revcompile.runtime.stage.loss_head import described
+from revcompile.runtime.trainer.inputs import split_batch, split_call
+from revcompile.runtime.trainer.metrics import RunningMeans
+from revcompile.runtime.trainer.placement import Placement
+from revcompile.runtime.trainer.steps import Steps
+
+Found = TypeVar("Found")
+Batch = tuple[Any, Fingerprint | None]
+"""The inputs of a stage, and the fingerprint of the batch's data."""
+_ADVICE: Final = "give every rank a loader of the same batches"
+
+
+class EvaluationPass:
+    """This process's part of an evaluation.
+
+    A void message ends it. A stage that fails sends one at once and discards the batches that
+    still arrive, so that no rank waits for it; the error is kept until the end.
+
+    Args:
+        steps: Has the stages of this process.
+        placement: Where they are.
+        model: In one process, run as a whole: it may compute something else in eval mode than its
+            stages.
+        loader: For the first and the last stage; read once, also if both are here.
+        means: Of the batches that reach the last stage here.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        placement: Placement,
+        model: nn.Module | None,
+        loader: Iterable[Any] | None,
+        means: RunningMeans,
+    ) -> None:
+        self._steps, self._placement, self._model, self._means = steps, placement, model, means
+        self._binder, self._head = steps.binder, steps.loss_head
+        has_target = self._head.has_target
+        batches = (split_batch(batch, has_target) for batch in (() if loader is None else loader))
+        self._ends = itertools.tee(batches, steps.is_first + steps.is_last)
+        self.error: Exception | None = None
+        executors = steps.executors if model is None else steps.executors[:1]
+        self._stages = {executor.index: executor.stage for executor in executors}
+        self._last = placement.transport.stages - 1 if model is None else 0
+        self._running = set(self._stages)
+        """Stages that have not seen the last batch."""
+        self._ended: set[int] = set()
+        """Stages that have sent their void message."""
+
+    def run(self) -> None:
+        """Run all stages of this process until each has seen the last batch."""
+        for number in itertools.count():
+            for stage in self._stages:
+                if stage in self._running:
+                    self._run_batch(stage, number)
+            self._binder.wait_copied()
+            if not self._running:
+                break
+        if self.error is None and self._steps.is_last and self._tried(next, self._ends[-1], None):
+            more = "the loader has more batches where targets are needed than where inputs are"
+            self.error = InputError(f"{more}; {_ADVICE}")
+
+    def _tried(self, function: Callable[..., Found], *given: Any) -> Found | None:
+        """What a function returns, or None if it fails."""
+        try:
+            return function(*given)
+        except Exception as error:
+            self.error = self.error or error
+            return None
+
+    def _run_batch(self, stage: int, number: int) -> None:
+        batch, outputs, has_ended = self._next(stage, number), None, stage in self._ended
+        if batch is not None and not has_ended:
+            outputs = self._tried(self._outputs, stage, number, *batch)
+        if batch is None or (outputs is None and stage == 0):
+            self._running.discard(stage)
+        if outputs is None:
+            self._ended.add(stage)
+        if stage != self._last and not has_ended:
+            fingerprint = batch[1] if batch is not None else None
+            message = Message(number, outputs or {}, void=outputs is None, fingerprint=fingerprint)
+            self._placement.transport.send((stage, stage + 1, MessageKind.EVALUATE), message)
+
+    def _next(self, stage: int, number: int) -> Batch | None:
+        if stage == 0:
+            return self._tried(self._first, number)
+        where = f"stage {stage} for batch {number} of an evaluation"
+        route = stage - 1, stage, MessageKind.EVALUATE
+        message = next_message(self._placement.transport, route, where)
+        return None if message.void else (message.values, message.fingerprint)
+
+    def _first(self, number: int) -> Batch | None:
+        """The inputs of the model; None after the last."""
+        batch, where = next(self._ends[0], None), f"evaluation, batch {number}"
+        if batch is None:
+            return None
+        if self._model is None:
+            inputs = self._binder.take(self._binder.prepare(batch[0], where))
+            return inputs, None if self._steps.is_last else Fingerprint.of(*batch, number)
+        self._binder.check_tensors(batch[0], where)
+        self._binder.bind(batch[0], where)
+        return self._binder.take(batch[0], copy=False), None
+
+    def _outputs(self, stage: int, number: int, inputs: Any, sent: Fingerprint | None) -> Any:
+        where, count = f"evaluation, batch {number}", self._binder.count_samples
+        try:
+            if self._model is None:
+                outputs = self._stages[stage].evaluate(inputs)
+            else:
+                args, kwargs = split_call(inputs)
+                outputs = self._model(*args, **kwargs)
+        except RevcompileError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"{where}: the model failed on it: {type(error).__name__}: {error}\n"
+                f"  inputs: {described(inputs)}"
+            ) from error
+        if self._model is not None:
+            self._add(where, number, outputs, count(self._binder.bind(inputs)), None)
+        elif stage == self._last:
+            self._add(where, number, self._head.assembled(outputs), count(outputs), sent)
+        return outputs
+
+    def _add(
+        self, where: str, number: int, output: Any, samples: int, sent: Fingerprint | None
+    ) -> None:
+        """Take an output of the model into the means, with the target that belongs to it."""
+        batch = next(self._ends[-1], None)
+        if batch is None:
+            raise InputError(
+                f"the loader ends after {number} batches where targets are needed, but goes on "
+                f"where inputs are; {_ADVICE}"
+            )
+        if sent and (different := compared(sent, *batch, number)):
+            raise self._placement.mixed_up(where, different)
+        self._binder.check_tensors(batch[1], where)
+        target = self._binder.take(batch[1], copy=False)
+        self._means.add(self._head.evaluate(output, target, where), output, target, samples)

@@ -1,0 +1,306 @@
+"""Where the stages of a trainer are: all in this process, or on several ranks.
+
+Both classes have the same methods. A trainer calls them where ranks have to act together, and
+does not ask which of the two it has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor, distributed
+
+from revcompile.errors import InputError, RankError
+from revcompile.ir.module_tree import device_of_model
+from revcompile.runtime.distributed.channel import open_channels
+from revcompile.runtime.distributed.collectives import check_ranks_agree, gather_plain, run_facts
+from revcompile.runtime.distributed.layout import (
+    Ranks,
+    join,
+    make_layout,
+    new_group,
+    pipeline_ranks,
+)
+from revcompile.runtime.distributed.rank_weights import (
+    SharedBuffers,
+    distribute,
+    last_device,
+    owning_stages,
+)
+from revcompile.runtime.distributed.replicas import open_replica_groups
+from revcompile.runtime.distributed.transport import DistributedTransport
+from revcompile.runtime.executor.fingerprints import mixed_up
+from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.trainer.settings import Task
+
+_open: Final[list[DistributedTransport]] = []
+"""Transports whose threads wait for messages, even if their trainer was garbage-collected."""
+
+
+class Placement:
+    """All stages in this process: it is the only rank.
+
+    Args:
+        task: What is trained.
+        undo: Is told how to make the model what it was, should the trainer be refused.
+        device: Where to train. Default: where the model is.
+    """
+
+    rank = replica = 0
+    world = replicas = 1
+
+    def __init__(self, task: Task, undo: ExitStack, device: torch.device | None = None) -> None:
+        self._task = task
+        if device is not None:
+            undo.callback(task.model.to, device_of_model(task.model))
+            task.model.to(device)
+        self.device = device_of_model(task.model)
+        self.stages: Sequence[int] = range(len(task.programs))
+        """Those of this process."""
+        self.transport = Transport(len(task.programs))
+
+    # -- building a trainer -------------------------------------------------------------------
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Around building stages: if one rank refuses to, all do."""
+        refusal = None
+        try:
+            yield
+        except Exception as error:
+            refusal = error
+        self.raise_on_all("net.trainer", refusal)
+
+    def attach(self, executors: Sequence[StageExecutor]) -> None:
+        """Take the executors of this process's stages into service."""
+
+    # -- what all ranks do --------------------------------------------------------------------
+
+    def everyone(self, value: Any) -> Sequence[Any]:
+        """The plain values of all ranks. Every rank calls it."""
+        return [value]
+
+    def raise_on_all(self, where: str, error: Exception | None) -> None:
+        """Raise the error of any rank: its own there, one that names the rank elsewhere."""
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        for rank, found in enumerate(self.everyone(text)):
+            if found is not None:
+                raise error or InputError(f"{where}, {self.named(rank)}: {found}")
+
+    @contextmanager
+    def stop_all_on_error(self) -> Iterator[None]:
+        """Around what ranks do together. They can go on after an `InputError`: all raise it."""
+        try:
+            yield
+        except InputError:
+            raise
+        except BaseException as error:
+            self.stop_all(error)
+            raise
+
+    def stop_all(self, error: BaseException) -> None:
+        """Tell every other rank that this one stops."""
+
+    def wait_all_delivered(self) -> None:
+        """Wait until every message that was sent is in its receiver's queue."""
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def refuse_step(self, problem: str | None) -> None:
+        """Refuse a step before it begins, where no other rank counts on it."""
+        if problem is not None:
+            raise InputError(f"trainer.step: {problem}")
+
+    def check_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
+        """Refuse buffers of stages on several ranks that a forward pass has changed."""
+
+    def completed(self, microbatch: int) -> None:
+        """This process has done its part of a step."""
+
+    def reported(self, loss: Tensor | None) -> Tensor | None:
+        """The loss of a step, from the rank that knows it if ranks report it to all."""
+        return loss
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries of the model's state dict that no other rank saves."""
+        return dict(state)
+
+    def close(self) -> None:
+        """End the training."""
+
+    def mixed_up(self, where: str, what: str) -> InputError:
+        """Why targets cannot be used that are not those of the first stage's inputs."""
+        last = len(self._task.programs) - 1
+        return mixed_up(where, what, *(self.named(self.owner(stage)) for stage in (0, last)))
+
+    def owner(self, stage: int) -> int:
+        """The rank that has a stage."""
+        return 0
+
+    def named(self, rank: int) -> str:
+        """A rank in error messages."""
+        return "this process"
+
+
+class RankPlacement(Placement):
+    """Stages on several ranks: this rank holds its own stages, and no other weights.
+
+    Args:
+        task: What is trained.
+        undo: See `Placement`.
+        device: Where this rank trains.
+        default_stage_to_rank: From the ranks of one pipeline to the rank of each stage.
+        stage_to_rank: The rank of each stage, within one copy of the pipeline.
+        timeout: After how many seconds without a message a rank gives up.
+        report_loss: Tell every rank the loss of each step.
+        average_statistics: Average running statistics over copies of the pipeline.
+    """
+
+    transport: DistributedTransport
+
+    def __init__(
+        self,
+        task: Task,
+        undo: ExitStack,
+        device: torch.device | None = None,
+        *,
+        default_stage_to_rank: Callable[[int], Sequence[int]],
+        stage_to_rank: Sequence[int] | None = None,
+        timeout: float = 600.0,
+        report_loss: bool = False,
+        average_statistics: bool = False,
+    ) -> None:
+        self._task, model, programs = task, task.model, task.programs
+        self._timeout, self._report_loss = timedelta(seconds=timeout), report_loss
+        self._average_statistics = average_statistics
+        self.device = join(model, device or last_device(model), self._timeout)
+        stages, self.world = len(programs), distributed.get_world_size()
+        control = new_group(range(self.world), "gloo", self._timeout)
+        options = {
+            "stage_to_rank": stage_to_rank,
+            "report_loss": report_loss,
+            "average_statistics": average_statistics,
+            "device": self.device.type,
+        }
+        facts = run_facts(model, task.partition, programs, task.settings, options)
+        check_ranks_agree(gather_plain(facts, control))
+        default = () if stage_to_rank else default_stage_to_rank(pipeline_ranks(stages, self.world))
+        layout = make_layout(stages, self.world, stage_to_rank, default)
+        self._shared_buffers = SharedBuffers(model, programs, layout)
+        self._shared_buffers.check_statistics(model)
+        self.ranks = ranks = Ranks.arrange(layout, self.device, control)
+        self.rank, self.replica, self.replicas = ranks.rank, ranks.replica, layout.replicas
+        self.stages = ranks.stages
+        self._weights = distribute(model, programs, ranks, self.device, undo)
+        channels = open_channels(ranks, list(task.partition.ties), self.device, self._timeout)
+        self.transport = DistributedTransport(ranks, channels, timeout)
+        undo.callback(self.transport.close)
+
+    # -- building a trainer -------------------------------------------------------------------
+
+    def attach(self, executors: Sequence[StageExecutor]) -> None:
+        self._weights.collective = self.transport.collective
+        self._weights.stop_all = self.transport.stop_all
+        for executor in executors:
+            executor.stage.device = self.device
+            tied = {name: executor.stage.parameters[name] for name in executor.replicas}
+            self._weights.adopt(self._task.model, tied)
+        if self.replicas > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            groups = open_replica_groups(self.ranks, backend, self._timeout)
+            for index, stage in ((e.index, e.stage) for e in executors):
+                statistics = stage.statistics() if self._average_statistics else []
+                self.transport.replicate(index, stage.parameters, statistics, groups[index])
+        _open.append(self.transport)
+
+    # -- what all ranks do --------------------------------------------------------------------
+
+    def everyone(self, value: Any) -> Sequence[Any]:
+        with self.transport.collective():
+            return gather_plain(value, self.ranks.control)
+
+    def stop_all(self, error: BaseException) -> None:
+        self.transport.stop_all(error)
+
+    def wait_all_delivered(self) -> None:
+        self.transport.wait_all_delivered()
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def refuse_step(self, problem: str | None) -> None:
+        """Others count on this rank's messages: it takes part, and leaves the micro-batch out."""
+
+    def check_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
+        for in_flight in (executor.stage.in_flight for executor in executors):
+            if microbatch in in_flight:
+                self._shared_buffers.check_changed(in_flight[microbatch].buffers)
+
+    def completed(self, microbatch: int) -> None:
+        self.transport.completed = microbatch
+
+    def reported(self, loss: Tensor | None) -> Tensor | None:
+        if not self._report_loss:
+            return loss
+        sent = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
+        if loss is not None:
+            sent.copy_(loss)
+        with self.transport.collective():
+            owner = self.owner(len(self._task.programs) - 1)
+            distributed.broadcast(sent, owner, group=self.ranks.pipeline)
+        return sent
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Replicas have the same parameters, but each its own buffers.
+
+        What no stage uses never changes: the rank of the first stage saves it.
+        """
+        model, layout = self._task.model, self.ranks.layout
+        owners = owning_stages(model, self._task.programs)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        return {
+            name: value
+            for name, value in state.items()
+            if layout.stage_to_rank[owners.get(name, 0)] == self.rank % layout.width
+            and not (self.replica and name in parameters)
+        }
+
+    def close(self) -> None:
+        if self.transport in _open:
+            _open.remove(self.transport)
+        if not self.transport.close():
+            raise RankError("trainer.close: another rank has not closed its trainer")
+
+    def owner(self, stage: int) -> int:
+        return self.ranks.owner(stage)
+
+    def named(self, rank: int) -> str:
+        return self.ranks.named(rank)
+
+
+@atexit.register
+def close_all() -> None:
+    """Threads that wait inside torch would crash the interpreter at exit.
+
+    A rank that ends for an error nobody caught says so first: others may wait for it where no
+    message tells them that it has closed, as in a save.
+    """
+    error = getattr(sys, "last_value", None)
+    for transport in _open:
+        if error is not None:
+            transport.stop_all(error)
+        if not transport.close():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)

@@ -1,0 +1,245 @@
+"""The steps of this process's stages: action by action, or captured; what they report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from revcompile.errors import InputError, NonFiniteError, RevcompileError
+from revcompile.ir.types import Live
+from revcompile.runtime.executor.captured.runner import GraphRunner
+from revcompile.runtime.executor.fingerprints import Fingerprint, compared
+from revcompile.runtime.executor.scheduler import LocalScheduler
+from revcompile.runtime.executor.transport import MessageKind, next_message
+from revcompile.runtime.stage.loss_head import LossHead, described
+from revcompile.runtime.trainer.inputs import InputBinder
+from revcompile.runtime.trainer.metrics import Metrics, Throughput
+from revcompile.runtime.trainer.placement import Placement
+from revcompile.runtime.trainer.settings import Task, build_executors
+from revcompile.schedule import Schedule
+
+Made = TypeVar("Made")
+Values = dict[str, Any]
+"""The model's inputs by argument name."""
+
+
+class Steps:
+    """Runs the steps of this process's stages.
+
+    A micro-batch that cannot be used, or on which the model or the loss fails, is left out by all
+    stages: a void message is sent where its values would have been. The step itself goes on, with
+    those in flight; `failure` is the error to be raised after it.
+    """
+
+    def __init__(self, task: Task, placement: Placement, schedule: Schedule, seed: int) -> None:
+        self._programs, self._settings, self._placement = task.programs, task.settings, placement
+        self._result = task.partition.rewired.body.result
+        self.binder = InputBinder(task.partition, placement.device)
+        last = len(task.programs) - 1
+        self.is_first, self.is_last = 0 in placement.stages, last in placement.stages
+        with placement.all_or_none():
+            self.loss_head = LossHead(
+                task.partition.rewired, task.loss, task.settings.autocast, last
+            )
+            self.loss_head.check_finite = task.settings.check_finite
+            given = placement.transport, self.loss_head, seed
+            self.executors = build_executors(task, placement.stages, *given)
+        placement.attach(self.executors)
+        self._given: tuple[Any, Any] = None, None
+        """What the step was called with, where the last stage is."""
+        if self.is_last and not self.is_first:
+            self.executors[-1].check_data = self._check_data
+        self.scheduler = LocalScheduler(self.executors)
+        self.runner = GraphRunner(task.settings.backend, self.executors, self.loss_head, schedule)
+
+    def run(
+        self,
+        schedule: Schedule,
+        inputs: Any,
+        target: Any,
+        refusal: str | None = None,
+        is_traced: bool = False,
+    ) -> Values | None:
+        """The step in which a micro-batch enters.
+
+        Args:
+            inputs: The model's, if they are needed here.
+            target: Likewise.
+            refusal: Why no micro-batch can enter now.
+            is_traced: It is run action by action.
+
+        Returns:
+            The inputs, if they are needed here and can be used.
+        """
+        microbatch, targets = schedule.injected, self.loss_head.targets
+        for executor in self.executors:
+            executor.refusal = refusal
+        values, fingerprint, dense = None, None, self.runner.is_on
+        if self.is_first:
+            values = self._inputs(lambda: self.binder.prepare(inputs, dense=dense))
+            if not self.is_last:
+                fingerprint = Fingerprint.of(inputs, target, microbatch)
+        if self.is_last:
+            self._given = inputs, target
+            self._set_target(microbatch, lambda: self.binder.check_tensors(target, dense=dense))
+        if not self._run_captured(schedule, values, fingerprint, not is_traced):
+            self._run_eagerly(schedule, values, fingerprint)
+        self._given = None, None
+        targets.pop(microbatch, None)
+        self._placement.completed(microbatch)
+        return values
+
+    def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
+        """At the last stage: does the target belong to the inputs of the first stage?"""
+        different = compared(sent, *self._given, microbatch)
+        if different is not None:
+            where = f"trainer.step, micro-batch {microbatch}"
+            raise self._placement.mixed_up(where, different)
+
+    def _inputs(self, prepare: Callable[[], Made]) -> Made | None:
+        """Inputs of the first stage; None if they cannot be used."""
+        try:
+            return prepare()
+        except Exception as error:
+            self.executors[0].forward_errors.append(error)
+            return None
+
+    def _set_target(self, microbatch: int, prepare: Callable[[], Any]) -> None:
+        """Give the last stage its target, or the reason why it cannot be used."""
+        try:
+            self.loss_head.targets[microbatch] = prepare()
+        except Exception as error:
+            self.executors[-1].refusal = str(error)
+            self.loss_head.targets.pop(microbatch, None)
+
+    def _run_eagerly(
+        self, schedule: Schedule, values: Values | None, fingerprint: Fingerprint | None
+    ) -> None:
+        """Action by action."""
+        microbatch, take, targets = schedule.injected, self.binder.take, self.loss_head.targets
+        first = self.executors[0]
+        if self.is_first:
+            first.inputs[microbatch] = self._inputs(lambda: take(values))
+        if fingerprint is not None:
+            first.fingerprints[microbatch] = fingerprint
+        if microbatch in targets:
+            self._set_target(microbatch, lambda: take(targets[microbatch]))
+        for executor in self.executors:
+            executor.measured = {microbatch} if self._is_measured(microbatch) else set()
+        remaining = self.scheduler.forward(schedule.inject())
+        self._placement.check_buffers(self.executors, microbatch)
+        self.scheduler.finish(remaining)
+
+    def _run_captured(
+        self, schedule: Schedule, values: Any, fingerprint: Fingerprint | None, allowed: bool
+    ) -> bool:
+        """As a replay of captured sections; False if it has to be run action by action."""
+        if not self.runner.is_on:
+            return False
+        microbatch, first, transport = (
+            schedule.injected,
+            self.executors[0],
+            self._placement.transport,
+        )
+        if not self.is_first:
+            route = first.index - 1, first.index, MessageKind.X
+            where = f"stage {first.index} for x of micro-batch {microbatch}"
+            message = next_message(transport, route, where, keep=True, packed=True)
+            values = None if message.void else message
+            fingerprint = message.fingerprint
+        is_refused = any(executor.refusal is not None for executor in self.executors)
+        allowed &= values is not None and not is_refused and not self._is_measured(microbatch)
+        if allowed and self.is_last and fingerprint is not None:
+            self._check_data(microbatch, fingerprint)
+        batch = values, self.loss_head.targets.get(microbatch)
+        if self.runner.step(schedule, transport, batch, allowed, fingerprint):
+            return True
+        if values is not None:
+            self.runner.observe(batch)
+        return False
+
+    def _is_measured(self, microbatch: int) -> bool:
+        every = self._settings.measure_every
+        return every is not None and microbatch % every == 0
+
+    # -- what a step reports ------------------------------------------------------------------
+
+    def metrics(
+        self,
+        schedule: Schedule,
+        microbatch: int,
+        values: Values | None,
+        delays: tuple[int, ...],
+        throughput: Throughput,
+    ) -> Metrics:
+        """Those of the step that has ended; `run` returned `values`."""
+        samples = self._count_samples(values, microbatch)
+        loss = self.loss_head.losses.pop(microbatch, None)
+        if loss is not None and not self.runner.is_active:  # captured steps add theirs themselves
+            self.loss_head.add(loss)
+        errors = {}
+        for executor in self.executors if self._settings.measure_every is not None else ():
+            for measured in list(executor.stage.reconstruction):
+                errors[executor.index] = executor.stage.reconstruction.pop(measured)
+        scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]
+        return Metrics(
+            microbatch=microbatch,
+            samples=samples,
+            delays=(0,) * len(delays) if schedule.is_synchronous else delays,
+            updates=schedule.updates,
+            lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
+            throughput=throughput.add(samples, counts=not self.runner.is_capturing),
+            loss_tensor=self._placement.reported(loss),
+            output=self.loss_head.outputs.pop(microbatch, None),
+            reconstruction=errors,
+            scale=self.loss_head.scale,
+            overflowed=sum(s.skipped for s in scalings),
+        )
+
+    def _count_samples(self, values: Values | None, microbatch: int) -> int:
+        """Samples of a micro-batch where the first or the last stage is; 0 elsewhere."""
+        if values is not None:
+            return self.binder.count_samples(values)
+        leaves = pytree.tree_leaves(self.loss_head.outputs.get(microbatch))
+        pairs = zip(self._result, leaves, strict=False)  # no leaves: it was left out
+        outputs = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
+        return self.binder.count_samples(outputs) if outputs else 0
+
+    def failure(self, microbatch: int, values: Values | None = None) -> Any:
+        """An error of a micro-batch left out, if one has become known; it names the others.
+
+        That of a bad gradient comes first: it is of an older one. Others are of `microbatch`, which
+        has just entered, with the inputs `values` where they are known.
+        """
+        failures: list[Exception] = [*self.runner.failures()]
+        for executor in self.executors:
+            failures += executor.failures
+        for executor in self.executors:
+            failures += executor.forward_errors
+            executor.failures, executor.forward_errors = [], []
+        if not failures:
+            return None
+        failure, *others = failures
+        if not isinstance(failure, RevcompileError):
+            failure = self._explained(failure, microbatch, values)
+        for other in others:
+            failure.add_note(f"And {other}")
+        if not isinstance(failure, NonFiniteError):
+            failure.add_note(f"Micro-batch {microbatch} counts, and all stages have left it out.")
+        return failure
+
+    def _explained(self, cause: Exception, microbatch: int, values: Values | None) -> InputError:
+        text = f"  captured with: {', '.join(map(str, self._programs[0].inputs))}\n"
+        if values is not None:
+            got = ", ".join(f"{name}: {described(value)}" for name, value in values.items())
+            text += f"  got:           {got}\n"
+        error = InputError(
+            f"trainer.step: the model failed on micro-batch {microbatch}: "
+            f"{type(cause).__name__}: {cause}\n{text}"
+            "Feed inputs of the captured form (any batch size)."
+        )
+        error.__cause__ = cause
+        return error

@@ -1,0 +1,500 @@
+"""What the user calls: step, flush, evaluate, save and load.
+
+StagedModel.trainer(...) --> Trainer(task, Placement(...))       all stages in this process
+                         --> Trainer(task, RankPlacement(...))   the stages of one rank
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from revcompile.arguments import file_path
+from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
+from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, on_all
+from revcompile.runtime.checkpoint.training import TrainerState, save_training, set_generators
+from revcompile.runtime.checkpoint.tree import located
+from revcompile.runtime.executor.trace import Trace
+from revcompile.runtime.stage.module_guards import StageGuard, changed_in_flight
+from revcompile.runtime.stage.tensors import clone_tree, detach_tree
+from revcompile.runtime.trainer.data import Loader, make_loader
+from revcompile.runtime.trainer.evaluation import EvaluationPass
+from revcompile.runtime.trainer.inputs import split_batch, warn_if_larger_than_planned
+from revcompile.runtime.trainer.latest import check_latest, make_latest
+from revcompile.runtime.trainer.metrics import (
+    Evaluation,
+    Metric,
+    Metrics,
+    RunningMeans,
+    Throughput,
+    eval_mode,
+    loader_problem,
+)
+from revcompile.runtime.trainer.placement import Placement
+from revcompile.runtime.trainer.settings import Task
+from revcompile.runtime.trainer.steps import Steps
+from revcompile.schedule import Schedule, delay
+
+_CLOSED: Final = "trainer.close() has ended this trainer"
+_REMEDY: Final = "build a new one and load its last state"
+
+
+class Trainer(TrainerState):
+    """Trains a staged model; `net.trainer(...)` makes one.
+
+    `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
+    moment, `save` and `load` write and read checkpoints.
+
+    A micro-batch that is bad counts, and is left out of the mean of its update: one that cannot be
+    used, on which the model or the loss fails, or whose loss or gradient is not finite (a gradient:
+    by the stage that meets it and those before it). After the step, an error names it; training may
+    go on. Captured steps report it some steps later. Other errors in a step stop the trainer.
+
+    On several ranks every rank calls the same methods in the same order. `step` needs inputs on the
+    rank of the first stage and targets on that of the last one; other ranks may pass nothing. Where
+    both are given they are compared: targets that are not those of the inputs stop all ranks
+    (`loader` gives every rank the same batches). The loss is known on the rank of the last stage
+    (`mean_loss` tells all, `report_loss` every step), and a bad micro-batch is reported on the rank
+    that met it. A rank holds only the weights its stages use; `net.module()` collects all of them.
+    """
+
+    def __init__(self, task: Task, placement: Placement) -> None:
+        partition, settings, programs = task.partition, task.settings, tuple(task.programs)
+        self.model, self.partition, self.settings = task.model, partition, settings
+        self.programs, self.tree = programs, task.tree
+        self.placement, self.transport = placement, placement.transport
+        self.rank, self.replica = placement.rank, placement.replica
+        self.replicas = placement.replicas
+        method, count, accumulate = programs[0].method, len(programs), settings.accumulate
+        self.schedule = Schedule(method, count, accumulate, partition.ties, settings.synchronous)
+        self.delays = tuple(delay(method, count, j, accumulate) for j in range(count))
+        self._steps = steps = Steps(task, placement, self.schedule, self.stage_seed)
+        self.executors, self.loss_head, self.binder = steps.executors, steps.loss_head, steps.binder
+        self.runner = steps.runner
+        """Runs captured steps, where they can be."""
+        self.is_first = steps.is_first
+        """Does this process need inputs?"""
+        self.is_last = steps.is_last
+        """Does this process need targets, and know the loss?"""
+        self._stop_reason: str | None = None
+        self._trace: Trace | None = None
+        self._throughput = Throughput(placement.device)
+        self.memory_plan: Any = None
+        """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
+        self.metrics: Metrics | None = None
+        """What the last step returned."""
+
+    def take_over(self) -> None:
+        """Train the model from now on. Until then, a trainer that is refused changes nothing."""
+        self._guard = StageGuard([watched for e in self.executors for watched in e.stage.watched])
+        make_latest(self, self.model)
+
+    def everyone(self, value: Any) -> Sequence[Any]:
+        """The plain values of all processes, by rank. Every rank calls it."""
+        return self.placement.everyone(value)
+
+    # -- training -----------------------------------------------------------------------------
+
+    def step(self, inputs: Any = None, target: Any = None) -> Metrics:
+        """Train on one micro-batch: `trainer.step(x, y)`. Every rank calls it.
+
+        Args:
+            inputs: what the model takes: a tensor, a tuple of positional arguments, or a dict of
+                keyword arguments.
+            target: what the loss takes as its second argument.
+
+        Both are copied: their memory may be refilled as soon as `step` returns.
+
+        Returns:
+            The metrics of this micro-batch.
+
+        Raises:
+            InputError: The micro-batch cannot be used, or the model or the loss failed on it: it
+                was left out. Or the model was changed.
+            NonFiniteError: A loss or gradient is not finite: its micro-batch was left out.
+        """
+        self._check_usable()
+        self._resume_training()
+        problem = self._refusal()
+        self.placement.refuse_step(problem)
+        # What is in flight goes back all the same, with the settings it was computed with.
+        with nullcontext() if problem is None else self._guard.settings.restored():
+            try:
+                return self._step(inputs, target, problem)
+            finally:
+                if not self.runner.is_replaying:
+                    self._follow_settings()  # layers may change their own as they run
+
+    def steps(self, batches: Iterable[Any]) -> Iterator[Metrics]:
+        """Train on batches of `(inputs, target)`, or of inputs alone, and yield their metrics."""
+        for batch in batches:
+            yield self.step(*split_batch(batch))
+
+    def _step(self, inputs: Any, target: Any, problem: str | None) -> Metrics:
+        microbatch, steps = self.schedule.injected, self._steps
+        refusal = problem and f"trainer.step: {problem}"
+        is_traced = self._trace is not None
+        with self._stop_on_error():
+            values = steps.run(self.schedule, inputs, target, refusal, is_traced)
+        metrics = steps.metrics(self.schedule, microbatch, values, self.delays, self._throughput)
+        if self.memory_plan is not None:
+            warn_if_larger_than_planned(self.memory_plan.batch_size, metrics.samples)
+        self.metrics = metrics
+        self.binder.wait_copied()
+        if self._trace is not None:
+            self._trace.stepped()
+        if (failure := steps.failure(microbatch, values)) is not None:
+            raise failure
+        return metrics
+
+    def flush(self) -> None:
+        """Drain the pipeline: all gradients come back and are applied. Every rank calls it.
+
+        Raises:
+            NonFiniteError: Of one on its way back, which was left out; the pipeline is drained.
+                On all ranks, whichever has met it.
+        """
+        self._check_usable()
+        self._resume_training()
+        self._check_tree("trainer.flush", self._changed_in_flight())
+        self._sync_stages()
+        self._finish(self.schedule.drain())
+        self._throughput.pause()
+        failure = self._steps.failure(self.schedule.injected - 1)
+        own = None if failure is None else (str(failure), failure.stage, failure.microbatch)
+        for text, stage, microbatch in filter(None, self.everyone(own)):
+            failure = failure or NonFiniteError(text, stage=stage, microbatch=microbatch)
+            failure.add_note("The pipeline is drained; go on without another flush.")
+            raise failure
+
+    def _finish(self, actions: Any) -> None:
+        scheduler = self._steps.scheduler
+        with self._stop_on_error():
+            scheduler.finish(scheduler.own(actions))
+
+    def _sync_stages(self) -> None:
+        """Make the stages hold everything that is in flight, for whoever reads it there."""
+        self.runner.leave(self.schedule, self.transport)
+
+    def _resume_training(self) -> None:
+        self._throughput.resume()
+        if not self.model.training:
+            self.model.train()
+
+    # -- what goes wrong ----------------------------------------------------------------------
+
+    @contextmanager
+    def _stop_on_error(self) -> Iterator[None]:
+        """Around what cannot be left out: after a failure there this trainer is unusable."""
+        try:
+            yield
+        except BaseException as error:
+            if self._stop_reason is None:
+                error.add_note(f"This trainer cannot go on; {_REMEDY}.")
+            cause = f"{type(error).__name__}: {error}"
+            self._stop_reason = f"this trainer stopped in the middle of a step or a load ({cause})"
+            self.placement.stop_all(error)
+            raise
+
+    def _check_usable(self, *, to_read: bool = False, to_load: bool = False) -> None:
+        """Raise if it cannot go on, or another trainer has taken over.
+
+        Args:
+            to_read: Its state can be read until the other one trains.
+            to_load: A trainer that has stopped goes on from a state that is loaded.
+        """
+        check_latest(self, self.model, to_read)
+        if self._stop_reason is not None and not (to_load and self._stop_reason != _CLOSED):
+            raise TrainerStoppedError(f"{self._stop_reason}; {_REMEDY}")
+
+    def weights_loaded(self) -> None:
+        """A state dict has been loaded into the model by other means than `load`."""
+        self._sync_stages()
+        if not self.schedule.idle:
+            self._stop_reason = (
+                "weights were loaded into the model while this trainer had micro-batches in "
+                "flight, whose gradients belong to the weights before; call trainer.flush() "
+                "before you load weights. This trainer cannot go on"
+            )
+            return
+        weights = dict(self.model.named_parameters())
+        for executor in self.executors:
+            executor.weights_loaded(weights)
+
+    def _refusal(self) -> str | None:
+        """Why the model cannot be trained on as it is, or None; changed settings are followed."""
+        problem = self.tree.problem() or self._guard.problem() or self._changed_in_flight()
+        if problem is None:
+            self._follow_settings()
+        return problem
+
+    def _changed_in_flight(self) -> str | None:
+        """What is different of layers since something that is in flight was computed."""
+        change = self._guard.settings.first_change() if any(self.schedule.outstanding) else None
+        return None if change is None else changed_in_flight(change)
+
+    def _follow_settings(self) -> None:
+        """Go on with the settings of layers as they are now."""
+        if self._guard.settings.first_change() is not None:
+            self._guard.settings.take()
+            self.runner.restart(self.schedule, self.transport)
+
+    def _check_tree(self, where: str, problem: str | None = None) -> None:
+        """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""
+        for found in self.everyone(self.tree.problem() or problem):
+            if found is not None:
+                raise InputError(f"{where}: {found}")
+
+    # -- evaluation and diagnostics -----------------------------------------------------------
+
+    def evaluate(
+        self, loader: Iterable[Any] | None = None, metrics: Mapping[str, Metric] | None = None
+    ) -> Evaluation:
+        """Means over a loader of `(inputs, target)`, in eval mode; training is not affected.
+
+        Every rank calls it, and gets the result. The loader is read on the ranks of the first and
+        the last stage: for inputs and targets. An error on one rank is raised on all.
+
+        Args:
+            loader: batches of `(inputs, target)`; with `loss=None`, as the model returns its own
+                loss, batches as `step` takes them.
+            metrics: functions of `(output, target)` that return a mean over the batch, by name.
+
+        Returns:
+            Mean loss and metrics over all samples.
+        """
+        means, merged = RunningMeans(metrics), RunningMeans(metrics)
+        self._check_usable()
+        self._throughput.pause()
+        problem = loader_problem(loader, self.is_first or self.is_last)
+        self._check_tree("trainer.evaluate", problem)
+        model = self.model if self.placement.world == 1 else None
+        if model is None:
+            self._prepare_stages_to_evaluate()
+        evaluation = EvaluationPass(self._steps, self.placement, model, loader, means)
+        with self.placement.stop_all_on_error(), self._evaluating():
+            evaluation.run()
+        self.placement.raise_on_all("trainer.evaluate", evaluation.error)
+        for sums, samples in self.everyone([means.sums, means.samples]):
+            merged.join(sums, samples)
+        return merged.evaluation()
+
+    def _prepare_stages_to_evaluate(self) -> None:
+        """Have the stages receive the tied weights that wait for the next step."""
+        if self.partition.rewired.eval_body is not None:
+            raise InputError(
+                f"trainer.evaluate: {self.partition.rewired.name} computes something else in eval "
+                "mode than in training, which stages on several ranks cannot; use net.module()"
+            )
+        if any({tie.owner, tie.holder} <= {*self.placement.stages} for tie in self.schedule.ties):
+            self._sync_stages()  # captured steps have the messages between stages here
+        self._finish(self.schedule.receive_tied_weights())
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Eval mode, without gradients. What layers change themselves is no change of settings."""
+        is_same = self._guard.settings.first_change() is None
+        try:
+            with eval_mode(self.model, self.settings.autocast):
+                yield
+        finally:
+            if is_same:
+                self._follow_settings()
+
+    def mean_loss(self) -> float:
+        """Mean loss of the steps since the last call; nan without any. Every rank calls it.
+
+        Losses that are not finite, whose micro-batches were left out, are not in it. It is not part
+        of a checkpoint: after `load` the mean begins anew.
+        """
+        totals = self.loss_head.totals
+        of_ranks = self.everyone([0.0, 0.0] if totals is None else totals.tolist())
+        if totals is not None:
+            totals.zero_()
+        total, count = map(sum, zip(*of_ranks, strict=True))
+        return float(total / count) if count else float("nan")
+
+    def trace(self, path: str | Path, *, steps: int | None = None) -> Trace:
+        """Record what every stage does from now on, as a Chrome trace with a row for each.
+
+        Write `with trainer.trace("run.json"): ...`, or `trainer.trace("run.json", steps=20)` and
+        go on training. Open the file at ui.perfetto.dev. Meanwhile steps run action by action,
+        not captured. Every rank calls it; rank 0 writes the file.
+        """
+        if self._trace is not None:
+            raise InputError(f"trainer.trace: already at work on {self._trace.path}; stop() it")
+        self._check_usable()
+        self._sync_stages()
+        name = f"{self.partition.rewired.name}, {self.programs[0].method.name}"
+        self._trace = Trace(self, path, steps, name)
+        return self._trace
+
+    def untraced(self) -> None:
+        """Called by a trace that has ended."""
+        self._trace = None
+
+    # -- data ---------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        epoch: int = 0,
+        skip: int = 0,
+        **options: Any,
+    ) -> Loader:
+        """An epoch of `(inputs, target)` in an order that the trainer's seed and the epoch fix.
+
+        The ranks of one pipeline get the same batches; ranks that need no data read none.
+
+        Args:
+            data: a dataset, which is shuffled, or a DataLoader that shuffles its dataset or reads
+                it in order. Its dataset, batch size, collation and workers are taken over.
+            batch_size: samples a batch; a DataLoader's own if not given.
+            epoch: every epoch has another order, so make a new loader for each.
+            skip: batches to skip, because a resumed run has had them already.
+            options: those of torch's DataLoader.
+        """
+        return make_loader(
+            data,
+            batch_size,
+            seed=self.settings.seed,
+            epoch=epoch,
+            skip=skip,
+            replica=self.replica,
+            replicas=self.replicas,
+            needed=self.is_first or self.is_last,
+            **options,
+        )
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The current parameters of this process under their original names."""
+        return {name: p for name, p in self.model.named_parameters() if not p.is_meta}
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, *, keep: int = 2, drain: bool = False) -> Path:
+        """Write a checkpoint beside the older ones in a folder. Every rank calls it.
+
+        It holds exactly this moment, micro-batches in flight included: saving changes nothing in
+        the training, and a run that loads it continues to the bit, on any number of ranks with the
+        same stages and method. Methods that keep graphs cannot be saved with micro-batches in
+        flight: those need `drain`, unless they have just updated (`gpipe`, `1f1b`).
+
+        Whatever interrupts a save, the checkpoints before it stay whole. If one rank cannot write,
+        all raise, there is no new checkpoint, and training can go on.
+
+        Args:
+            folder: where checkpoints are; all ranks must see it.
+            keep: how many of the newest checkpoints stay.
+            drain: flush first, which trains on with what is in flight and empties the pipeline:
+                that checkpoint loads into other stages and methods too.
+
+        Returns:
+            The path of the new checkpoint.
+
+        Raises:
+            NonFiniteError: With `drain`, after the checkpoint is written: a micro-batch in flight
+                was left out, as in `flush`.
+        """
+        self._check_usable()
+        self._throughput.pause()
+        folder = file_path("trainer.save", folder, "runs/a")
+        failure = None
+        if drain:
+            try:
+                self.flush()
+            except NonFiniteError as error:  # the pipeline is drained all the same
+                failure = error
+        self._sync_stages()
+        self._check_savable()
+        with self.placement.stop_all_on_error():
+            self.placement.wait_all_delivered()
+            state = self._state(self.placement.own(self.model.state_dict()), detach_tree)
+            who = self.rank, self.replica
+            saved = save_training(folder, state, *who, gather=self.everyone, keep=keep)
+        if failure is not None:
+            failure.add_note(f"The checkpoint {saved} is written, without these micro-batches.")
+            raise failure
+        return saved
+
+    def load(self, place: str | Path) -> None:
+        """Continue from a checkpoint, or from the newest one in a folder. Every rank calls it.
+
+        With micro-batches in flight it needs the stages and method it was saved with, after
+        `save(..., drain=True)` any; otherwise it is refused and nothing is changed, on any rank.
+        The random generators of torch and Python continue too, if there are as many ranks.
+        """
+        self._check_usable(to_load=True)
+        self._throughput.pause()
+        folder, state = file_path("trainer.load", place, "runs/a"), dict[str, Any]()
+
+        def find() -> str | None:
+            # The first rank chooses: what others see of the folder may be older.
+            return os.path.relpath(find_checkpoint(folder), folder) if self.rank == 0 else None
+
+        def read(name: str) -> None:
+            checkpoint = Checkpoint(folder / name)
+            placement = self.placement
+            state.update(self._read_state(checkpoint, placement.device, placement.world))
+            with located(str(checkpoint.path)):
+                self._check_fits(state)
+
+        with self.placement.stop_all_on_error():
+            name, *_ = on_all("trainer.load", find, self.everyone)
+            on_all("trainer.load", lambda: read(name), self.everyone)
+        self._continue_from(state)
+        set_generators(state["rng"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue exactly from here, micro-batches in flight included.
+
+        Only in one process; on ranks use `save`.
+        """
+        if self.placement.world > 1:
+            raise InputError(
+                "trainer.state_dict: no rank has the whole state; use trainer.save(folder), which "
+                "every rank calls, or net.module().state_dict() for the weights"
+            )
+        self._check_usable(to_read=True)
+        self._throughput.pause()
+        self._sync_stages()
+        self._check_savable()
+        return self._state(self.model.state_dict(), clone_tree)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; one with nothing in flight fits other stages too.
+
+        Only in one process; on ranks use `load`.
+        """
+        if self.placement.world > 1:
+            raise InputError("trainer.load_state_dict: every rank calls trainer.load(folder)")
+        self._check_usable(to_load=True)
+        self._check_fits(state)
+        self._continue_from(state)
+
+    def _continue_from(self, state: Mapping[str, Any]) -> None:
+        """Load a state that fits, and drop what is in flight. Every rank calls it."""
+        with self._stop_on_error():
+            self.placement.wait_all_delivered()
+            self._sync_stages()
+            self._load_state(state)
+            self.runner.clear()
+            self._follow_settings()
+            self.placement.completed(self.schedule.injected - 1)
+            self.everyone(None)  # no rank sends before all have dropped what was in flight
+        self._stop_reason = None
+
+    def close(self) -> None:
+        """End the training; every rank does, at the latest when its process ends.
+
+        The trainer cannot be used any more; on ranks, its threads and sockets are gone.
+        """
+        self._stop_reason = _CLOSED
+        self.placement.close()
