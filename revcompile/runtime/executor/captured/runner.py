@@ -174,7 +174,7 @@ class GraphRunner:
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
             "Pass backend='eager' to silence this warning",
             RevcompileWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def _warn(self, why: str, advice: str) -> None:
@@ -185,7 +185,7 @@ class GraphRunner:
                 f"backend={self._backend.value!r}: while {why}, steps are run one action at a "
                 f"time; {advice}",
                 RevcompileWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def step(
