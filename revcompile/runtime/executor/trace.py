@@ -23,7 +23,7 @@ from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_
 
 _HANDSHAKES: Final = 5
 
-Everyone = Callable[[Any], Sequence[Any]]
+Gather = Callable[[Any], Sequence[Any]]
 """From a plain value of this process to those of all, in the order of the ranks."""
 
 
@@ -49,7 +49,7 @@ class Trace:
         self._rank, self._title = trainer.rank, title
         self.busy: tuple[float, ...] | None = None
         """The share of the time that each rank computed, once the trace has ended."""
-        self._clock_offset = _clock_offset(trainer.everyone)
+        self._clock_offset = _clock_offset(trainer.placement.gather)
         self._device: torch.device = trainer.executors[0].stage._device()
         self._first_tried: dict[tuple[int, Action], Any] = {}
         self._began: Any = None
@@ -104,7 +104,9 @@ class Trace:
         process = self._end()
         if process is None:
             return
-        processes = [_unpacked(packed) for packed in self._trainer.everyone(_packed(process))]
+        processes = [
+            _unpacked(packed) for packed in self._trainer.placement.gather(_packed(process))
+        ]
         self.busy = busy_shares(processes)
         if self._rank == 0:
             _write(self.path, processes, self._title)
@@ -159,20 +161,20 @@ def _unpacked(packed: Sequence[Any]) -> Process:
     return Process(rank, tuple(events), *about)
 
 
-def _clock_offset(everyone: Everyone) -> float:
+def _clock_offset(gather: Gather) -> float:
     """How much later this process's clock is than rank 0's.
 
     Processes of one machine share a clock. Between machines, a collective ends for all ranks at
     about the same time: the clocks are compared right after a few of them.
     """
-    machines = everyone(_machine())
+    machines = gather(_machine())
     if all(machine == machines[0] for machine in machines):
         return 0.0
     clocks = []
     for _ in range(_HANDSHAKES):
-        everyone(0)
+        gather(0)
         clocks.append(time.perf_counter())
-    first: list[float] = everyone(clocks)[0]
+    first: list[float] = gather(clocks)[0]
     if _machine() == machines[0]:
         return 0.0
     return statistics.median(here - there for here, there in zip(clocks, first, strict=True))

@@ -1,7 +1,6 @@
 """Where the stages of a trainer are: all in this process, or on several ranks.
 
-Both classes have the same methods. A trainer calls them where ranks have to act together, and
-does not ask which of the two it has.
+Both classes have the same methods: a trainer calls them where ranks have to act together.
 """
 
 from __future__ import annotations
@@ -84,27 +83,16 @@ class Placement:
 
     # -- what all ranks do --------------------------------------------------------------------
 
-    def everyone(self, value: Any) -> Sequence[Any]:
+    def gather(self, value: Any) -> Sequence[Any]:
         """The plain values of all ranks. Every rank calls it."""
         return [value]
 
     def raise_on_all(self, where: str, error: Exception | None) -> None:
         """Raise the error of any rank: its own there, one that names the rank elsewhere."""
         text = None if error is None else f"{type(error).__name__}: {error}"
-        for rank, found in enumerate(self.everyone(text)):
+        for rank, found in enumerate(self.gather(text)):
             if found is not None:
                 raise error or InputError(f"{where}, {self.named(rank)}: {found}")
-
-    @contextmanager
-    def stop_all_on_error(self) -> Iterator[None]:
-        """Around what ranks do together. They can go on after an `InputError`: all raise it."""
-        try:
-            yield
-        except InputError:
-            raise
-        except BaseException as error:
-            self.stop_all(error)
-            raise
 
     def stop_all(self, error: BaseException) -> None:
         """Tell every other rank that this one stops."""
@@ -119,19 +107,19 @@ class Placement:
         if problem is not None:
             raise InputError(f"trainer.step: {problem}")
 
-    def check_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
+    def check_shared_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
         """Refuse buffers of stages on several ranks that a forward pass has changed."""
 
-    def completed(self, microbatch: int) -> None:
+    def step_completed(self, microbatch: int) -> None:
         """This process has done its part of a step."""
 
-    def reported(self, loss: Tensor | None) -> Tensor | None:
+    def share_loss(self, loss: Tensor | None) -> Tensor | None:
         """The loss of a step, from the rank that knows it if ranks report it to all."""
         return loss
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def own_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Entries of the model's state dict that no other rank saves."""
         return dict(state)
 
@@ -225,7 +213,7 @@ class RankPlacement(Placement):
 
     # -- what all ranks do --------------------------------------------------------------------
 
-    def everyone(self, value: Any) -> Sequence[Any]:
+    def gather(self, value: Any) -> Sequence[Any]:
         with self.transport.collective():
             return gather_plain(value, self.ranks.control)
 
@@ -240,15 +228,15 @@ class RankPlacement(Placement):
     def refuse_step(self, problem: str | None) -> None:
         """Others count on this rank's messages: it takes part, and leaves the micro-batch out."""
 
-    def check_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
+    def check_shared_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
         for in_flight in (executor.stage.in_flight for executor in executors):
             if microbatch in in_flight:
                 self._shared_buffers.check_changed(in_flight[microbatch].buffers)
 
-    def completed(self, microbatch: int) -> None:
+    def step_completed(self, microbatch: int) -> None:
         self.transport.completed = microbatch
 
-    def reported(self, loss: Tensor | None) -> Tensor | None:
+    def share_loss(self, loss: Tensor | None) -> Tensor | None:
         if not self._report_loss:
             return loss
         sent = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
@@ -261,7 +249,7 @@ class RankPlacement(Placement):
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def own_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Replicas have the same parameters, but each its own buffers.
 
         What no stage uses never changes: the rank of the first stage saves it.

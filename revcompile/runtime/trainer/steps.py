@@ -89,7 +89,7 @@ class Steps:
             self._run_eagerly(schedule, values, fingerprint)
         self._given = None, None
         targets.pop(microbatch, None)
-        self._placement.completed(microbatch)
+        self._placement.step_completed(microbatch)
         return values
 
     def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
@@ -130,7 +130,7 @@ class Steps:
         for executor in self.executors:
             executor.measured = {microbatch} if self._is_measured(microbatch) else set()
         remaining = self.scheduler.forward(schedule.inject())
-        self._placement.check_buffers(self.executors, microbatch)
+        self._placement.check_shared_buffers(self.executors, microbatch)
         self.scheduler.finish(remaining)
 
     def _run_captured(
@@ -192,7 +192,7 @@ class Steps:
             updates=schedule.updates,
             lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
             throughput=throughput.add(samples, counts=not self.runner.is_capturing),
-            loss_tensor=self._placement.reported(loss),
+            loss_tensor=self._placement.share_loss(loss),
             output=self.loss_head.outputs.pop(microbatch, None),
             reconstruction=errors,
             scale=self.loss_head.scale,
@@ -222,12 +222,13 @@ class Steps:
             executor.failures, executor.forward_errors = [], []
         if not failures:
             return None
-        failure, *others = failures
-        if not isinstance(failure, RevcompileError):
-            failure = self._explained(failure, microbatch, values)
+        failure, *others = (
+            each if isinstance(each, RevcompileError) else self._explained(each, microbatch, values)
+            for each in failures
+        )
         for other in others:
             failure.add_note(f"And {other}")
-        if not isinstance(failure, NonFiniteError):
+        if not all(isinstance(each, NonFiniteError) for each in failures):
             failure.add_note(f"Micro-batch {microbatch} counts, and all stages have left it out.")
         return failure
 

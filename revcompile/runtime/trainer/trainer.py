@@ -7,7 +7,7 @@ StagedModel.trainer(...) --> Trainer(task, Placement(...))       all stages in t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -94,10 +94,6 @@ class Trainer(TrainerState):
         self._guard = StageGuard([watched for e in self.executors for watched in e.stage.watched])
         make_latest(self, self.model)
 
-    def everyone(self, value: Any) -> Sequence[Any]:
-        """The plain values of all processes, by rank. Every rank calls it."""
-        return self.placement.everyone(value)
-
     # -- training -----------------------------------------------------------------------------
 
     def step(self, inputs: Any = None, target: Any = None) -> Metrics:
@@ -167,7 +163,7 @@ class Trainer(TrainerState):
         self._throughput.pause()
         failure = self._steps.failure(self.schedule.injected - 1)
         own = None if failure is None else (str(failure), failure.stage, failure.microbatch)
-        for text, stage, microbatch in filter(None, self.everyone(own)):
+        for text, stage, microbatch in filter(None, self.placement.gather(own)):
             failure = failure or NonFiniteError(text, stage=stage, microbatch=microbatch)
             failure.add_note("The pipeline is drained; go on without another flush.")
             raise failure
@@ -189,15 +185,21 @@ class Trainer(TrainerState):
     # -- what goes wrong ----------------------------------------------------------------------
 
     @contextmanager
-    def _stop_on_error(self) -> Iterator[None]:
-        """Around what cannot be left out: after a failure there this trainer is unusable."""
+    def _stop_on_error(self, *, changes_nothing: bool = False) -> Iterator[None]:
+        """Around what cannot be left out: after an error there this trainer is unusable.
+
+        If training stays as it is, one process can go on, and ranks after an `InputError`, which
+        all of them raise.
+        """
         try:
             yield
         except BaseException as error:
+            if changes_nothing and (isinstance(error, InputError) or self.placement.world == 1):
+                raise
             if self._stop_reason is None:
                 error.add_note(f"This trainer cannot go on; {_REMEDY}.")
             cause = f"{type(error).__name__}: {error}"
-            self._stop_reason = f"this trainer stopped in the middle of a step or a load ({cause})"
+            self._stop_reason = f"this trainer stopped in the middle of a call ({cause})"
             self.placement.stop_all(error)
             raise
 
@@ -246,7 +248,7 @@ class Trainer(TrainerState):
 
     def _check_tree(self, where: str, problem: str | None = None) -> None:
         """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""
-        for found in self.everyone(self.tree.problem() or problem):
+        for found in self.placement.gather(self.tree.problem() or problem):
             if found is not None:
                 raise InputError(f"{where}: {found}")
 
@@ -264,9 +266,6 @@ class Trainer(TrainerState):
             loader: batches of `(inputs, target)`; with `loss=None`, as the model returns its own
                 loss, batches as `step` takes them.
             metrics: functions of `(output, target)` that return a mean over the batch, by name.
-
-        Returns:
-            Mean loss and metrics over all samples.
         """
         means, merged = RunningMeans(metrics), RunningMeans(metrics)
         self._check_usable()
@@ -277,10 +276,10 @@ class Trainer(TrainerState):
         if model is None:
             self._prepare_stages_to_evaluate()
         evaluation = EvaluationPass(self._steps, self.placement, model, loader, means)
-        with self.placement.stop_all_on_error(), self._evaluating():
+        with self._stop_on_error(changes_nothing=True), self._evaluating():
             evaluation.run()
         self.placement.raise_on_all("trainer.evaluate", evaluation.error)
-        for sums, samples in self.everyone([means.sums, means.samples]):
+        for sums, samples in self.placement.gather([means.sums, means.samples]):
             merged.join(sums, samples)
         return merged.evaluation()
 
@@ -313,7 +312,7 @@ class Trainer(TrainerState):
         of a checkpoint: after `load` the mean begins anew.
         """
         totals = self.loss_head.totals
-        of_ranks = self.everyone([0.0, 0.0] if totals is None else totals.tolist())
+        of_ranks = self.placement.gather([0.0, 0.0] if totals is None else totals.tolist())
         if totals is not None:
             totals.zero_()
         total, count = map(sum, zip(*of_ranks, strict=True))
@@ -414,11 +413,11 @@ class Trainer(TrainerState):
                 failure = error
         self._sync_stages()
         self._check_savable()
-        with self.placement.stop_all_on_error():
+        with self._stop_on_error(changes_nothing=True):
             self.placement.wait_all_delivered()
-            state = self._state(self.placement.own(self.model.state_dict()), detach_tree)
-            who = self.rank, self.replica
-            saved = save_training(folder, state, *who, gather=self.everyone, keep=keep)
+            state = self._state(self.placement.own_entries(self.model.state_dict()), detach_tree)
+            who, gather = (self.rank, self.replica), self.placement.gather
+            saved = save_training(folder, state, *who, gather=gather, keep=keep)
         if failure is not None:
             failure.add_note(f"The checkpoint {saved} is written, without these micro-batches.")
             raise failure
@@ -434,6 +433,7 @@ class Trainer(TrainerState):
         self._check_usable(to_load=True)
         self._throughput.pause()
         folder, state = file_path("trainer.load", place, "runs/a"), dict[str, Any]()
+        placement = self.placement
 
         def find() -> str | None:
             # The first rank chooses: what others see of the folder may be older.
@@ -441,14 +441,13 @@ class Trainer(TrainerState):
 
         def read(name: str) -> None:
             checkpoint = Checkpoint(folder / name)
-            placement = self.placement
             state.update(self._read_state(checkpoint, placement.device, placement.world))
             with located(str(checkpoint.path)):
                 self._check_fits(state)
 
-        with self.placement.stop_all_on_error():
-            name, *_ = on_all("trainer.load", find, self.everyone)
-            on_all("trainer.load", lambda: read(name), self.everyone)
+        with self._stop_on_error(changes_nothing=True):
+            name, *_ = on_all("trainer.load", find, placement.gather)
+            on_all("trainer.load", lambda: read(name), placement.gather)
         self._continue_from(state)
         set_generators(state["rng"])
 
@@ -487,8 +486,8 @@ class Trainer(TrainerState):
             self._load_state(state)
             self.runner.clear()
             self._follow_settings()
-            self.placement.completed(self.schedule.injected - 1)
-            self.everyone(None)  # no rank sends before all have dropped what was in flight
+            self.placement.step_completed(self.schedule.injected - 1)
+            self.placement.gather(None)  # no rank sends before all have dropped what was in flight
         self._stop_reason = None
 
     def close(self) -> None:

@@ -696,6 +696,17 @@ def test_all_that_a_call_finds_bad_is_named() -> None:
     feed(trainer, batches(4, seed=2))
 
 
+def test_a_bad_micro_batch_is_named_beside_an_older_one() -> None:
+    trainer = trainer_of(fresh(RootFirst))
+    x, y = batches(1, seed=3)[0]
+    feed(trainer, [*batches(4), (torch.zeros_like(x), y), *batches(2)])
+    with pytest.raises(NonFiniteError, match="stage 0, micro-batch 4") as raised:
+        trainer.step(x[:, :4], y)
+    other, left_out = raised.value.__notes__
+    assert other.startswith("And trainer.step: the model failed on micro-batch 7: ")
+    assert left_out.startswith("Micro-batch 7 counts")
+
+
 def test_a_drained_save_writes_and_then_reports_the_bad_micro_batch(tmp_path: Path) -> None:
     saved, flushed, resumed = (trainer_of(fresh(RootFirst)) for _ in range(3))
     x, y = batches(1, seed=3)[0]
@@ -724,7 +735,7 @@ def test_a_step_that_the_user_interrupts_stops_the_trainer() -> None:
     before = trainer.state_dict()
     with pytest.raises(KeyboardInterrupt):
         trainer.step(batches(1)[0][0], None)
-    with pytest.raises(TrainerStoppedError, match=r"in the middle of a step .*KeyboardInterrupt"):
+    with pytest.raises(TrainerStoppedError, match=r"in the middle of a call .*KeyboardInterrupt"):
         trainer.step(*batches(1)[0])
     trainer.load_state_dict(before)
     assert same(trainer.state_dict(), before)
