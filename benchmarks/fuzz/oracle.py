@@ -494,7 +494,7 @@ def meant_for(
     captured: revcompile.ir.types.Captured, root: nn.Module, calls: Sequence[Call]
 ) -> list[Call]:
     """The calls up to the first that the graph is not for: those are captured anew, or refused."""
-    checker, found = GuardChecker(captured.guards), list[Call]()
+    checker, found = GuardChecker(captured.guards, root), list[Call]()
     for call in calls:
         values = bind(captured.signature, captured.name, call.args, call.kwargs)
         if checker.failing(root, values) is not None:

@@ -7,10 +7,9 @@ the device of the call, with the attributes and modes that its modules have now.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from types import NoneType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,19 +18,17 @@ from revcompile.compiler.capture.capture import capture_once
 from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import empty_like_on, meta_copy
 from revcompile.compiler.capture.isolation import copy_model
+from revcompile.compiler.capture.leaf_modules import is_leaf
 from revcompile.compiler.capture.tracer import CONSTANT_PREFIX
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InputError
-from revcompile.ir.conditions import ABSENT, UNKNOWN, look_up
-from revcompile.ir.guards import FlagGuard, Guards
+from revcompile.ir.guards import FlagGuard
 from revcompile.ir.module_tree import device_of_model
+from revcompile.ir.plain_attributes import attributes_of
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Captured, Rewired
-from revcompile.ir.uncomputed import as_captured
-
-_PLAIN: Final = (NoneType, bool, int, float, str, type(ABSENT))
 
 
 class Recompiler:
@@ -42,6 +39,11 @@ class Recompiler:
         self._policy = policy
         self._leaves = frozenset(captured.leaf_modules)
         self._flags = [flag.name for flag in captured.guards.flags]
+        nodes = captured.graph.find_nodes(op="call_module")
+        self._called = {str(node.target) for node in nodes}
+        self._computed: dict[str, set[str]] = {}
+        for path, name in captured.computed:
+            self._computed.setdefault(path, set()).add(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recompiler:
         return self  # immutable
@@ -49,7 +51,6 @@ class Recompiler:
     def __call__(
         self,
         net: nn.Module,
-        guards: tuple[Guards, ...],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         fixed_batch: bool = False,
@@ -58,7 +59,6 @@ class Recompiler:
 
         Args:
             net: the running model; its attributes, modes, types and device count.
-            guards: the guards of all captures so far, which name the attributes.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
             fixed_batch: for the batch size of this call alone. A batch of one is captured as one
@@ -68,7 +68,7 @@ class Recompiler:
             InputError: for these arguments the rewired model has parameters of other shapes.
         """
         device = device_of_model(net)
-        model = self._with_state_of(net, guards)
+        model = self._with_state_of(net)
         captured = self._capture(model, net, device, args, kwargs, fixed_batch)
         rewired = rewire(captured, find(captured), self._policy)
         verify_rewired(captured, rewired)
@@ -127,7 +127,7 @@ class Recompiler:
             flags = tuple(map(FlagGuard.of, self._flags))
             return replace(captured, guards=replace(captured.guards, flags=flags))
 
-    def _with_state_of(self, net: nn.Module, guards: Iterable[Guards]) -> nn.Module:
+    def _with_state_of(self, net: nn.Module) -> nn.Module:
         """The original with the tensor types, modes and attributes that `net` has now."""
         state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
         memo: dict[int, Any] = {}
@@ -141,47 +141,37 @@ class Recompiler:
             module.training = modules[path].training if path in modules else net.training
             if path and type(modules.get(path)) is not type(module):  # replaced: an adapter
                 modules.pop(path, None)
-        shared = set[int]()
-        modes = [mode for each in guards for mode in (each.train, each.evaluation)]
-        for guard in (guard for mode in modes for guard in mode.attributes):
-            if guard.path in modules and guard.name not in ("", "training"):
-                now = look_up(modules[guard.path], guard.name)
-                value = as_captured(now, UNKNOWN if guard.fields else guard.value)
-                if not guard.fields or isinstance(value, _PLAIN):
-                    _set_plain(model.get_submodule(guard.path), guard.name, value)
-                elif id(value) not in shared:
-                    shared.add(id(value))
-                    _share_copy(value, modules, model)
+        memo = {id(modules[path]): own for path, own in model.named_modules() if path in modules}
+        for path, module in model.named_modules():
+            is_called = is_leaf(module) and path in self._called  # rewiring may have widened it
+            if path in modules and not is_called:
+                kept = self._computed.get(path, set()) | getattr(modules[path], "own_names", set())
+                _copy_attributes(modules[path], module, kept, memo)
         return model
+
+
+def _copy_attributes(
+    module: nn.Module, twin: nn.Module, kept: Collection[str], memo: dict[int, Any]
+) -> None:
+    """Give a twin copies of plain attributes; what several modules hold stays one object.
+
+    It keeps those that forward passes of the original set, and under names of the module's own.
+    """
+    own, copies = attributes_of(module), attributes_of(twin)
+    for name in {**own, **copies}:
+        if name in kept:
+            continue
+        value = own.get(name, module._buffers.get(name))  # a tensor may have become a buffer
+        if isinstance(value, torch.Tensor):
+            memo[id(value)] = value.detach().clone()
+        if name not in own and name not in module._buffers:
+            del vars(twin)[name]
+        else:
+            vars(twin)[name] = copy.deepcopy(value, memo)
 
 
 def _named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
-
-
-def _set_plain(module: nn.Module, name: str, value: Any) -> None:
-    """Give a module a copy of a plain attribute; the value may be a buffer of the running model."""
-    own = vars(module)
-    is_member = any(name in own[kind] for kind in ("_parameters", "_buffers", "_modules"))
-    if is_member or value is UNKNOWN or isinstance(value, nn.Module):
-        return
-    if value is ABSENT:
-        own.pop(name, None)
-    elif isinstance(value, torch.Tensor):
-        if name in own:
-            own[name] = value.detach().clone()
-    elif value is not getattr(type(module), name, ABSENT):
-        own[name] = copy.deepcopy(value)
-
-
-def _share_copy(value: Any, modules: Mapping[str, nn.Module], model: nn.Module) -> None:
-    """Give a model one copy of an object, at all attributes in which the `modules` hold it."""
-    twin = copy.deepcopy(value)
-    own: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    for path, module in modules.items():
-        for name in (name for name, held in vars(module).items() if held is value):
-            if path in own:
-                setattr(own[path], name, twin)
 
 
 def _adopt_constants(net: nn.Module, root: nn.Module, device: torch.device) -> None:

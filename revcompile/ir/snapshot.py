@@ -90,14 +90,16 @@ class Change(NamedTuple):
                 return f"requires_grad of {self.where} was changed"
             case Kind.MEMORY:
                 return f"{self.where} lies in other memory"
-        return f"{self.where} was {_shown(self.before)} and is {_shown(self.now)} now"
+        before, now = (Absent.ABSENT if v is None else v for v in (self.before, self.now))
+        return f"{self.where} was {shown(before)} and is {shown(now)} now"
 
 
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, Absent):
+def shown(value: Any) -> str:
+    """A value in a message."""
+    if isinstance(value, Absent):
         return "absent"
-    if isinstance(value, nn.Module):
-        return _named(type(value))
+    if isinstance(value, nn.Module | Tensor | type):
+        return _named(value if isinstance(value, type) else type(value))
     text = repr(value)
     return text if len(text) < 80 else f"{text[:76]} ..."
 
@@ -217,7 +219,7 @@ class TreeSnapshot:
             now = _contents(watched, kind)
             for name in {**before, **now}:
                 pair = before.get(name, Absent.ABSENT), now.get(name, Absent.ABSENT)
-                if not _is_equal(*pair, by_value=kind not in _TABLES):
+                if not is_equal(*pair, by_value=kind not in _TABLES):
                     yield watched, Change(watched.path, name, kind, *pair)
 
     @contextmanager
@@ -265,7 +267,7 @@ def _contents(watched: Watched, kind: Kind) -> Mapping[str, Any]:
         found = own[_TABLES[kind]]
     elif kind is Kind.SETTING:
         items = own.items()
-        found = {n: _frozen(v) for n, v in items if n not in INTERNAL and not isinstance(v, Tensor)}
+        found = {n: frozen(v) for n, v in items if n not in INTERNAL and not isinstance(v, Tensor)}
     elif kind is Kind.MEMORY:
         found = {n: tensor.data_ptr() for n, tensor in _tensors(watched.module).items()}
     elif kind is Kind.REQUIRES_GRAD:
@@ -295,16 +297,16 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
     """A copy of a container, which may be changed in place."""
     if isinstance(value, dict):
-        return {key: _frozen(inner) for key, inner in value.items()}
+        return {key: frozen(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_frozen, value))
+        return type(value)(map(frozen, value))
     return set(value) if type(value) is set else value
 
 
-def _is_equal(before: Any, now: Any, by_value: bool) -> bool:
+def is_equal(before: Any, now: Any, by_value: bool) -> bool:
     if before is now:
         return True
     if not by_value or type(before) is not type(now) or isinstance(now, Tensor):
@@ -313,7 +315,7 @@ def _is_equal(before: Any, now: Any, by_value: bool) -> bool:
         before, now = list(before.items()), list(now.items())
     if isinstance(now, list | tuple):
         pairs = zip(before, now, strict=False)
-        return len(before) == len(now) and all(_is_equal(*pair, True) for pair in pairs)
+        return len(before) == len(now) and all(is_equal(*pair, True) for pair in pairs)
     try:
         return bool(before == now)
     except Exception:  # of arrays, for example: another object is another value

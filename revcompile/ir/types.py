@@ -109,6 +109,8 @@ class Captured:
     """Lines (`file:line`) that draw random numbers which decide nothing; the graph draws none."""
     stateful: tuple[str, ...] = ()
     """Leaf modules whose next call computes something else, and why."""
+    computed: frozenset[tuple[str, str]] = frozenset()
+    """Attributes in which the original's forward leaves tensors: path of the module, and name."""
 
 
 class ResidualKind(enum.Enum):

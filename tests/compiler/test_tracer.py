@@ -98,7 +98,7 @@ def test_what_does_not_trace_says_why(forward: Callable[..., Any], words: str) -
 
 def test_a_size_that_must_not_be_zero_stays_free() -> None:
     found = traced(lambda x: x.view(x.shape[0] or 1, 6) if x.shape[0] else x, X)
-    guards = found.guards.direct.guards
+    guards = found.guards.sizes[0].guards
     assert {(guard.expression, guard.value) for guard in guards} == {("x.shape[0] != 0", True)}
     assert list(found.graph.nodes)[-2].meta[TYPE].at(5) == (5, 6)
 
@@ -135,7 +135,7 @@ def test_type_limits_are_read_once_for_a_type() -> None:
     found = traced(lambda x: x.to(x.dtype).clamp(min=torch.finfo(x.dtype).min), X)
     to, clamp = lines(found.graph)
     assert to.endswith("to(x, torch.float32)") and clamp.endswith(f"min={least})")
-    assert [(g.expression, g.value) for g in found.guards.direct.guards] == [
+    assert [(g.expression, g.value) for g in found.guards.sizes[0].guards] == [
         ("x.dtype", torch.float32)
     ]
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.capture.attributes import mark_uncomputed
 from revcompile.compiler.capture.check import Check, Flags, check_capture, why_it_fails
 from revcompile.compiler.capture.cleanup import remove_identities
 from revcompile.compiler.capture.example import (
@@ -37,13 +36,14 @@ from revcompile.compiler.capture.functional import (
     written_inputs,
 )
 from revcompile.compiler.capture.fx_frontend import FxFrontend, Traces
-from revcompile.compiler.capture.guards import make_guards
+from revcompile.compiler.capture.guards import make_guards, with_attributes
 from revcompile.compiler.capture.leaf_modules import requested_leaves
 from revcompile.compiler.capture.modes import merge_modes
 from revcompile.compiler.capture.structures import unpack_structures
 from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.errors import CaptureError, InputError
 from revcompile.ir.guards import FlagGuard
+from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import Captured
 
 
@@ -170,7 +170,9 @@ def _captured(frontend: FxFrontend) -> Captured:
         break
     for graph in (train, evaluation):
         forbid_inplace(graph, traces.root)
-    mark_uncomputed(traces.root, traces.leaked)
+    for path, name, key in traces.leaked:  # the graph does not set it: better none than an old one
+        own = vars(traces.root.get_submodule(path))
+        own.pop(name, None) if key is None else own[name].pop(key, None)
     return _assembled(frontend, traces, train, evaluation)
 
 
@@ -188,8 +190,7 @@ def _assembled(
     """One graph for both modes, or one each; with guards and notes."""
     first, second = traces.modes
     has_one_spec = first.out_spec == second.out_spec
-    flags = (g for t in traces.modes for g in t.guards.attributes if g.name == "training")
-    readers = {guard.path for guard in flags}
+    readers = {path for traced in traces.modes for path in traced.guards.modes}
     merged = merge_modes(train, evaluation, readers) if has_one_spec else None
     example, root = frontend.example, traces.root
     notes = [f"{path} is a leaf module: {why}" for path, why in traces.leaf_reasons.items()]
@@ -200,11 +201,26 @@ def _assembled(
         eval_graph=evaluation if merged is None else None,
         signature=signature_of(example, first.out_spec, None if has_one_spec else second.out_spec),
         leaf_modules=traces.leaves,
-        notes=(*notes, *written_inputs(first.graph)),
-        guards=make_guards(first.guards, second.guards, merged, root, example),
+        notes=(*notes, *_left_out(traces), *written_inputs(first.graph)),
+        computed=frozenset((path, name) for path, name, key in traces.leaked if key is None),
+        guards=with_attributes(
+            make_guards((first.guards, second.guards), merged, root, example),
+            frontend.model,
+            (train, evaluation),
+            first.asked | second.asked,
+            first.written | second.written,
+        ),
         draws=first.draws | second.draws,
         stateful=tuple(f"{path}: {traces.leaf_reasons[path]}" for path in traces.stateful),
     )
+
+
+def _left_out(traces: Traces) -> list[str]:
+    """A note on attributes that only the original's forward sets."""
+    names = [child_path(path, name) for path, name, _ in traces.leaked]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    what = f"set by the original's forward pass, not by this one: {', '.join(names[:3])}{more}"
+    return [what] if names else []
 
 
 # -- other readings of the example ----------------------------------------------------------------

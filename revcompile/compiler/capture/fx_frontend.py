@@ -7,7 +7,6 @@ structure, or because it writes to memory that others see. Both modes are then t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.attributes import log_attributes
 from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import FakeMode, fake_copy
@@ -29,7 +27,6 @@ from revcompile.compiler.capture.isolation import (
 )
 from revcompile.compiler.capture.leaf_modules import innermost_module, mode_dependent
 from revcompile.compiler.capture.memory import mark_state
-from revcompile.compiler.capture.object_reads import holds_tensors
 from revcompile.compiler.capture.random_draws import SuspectedDraw
 from revcompile.compiler.capture.trace_errors import Untraceable, describe_failure
 from revcompile.compiler.capture.tracer import Tracer
@@ -45,6 +42,10 @@ class Traced:
     graph: fx.Graph
     out_spec: pytree.TreeSpec
     guards: ModeGuards
+    asked: frozenset[tuple[str, str]]
+    """Names that modules were asked for and that are no plain attributes: path and name."""
+    written: frozenset[tuple[str, str]]
+    """Attributes that the forward pass itself sets: path of the module, and name."""
     draws: frozenset[str] = frozenset()
     """Lines that draw random numbers which decide nothing; the graph does not draw them."""
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -91,8 +92,7 @@ def trace(
 
 def _run(fake: nn.Module, tracer: Tracer) -> Traced:
     try:
-        tensors = tracer.tensor_reads if holds_tensors(fake) else nullcontext()
-        with torch.enable_grad(), log_attributes(tracer.log), tensors:
+        with torch.enable_grad():
             graph = tracer.trace(fake)
     except SuspectedDraw:
         raise
@@ -109,6 +109,8 @@ def _run(fake: nn.Module, tracer: Tracer) -> Traced:
         graph,
         tracer.out_spec,
         guards,
+        frozenset(tracer.asked),
+        frozenset(tracer.written),
         draws=frozenset(tracer.draws),
         constants={name: value for name, value in reads.items() if name not in state},
         untraceable=tracer.untraceable,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,8 +19,17 @@ from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.capture.modes import flags_selected
-from revcompile.ir.guards import Guards, ModeGuards, SizeGuard, SizeGuards, input_types
-from revcompile.ir.ops import op_name
+from revcompile.ir.guards import (
+    DEVICE_ATTRIBUTES,
+    Guards,
+    ModeGuards,
+    SizeGuard,
+    SizeGuards,
+    input_types,
+)
+from revcompile.ir.module_tree import child_path
+from revcompile.ir.ops import op_name, store_buffer
+from revcompile.ir.plain_attributes import attributes_of
 from revcompile.ir.types import PATH
 
 
@@ -45,12 +54,7 @@ class PythonRead:
     """Was it torch's own code that read it?"""
 
 
-_DEVICE_ATTRIBUTES: Final = frozenset(
-    ("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta")
-)
-"""Attributes that depend on a tensor's device alone."""
-
-_CHOOSES_KERNELS: Final = _DEVICE_ATTRIBUTES | {"requires_grad", "is_nested", "is_sparse", "layout"}
+_CHOOSES_KERNELS: Final = DEVICE_ATTRIBUTES | {"requires_grad", "is_nested", "is_sparse", "layout"}
 """What torch's own layers read to choose between kernels that compute the same."""
 
 _INFIX: Final[dict[Any, str]] = {
@@ -79,8 +83,8 @@ _ARITIES: Final = frozenset(
 
 def size_guards(
     reads: Iterable[PythonRead], values: Mapping[fx.Node, Any], labels: Mapping[str, str]
-) -> tuple[SizeGuards, SizeGuards, SizeGuards]:
-    """Guards that need the inputs alone, shapes inside the network, or parameters and buffers.
+) -> SizeGuards:
+    """Guards on what Python has read of inputs, of values inside the network, and of parameters.
 
     `values` are the nodes' values at the first batch size, `labels` the arguments' names as a
     user writes them.
@@ -94,12 +98,8 @@ def size_guards(
             text = printer.show(read.node)
             text = f"len({text})" if read.kind is ReadKind.LENGTH else text
             needed.setdefault((text, repr(read.value)), (read, text))
-    groups: tuple[list[tuple[PythonRead, str]], ...] = ([], [], [])
-    for read, text in needed.values():
-        of = facts[read.node]
-        groups[of.looks_inside if of.from_input else 2].append((read, text))
-    direct, derived, state = (_with_graph(group) for group in groups)
-    return direct, derived, state
+    # a size inside is wrong, or cannot be computed, because of one of the inputs
+    return _with_graph(sorted(needed.values(), key=lambda each: facts[each[0].node].looks_inside))
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def _is_needed(read: PythonRead, value: Any, facts: _Facts) -> bool:
     return not tensors_in(value) or op_name(read.node) in _ARITIES
 
 
-def needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and everything they are computed from."""
+def copy_needed(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph of the inputs, the nodes and everything they are computed from; and the copies."""
     pending = list(nodes)
     needed = set(pending)
     while pending:
@@ -143,19 +143,25 @@ def needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             if source not in needed:
                 needed.add(source)
                 pending.append(source)
-    return needed
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in nodes[0].graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            copies[node] = graph.node_copy(node, copies.get)
+            if _attribute_read(node) in DEVICE_ATTRIBUTES:
+                copies[node].args = (copies[_sources(node)[0]], *node.args[1:])
+    return graph, copies
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
     """What a node reads. A device is read from the model's first input: all have the same."""
-    if _attribute_read(node) in _DEVICE_ATTRIBUTES:
+    if _attribute_read(node) in DEVICE_ATTRIBUTES:
         return [next(iter(node.graph.find_nodes(op="placeholder")))]
     return node.all_input_nodes
 
 
 def _attribute_read(node: fx.Node) -> str | None:
     if node.op == "call_method" and node.target == "get_device":
-        return "device"
+        return "get_device"
     is_read = node.op == "call_function" and node.target is getattr
     return str(node.args[1]) if is_read else None
 
@@ -163,19 +169,7 @@ def _attribute_read(node: fx.Node) -> str | None:
 def _with_graph(group: list[tuple[PythonRead, str]]) -> SizeGuards:
     if not group:
         return SizeGuards()
-    origin = group[0][0].node.graph
-    needed = needed_for(read.node for read, _ in group)
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in origin.nodes:
-        if node.op == "placeholder":
-            copies[node] = graph.placeholder(node.name)
-        elif node in needed:
-            if _attribute_read(node) in _DEVICE_ATTRIBUTES:
-                source = copies[_sources(node)[0]]
-                copies[node] = graph.call_function(getattr, (source, node.args[1]))
-                copies[node].meta = dict(node.meta)
-            else:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph, copies = copy_needed([read.node for read, _ in group])
     outputs = []
     for read, _ in group:
         output = copies[read.node]
@@ -236,31 +230,56 @@ class ExpressionPrinter:
 
 
 def make_guards(
-    train: ModeGuards,
-    evaluation: ModeGuards,
-    merged: fx.Graph | None,
-    root: nn.Module,
-    example: Example,
+    modes: Sequence[ModeGuards], merged: fx.Graph | None, root: nn.Module, example: Example
 ) -> Guards:
-    """The guards of a capture from those of its two traces.
+    """The guards of a capture from those of its two traces, but for attributes and flags.
 
     Where one graph serves both modes (`merged`), it reads modules' `training` flags as it runs, and
     those need no guard; nor does the flag of the whole model, which chooses between the graphs.
     """
     unguarded = {""} | (flags_selected(merged) if merged is not None else set())
-
-    def without_modes(mode: ModeGuards) -> ModeGuards:
-        return replace(
-            mode,
-            attributes=tuple(
-                g for g in mode.attributes if g.name != "training" or g.path not in unguarded
-            ),
-        )
-
-    needs_skeleton = any(g.direct.graph or g.derived.graph for g in (train, evaluation))
-    return Guards(
-        without_modes(train),
-        without_modes(evaluation),
-        skeleton=meta_copy(root) if needs_skeleton else None,
-        seen=frozenset(input_types(example.tensors(which)) for which in (0, 1)),
+    train, evaluation = (
+        replace(mode, modes={p: flag for p, flag in mode.modes.items() if p not in unguarded})
+        for mode in modes
     )
+    has_sizes = any(sizes.guards for mode in modes for sizes in mode.sizes)
+    return Guards(
+        train,
+        evaluation,
+        skeleton=meta_copy(root) if has_sizes else None,
+        seen=frozenset(  # traced without gradients of inputs
+            input_types(t.detach() for t in example.tensors(which)) for which in (0, 1)
+        ),
+    )
+
+
+def with_attributes(
+    guards: Guards,
+    model: nn.Module,
+    graphs: Iterable[fx.Graph],
+    asked: Collection[tuple[str, str]],
+    written: Collection[tuple[str, str]],
+) -> Guards:
+    """Guards on all plain attributes of the modules that graphs do not call.
+
+    Those that they call read their own attributes. `asked` are names that modules were asked for
+    and that are no plain attributes, `written` are attributes that forward passes set.
+    """
+    nodes = [node for graph in graphs for node in graph.nodes]
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    within = tuple(f"{path}." for path in sorted(called))
+    stored = {str(node.args[0].target) for node in nodes if node.target is store_buffer}
+
+    def is_watched(path: str, name: str) -> bool:
+        is_called = path in called or path.startswith(within) or child_path(path, name) in called
+        return not is_called and (path, name) not in written and name != "training"
+
+    plain: dict[str, frozenset[str]] = {}
+    for path, module in model.named_modules():
+        names = (n for n in attributes_of(module) if child_path(path, n) not in stored)
+        plain[path] = frozenset(n for n in names if is_watched(path, n))
+    others: dict[str, frozenset[str]] = {}
+    for path, name in sorted(asked):
+        if is_watched(path, name) and name not in plain[path]:
+            others[path] = others.get(path, frozenset()) | {name}
+    return replace(guards, plain={p: names for p, names in plain.items() if names}, asked=others)

@@ -4,6 +4,8 @@ Nothing that other threads could see is replaced:
 
     calls of modules            `_compiled_call_impl` of each module of the copy
     parameters and buffers      the dicts of the copy's modules give proxies
+    names that are asked for    `nn.Module.__getattr__` looks for them in those dicts
+    modes of modules            are taken away, so that it is asked for them too
     functions of torch          a `TorchFunctionMode`, which belongs to one thread
     autograd functions          the proxies themselves, see `proxy.custom_function`
 """
@@ -22,12 +24,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import checkpoint
 
+from revcompile.compiler.capture.leaf_modules import is_leaf
 from revcompile.compiler.capture.proxy import ShapedTracer, contains_proxy
 from revcompile.compiler.capture.random_draws import NoDraws
 
 RANDOM: Final = (torch.empty, torch.rand, torch.randint, torch.randn, torch.randperm)
 """Factories whose result may be random: never a constant."""
 
+_GETATTR: Final = nn.Module.__getattr__.__code__
 _CHECKPOINTED: Final = checkpoint.CheckpointFunction.forward.__code__
 
 
@@ -78,18 +82,40 @@ class Interceptor(Protocol):
 
     def attribute(self, value: Any) -> Any: ...
 
+    def note_asked(self, module: nn.Module, name: str) -> None:
+        """The module was asked for a name that is no plain attribute, or for its mode."""
+
 
 class _Members(dict[str, Any]):
     """Parameters or buffers of a module; those that are read by name become proxies."""
 
-    __slots__ = ("_read",)
+    __slots__ = ("_tracer",)
 
-    def __init__(self, members: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
+    def __init__(self, members: Mapping[str, Any], tracer: Interceptor) -> None:
         super().__init__(members)
-        self._read = read
+        self._tracer = tracer
 
     def __getitem__(self, name: str) -> Any:
-        return self._read(super().__getitem__(name))
+        return self._tracer.attribute(super().__getitem__(name))
+
+
+class _Parameters(_Members):
+    """Parameters and, only for `nn.Module.__getattr__`, the mode of the module."""
+
+    __slots__ = ("_module", "training")
+
+    def __init__(self, module: nn.Module, tracer: Interceptor) -> None:
+        super().__init__(module._parameters, tracer)
+        self._module, self.training = module, module.training
+
+    def __contains__(self, name: object) -> bool:
+        if sys._getframe(1).f_code is not _GETATTR:
+            return super().__contains__(name)
+        self._tracer.note_asked(self._module, str(name))
+        return name == "training" or super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.training if name == "training" else super().__getitem__(name)
 
 
 @contextmanager
@@ -104,13 +130,18 @@ def intercepted(root: nn.Module, tracer: Interceptor) -> Iterator[None]:
         for module in modules:
             own = vars(module)
             own["_compiled_call_impl"] = calling(module)
-            for kind in ("_parameters", "_buffers"):
-                own[kind] = _Members(own[kind], tracer.attribute)
+            own["_parameters"] = _Parameters(module, tracer)
+            own["_buffers"] = _Members(module._buffers, tracer)
+            if type(module).__getattr__ is nn.Module.__getattr__ and not is_leaf(module):
+                del own["training"]
+            elif not is_leaf(module):
+                tracer.note_asked(module, "training")  # whether it is cannot be seen
         yield
     finally:
         for module in modules:
             own = vars(module)
             own.pop("_compiled_call_impl", None)
+            own.setdefault("training", own["_parameters"].training)
             for kind in ("_parameters", "_buffers"):
                 own[kind] = dict(own[kind])
 

@@ -40,6 +40,8 @@ def set_mode(twin: nn.Module, model: nn.Module, training: bool) -> nn.Module:
     """Put a copy of `model`, or itself, in a mode; modules the user set to eval mode stay there."""
     modules = model.named_modules() if model.training else ()
     frozen = {path for path, module in modules if not module.training}
+    if any(type(module).train is not nn.Module.train for module in twin.modules()):
+        twin.train(training)  # some empty their caches
     for path, module in twin.named_modules():
         module.training = training and path not in frozen
     return twin

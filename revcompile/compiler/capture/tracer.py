@@ -12,7 +12,7 @@ guards. `interception.py` has how the tracer is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.attributes import AttributeLog, state_of
 from revcompile.compiler.capture.decisions import DECIDES, DecisionWatch
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import (
@@ -49,7 +48,6 @@ from revcompile.compiler.capture.memory import (
     tensors_in,
     watch_memory,
 )
-from revcompile.compiler.capture.object_reads import TensorReads
 from revcompile.compiler.capture.proxy import (
     ShapedProxy,
     ShapedTracer,
@@ -76,6 +74,7 @@ from revcompile.compiler.capture.trace_errors import (
 from revcompile.ir.guards import ModeGuards
 from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import attribute, store_buffer
+from revcompile.ir.plain_attributes import PLAIN, attributes_of
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
 CONSTANT_PREFIX: Final = "revcompile_constant_"
@@ -105,11 +104,13 @@ class Tracer(ShapedTracer):
         self.stateful: set[str] = set()
         self.out_spec: pytree.TreeSpec | None = None
         self.restore: Callable[[nn.Module], None] = lambda module: None
-        self.log = AttributeLog(paused=lambda: self.evaluating)
-        self.tensor_reads = TensorReads(self.log)
         self.draws: set[str] = set()
         self.leaked: set[tuple[str, str, Any]] = set()
         self._reads: list[PythonRead] = []
+        self.asked: set[tuple[str, str]] = set()
+        """Paths of modules, and names that they were asked for and that are no attributes."""
+        self.written: set[tuple[str, str]] = set()
+        """Attributes that the forward pass itself changes: path of the module, and name."""
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths, self._constants = leaf_paths, constants
         self._path = ""
@@ -137,36 +138,21 @@ class Tracer(ShapedTracer):
     def reads_types(self) -> bool:
         return self._path in self._reading_types
 
+    def note_asked(self, module: nn.Module, name: str) -> None:
+        path = None if self.evaluating else (self.submodule_paths or {}).get(module)
+        if path is not None:
+            self.asked.add((path, name))
+
     def guards(self) -> ModeGuards:
         """All values that Python has read, as conditions on later calls."""
         firsts = {node: values.first for node, values in self.values.items()}
         labels = dict(zip(self._example.names, self._example.labels, strict=True))
-        direct, derived, state = size_guards(self._reads, firsts, labels)
-        paths = {module: path for path, module in self.root.named_modules()}
-        return ModeGuards(
-            direct,
-            derived,
-            state=state,
-            attributes=self.log.guards(paths, self._used()),
-        )
-
-    def _used(self) -> set[str]:
-        """Paths of the modules that the graph calls, reads from or runs through.
-
-        Not of `nn.Identity`, which the graph will not call.
-        """
-        used = {""}
-        for node in self.graph.nodes:
-            paths = [str(node.meta.get(PATH) or "")]
-            if node.op == "get_attr":
-                paths.append(str(node.target).rpartition(".")[0])
-            elif type(called_module(node, self.root)) is nn.Identity:
-                paths = [str(node.target).rpartition(".")[0]]
-            for path in paths:
-                while path not in used:
-                    used.add(path)
-                    path = path.rpartition(".")[0]
-        return used
+        modes = {
+            path: module.training
+            for path, module in self.root.named_modules()
+            if (path, "training") in self.asked
+        }
+        return ModeGuards((size_guards(self._reads, firsts, labels),), modes)
 
     # -- arguments and results ----------------------------------------------------------------
 
@@ -223,8 +209,7 @@ class Tracer(ShapedTracer):
             if not known:
                 self.tensor_attrs[a] = self._constant(a)
         try:
-            with self.log.pause() if isinstance(a, torch.Tensor) else nullcontext():
-                return super().create_arg(a)
+            return super().create_arg(a)
         except NotImplementedError:
             raise TraceError(
                 f"a {type(a).__name__} is an argument, which no graph can hold"
@@ -239,7 +224,6 @@ class Tracer(ShapedTracer):
         if name is None:
             name = f"{CONSTANT_PREFIX}{len(self._constants)}"
             self._constants[name] = tensor
-        self.tensor_reads.note(tensor)
         self._held[name] = tensor
         return name
 
@@ -307,14 +291,14 @@ class Tracer(ShapedTracer):
         self._reading_types.add(self._path)
         return self._watched(module, forward, args, kwargs)
 
-    def _mark(self) -> tuple[fx.Node | None, int, int]:
+    def _mark(self) -> tuple[fx.Node | None, int]:
         """The current end of the trace, to roll back to."""
         last = next(iter(reversed(self.graph.nodes)), None)
-        return last, len(self._reads), len(self.log.events)
+        return last, len(self._reads)
 
-    def _roll_back(self, mark: tuple[fx.Node | None, int, int]) -> None:
-        last, reads, events = mark
-        del self._reads[reads:], self.log.events[events:]
+    def _roll_back(self, mark: tuple[fx.Node | None, int]) -> None:
+        last, reads = mark
+        del self._reads[reads:]
         for node in list(reversed(self.graph.nodes)):
             if node is last:
                 break
@@ -327,8 +311,7 @@ class Tracer(ShapedTracer):
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Call a forward, and raise if it had an effect that is not in the graph."""
-        buffers, state = dict(module._buffers), state_of(module)
-        start = len(self.log.events)
+        buffers, state = dict(module._buffers), self._state(module)
         result = forward(*args, **kwargs)
         self._refuse_custom_function(result)
         self._refuse_foreign_rng()
@@ -336,23 +319,36 @@ class Tracer(ShapedTracer):
             new = module._buffers.get(name)
             if new is not old and _fake_value(new) is not _fake_value(old):
                 self._store_buffer(module, name, new)
-        elsewhere = [(m, n) for m, n in self.log.overwritten(start) if m is not module]
-        if elsewhere or state_of(module) != state:
+        changed = _changed(state, self._state(module)) - self.written
+        if changed:
+            self.written |= changed
             self._note_leaked(module)
             # A cached value changes in the first call only, a counter in the second call too.
-            mark, state = self._mark(), state_of(module)
-            others = {m: state_of(m) for m, _ in elsewhere}
+            mark, state = self._mark(), self._state(module)
+            held = {(p, n): vars(self.root.get_submodule(p)).get(n) for p, n in sorted(changed)}
+            users = {key: _users(value) for key, value in held.items()}
             forward(*args, **kwargs)
-            counted = [f"its attribute {n!r}" for n in self._counted(module, state, mark[2])]
-            counted += self._counted_elsewhere(elsewhere, others)
+            changed = _changed(state, self._state(module))
+            # a tensor that is only stored for the user differs after every call as well
+            stored = {key for key in users if users[key] == _users(held[key]) is not None}
             self._roll_back(mark)
-            for what in counted:
-                raise PythonState(f"the forward pass counts in {what}", module)
+            for path, name in sorted(changed - stored):
+                where = "its attribute" if path == self._path else "the attribute"
+                of = "" if path == self._path else f" of {path}"
+                raise PythonState(f"the forward pass counts in {where} {name!r}{of}", module)
         return result
+
+    def _state(self, module: nn.Module) -> dict[tuple[str, str], Any]:
+        """Attributes of a module and those inside it, by path and name."""
+        return {
+            (path, name): _content(value)
+            for path, inner in module.named_modules(prefix=self._path)
+            for name, value in attributes_of(inner).items()
+        }
 
     def _note_leaked(self, module: nn.Module) -> None:
         """Note attributes that hold tensors computed from the inputs or from parameters."""
-        for name, value in vars(module).items():
+        for name, value in attributes_of(module).items():
             entries = value.items() if type(value) is dict else [(None, value)]
             for key, held in entries:
                 if isinstance(held, ShapedProxy) and self._is_computed(held.node):
@@ -371,33 +367,6 @@ class Tracer(ShapedTracer):
                 return True
             open_ends += source.all_input_nodes
         return False
-
-    def _counted(self, module: nn.Module, state: dict[str, Any], since: int) -> list[str]:
-        """Attributes that differ after every call, and that the next call reads.
-
-        A tensor that is only stored for the user differs after every call as well.
-        """
-        now = state_of(module)
-        changed = [name for name in now if name in state and now[name] != state[name]]
-        return [
-            name
-            for name in changed
-            if isinstance(now[name], tuple) or self.log.read_first(module, name, since)
-        ]
-
-    def _counted_elsewhere(
-        self,
-        written: Iterable[tuple[nn.Module, str]],
-        states: dict[nn.Module, dict[str, Any]],
-    ) -> list[str]:
-        """Plain attributes of other modules that differ after every call, in words."""
-        paths = self.submodule_paths or {}
-        return [
-            f"the attribute {name!r} of {paths.get(module) or type(module).__name__}"
-            for module, name in written
-            if isinstance(state_of(module).get(name), tuple)
-            and state_of(module)[name] != states[module].get(name)
-        ]
 
     def _store_buffer(self, module: nn.Module, name: str, value: Any) -> None:
         """Trace the assignment to a buffer; a childless module that makes it becomes a leaf."""
@@ -439,8 +408,7 @@ class Tracer(ShapedTracer):
         if name is None:
             return value
         if name not in self._state_proxies:
-            with self.log.pause():
-                self._state_proxies[name] = self.create_proxy("get_attr", name, (), {})
+            self._state_proxies[name] = self.create_proxy("get_attr", name, (), {})
         return self._state_proxies[name]
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
@@ -456,8 +424,7 @@ class Tracer(ShapedTracer):
         node.meta[NO_GRAD] = not torch.is_grad_enabled()
         if kind not in ("placeholder", "output"):
             try:
-                with self.log.pause():
-                    layer = called_module(node, self.root)
+                layer = called_module(node, self.root)
                 with watch_memory(node, self.values):
                     first, second = (self._evaluate(node, layer, which) for which in (0, 1))
                     self._learn(node, first, second)
@@ -513,6 +480,9 @@ class Tracer(ShapedTracer):
                 if node.op == "get_attr":
                     held = self._held.get(target)
                     return attribute(self.root, target) if held is None else held
+                if layer is not None and not _keeps_attributes(layer):
+                    with preserve_attributes(layer):  # not what the forward around it changes
+                        return layer(*args, **kwargs)
                 if node.op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 return (target if layer is None else layer)(*args, **kwargs)
@@ -534,6 +504,37 @@ class Tracer(ShapedTracer):
             return fold(node, {n: v[which] for n, v in self.values.items()})
         finally:
             self.evaluating = False
+
+
+_Key = tuple[str, str]
+
+
+def _changed(before: Mapping[_Key, Any], now: Mapping[_Key, Any]) -> set[_Key]:
+    """Attributes that differ, or are new."""
+    missing = object()
+    return {key for key in now if before.get(key, missing) != now[key]}
+
+
+def _keeps_attributes(layer: nn.Module) -> bool:
+    """Whether a call cannot change attributes; weight normalization is a hook that does."""
+    return type(layer).__module__.startswith("torch.nn.") and not layer._forward_pre_hooks
+
+
+def _users(value: Any) -> int | None:
+    """How many nodes read a value that an attribute holds; None if it is not in the graph."""
+    held = (value, *getattr(value, "__dict__", {}).values())
+    nodes = [each.node for each in held if isinstance(each, ShapedProxy)]
+    return sum(len(node.users) for node in nodes) if nodes else None
+
+
+def _content(value: Any) -> Any:
+    """Plain values and containers of them by value, others by identity."""
+    if issubclass(type(value), PLAIN):
+        return type(value), value
+    if type(value) not in (dict, tuple, list, set, frozenset):
+        return id(value), value
+    items = (*value, *value.values()) if type(value) is dict else value
+    return type(value), [_content(i) if issubclass(type(i), PLAIN) else None for i in items]
 
 
 def _fake_value(value: Any) -> Any:

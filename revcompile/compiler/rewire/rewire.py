@@ -90,7 +90,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         refusals=found.refusals,
         weight_expansions=dict(editor.weight_expansions),
         notes=(*captured.notes, *rewiring.notes),
-        guards=guards_with(captured, sizes, eval_sizes).rebased(editor.root),
+        guards=guards_with(captured, sizes, eval_sizes),
         stateful=captured.stateful,
     )
 

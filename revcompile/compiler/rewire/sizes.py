@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from revcompile.compiler.capture.fake_values import meta_copy
-from revcompile.compiler.capture.guards import ExpressionPrinter, needed_for
+from revcompile.compiler.capture.guards import ExpressionPrinter, copy_needed
 from revcompile.ir.guards import Guards, SizeGuard, SizeGuards
 from revcompile.ir.types import SOURCE, TYPE, VALUE, Captured, TensorType
 
@@ -32,8 +32,8 @@ def guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSize
         return guards
     return replace(
         guards,
-        train=replace(guards.train, written=written[0]),
-        evaluation=replace(guards.evaluation, written=written[1]),
+        train=replace(guards.train, sizes=(*guards.train.sizes, written[0])),
+        evaluation=replace(guards.evaluation, sizes=(*guards.evaluation.sizes, written[1])),
         skeleton=guards.skeleton or meta_copy(captured.root),
     )
 
@@ -46,10 +46,7 @@ def _size_guards(
         return SizeGuards()
     signature = captured.signature
     printer = ExpressionPrinter(dict(zip(signature.placeholders, signature.labels, strict=True)))
-    graph, copies, needed = fx.Graph(), dict[fx.Node, fx.Node](), needed_for(nodes)
-    for node in nodes[0].graph.nodes:
-        if node.op == "placeholder" or node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph, copies = copy_needed(nodes)
     guards: list[SizeGuard] = []
     outputs: list[fx.Node] = []
 

@@ -138,9 +138,7 @@ def _stage(
         weight_expansions={
             name: growth for name, growth in rewired.weight_expansions.items() if name in names
         },
-        guards=(rewired.guards if takes_inputs else rewired.guards.of_attributes()).held_by(
-            weights
-        ),
+        guards=rewired.guards if takes_inputs else rewired.guards.without_inputs(),
     )
     tolerance = root.tolerance if isinstance(root, Reversible) else None
     stage = StageModule(stage_model, tolerance, boundary.described(partition.types))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,14 +11,11 @@ from typing import Any, Final
 from torch import nn
 
 from revcompile.errors import InputError
-from revcompile.ir.guards import Guards
 from revcompile.ir.signature import bind
 from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.guards import GuardChecker, Mismatch
 
-Recapture = Callable[
-    [nn.Module, tuple[Guards, ...], tuple[Any, ...], Mapping[str, Any], bool], Rewired
-]
+Recapture = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], bool], Rewired]
 """Captures the model of a root in its present state, for the arguments of a call; the last
 argument: for its batch size alone?"""
 
@@ -25,6 +23,10 @@ _MOST: Final = 64
 """More captures of one model are an accident: a size that is new at every call."""
 _MOST_FORMS: Final = 8
 """The same of the arguments' forms: a number that is new at every call."""
+
+
+def _checker(rewired: Rewired) -> GuardChecker:
+    return GuardChecker(rewired.guards, rewired.root)
 
 
 class Cases:
@@ -39,9 +41,21 @@ class Cases:
         self, first: Rewired, recapture: Recapture | None = None, any_arguments: bool = False
     ) -> None:
         self.recapture, self.any_arguments = recapture, any_arguments
-        self._cases = [(first, GuardChecker(first.guards))]
+        self._cases = [(first, _checker(first))]
         self._last = self._cases[0]
         self._forms = [self]
+
+    def first_only(self, recapture: Recapture | None) -> Cases:
+        """The first case, as it was when it was captured, for a copy that is stored."""
+        twin = copy.copy(self)
+        twin._cases, twin._last, twin._forms = self._cases[:1], self._cases[0], [twin]
+        twin.recapture = recapture
+        return twin
+
+    @property
+    def checker(self) -> GuardChecker:
+        """Of the first case."""
+        return self._cases[0][1]
 
     def bound(
         self,
@@ -74,9 +88,7 @@ class Cases:
         self, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], fixed_batch: bool
     ) -> Rewired:
         assert self.recapture is not None
-        guards = tuple(rewired.guards for rewired, _ in self._cases)
-        rewired = self.recapture(root, guards, args, kwargs, fixed_batch)
-        return replace(rewired, root=root, guards=rewired.guards.for_copy(root))
+        return replace(self.recapture(root, args, kwargs, fixed_batch), root=root)
 
     def matching(
         self, root: nn.Module, values: Mapping[str, Any], capture: Callable[[bool], Rewired]
@@ -117,7 +129,7 @@ class Cases:
                     "example inputs of this case, or keep the module that reads this as one piece "
                     "with leaf_modules=[...].",
                 ) from error
-            case = rewired, GuardChecker(rewired.guards)
+            case = rewired, _checker(rewired)
             remaining = case[1].failing(root, values)
             if remaining is None:
                 break

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import repeat
-from operator import is_, is_not
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -16,62 +15,52 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
 from revcompile.errors import GuardError
-from revcompile.ir.conditions import (
-    ABSENT,
-    Condition,
-    HasContents,
-    HasKeys,
-    HasType,
-    Present,
-    described,
-    holds,
-    look_up,
-)
 from revcompile.ir.guards import (
-    AttributeGuard,
+    DEVICE_ATTRIBUTES,
+    FlagGuard,
     Guards,
-    ModeGuards,
-    SizeGuard,
     SizeGuards,
     input_types,
 )
-from revcompile.ir.module_tree import copy_module, device_of_model
+from revcompile.ir.module_tree import child_path, copy_module, device_of_model
 from revcompile.ir.ops import called
-from revcompile.ir.python_code import compile_graph
+from revcompile.ir.plain_attributes import Member, PlainAttributes
+from revcompile.ir.snapshot import shown
 from revcompile.ir.types import TYPE, TensorType
 from revcompile.kernels.autocast import is_autocasting
-from revcompile.runtime.reversible.slots import Column, Slot
+from revcompile.runtime.reversible.original import OriginalSurface
 from revcompile.runtime.reversible.transforms import is_transformed
 
 _ABSENT: Final = object()
 _META: Final = torch.device("meta")
+_STATE: Final = ("dtype", "requires_grad")
+"""Attributes of a parameter that may differ at each call."""
 
 
 @dataclass(eq=False)
 class Mismatch:
-    """A guard that fails: the expression, its value when captured and now, and the source line."""
+    """A guard that fails: the expression, its value when captured and now, and the source line.
+
+    Of an attribute or a flag, the line that read it is not known.
+    """
 
     expression: str
     expected: Any
     found: Any
-    source: str
+    source: str = ""
 
     def __str__(self) -> str:
-        now = "cannot be computed" if self.found is _ABSENT else f"is {described(self.found)}"
-        if isinstance(self.expected, HasKeys):
-            now = f"is {HasKeys.of(self.found)!r}"
+        now = "cannot be computed" if self.found is _ABSENT else f"is {shown(self.found)}"
+        where = f" [{self.source}]" if self.source else ""
         return (
-            f"{self.expression} was {described(self.expected)} when the model was captured and "
-            f"{now} now [{self.source}]"
+            f"{self.expression} was {shown(self.expected)} when the model was captured and "
+            f"{now} now{where}"
         )
 
     @property
     def is_structural(self) -> bool:
-        """Is it about modules or parameters, which capturing the model again does not follow?"""
-        expected, is_condition = self.expected, isinstance(self.expected, Condition)
-        return (is_condition and expected.is_structural) or isinstance(
-            self.found, (nn.Module, nn.Parameter)
-        )
+        """Whether it is about members, which capturing the model again does not follow."""
+        return isinstance(self.expected, Member) or isinstance(self.found, Member)
 
     def error(self, where: str, advice: str) -> GuardError:
         return GuardError(
@@ -85,100 +74,115 @@ class Mismatch:
 
 
 class GuardChecker:
-    """Checks the guards of one capture; results that need a run without data are cached."""
+    """Checks the guards of one capture; attributes are to stay what they are now.
 
-    def __init__(self, guards: Guards) -> None:
-        self._guards = guards
-        self._modes: dict[bool, _ModeChecker] = {}
+    Args:
+        guards: The guards.
+        root: The model, as it was when it was captured.
+    """
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_modes": {}}  # compiled code is made again
-
-    def _mode(self, training: bool) -> _ModeChecker:
-        if training not in self._modes:
-            self._modes[training] = _ModeChecker(self._guards.of(training), self._guards)
-        return self._modes[training]
+    def __init__(self, guards: Guards, root: nn.Module) -> None:
+        self._guards, kind = guards, type(root)
+        plain, asked = guards.plain, guards.asked
+        if isinstance(root, OriginalSurface):
+            kind, hidden = root.original_class or kind, root.own_names
+            plain, asked = ({**n, "": n.get("", frozenset()) - hidden} for n in (plain, asked))
+        self._attributes = PlainAttributes(root, plain, asked, kind)
+        modules = dict(root.named_modules(remove_duplicate=False))
+        self._modes = {
+            training: [(modules[p], p, f) for p, f in mode.modes.items() if p in modules]
+            for training, mode in ((True, guards.train), (False, guards.evaluation))
+        }
+        self._sizes = {training: _SizeChecker(guards, training, root) for training in (True, False)}
 
     def failing(self, root: nn.Module, values: Mapping[str, Any]) -> Mismatch | None:
         """The first guard that fails for a call, or None.
 
         `values` are the graph's inputs by name, in the order of its placeholders.
         """
-        return self._mode(root.training).failing(root, list(values.values()))
+        sizes = self._sizes[root.training]
+        return self.changed(root) or sizes.failing(root, list(values.values()))
 
     def changed(self, root: nn.Module) -> Mismatch | None:
-        """The first attribute or flag that has changed, or None."""
-        return self._mode(root.training).changed(root)
+        """The first attribute, mode or flag that has changed, or None."""
+        for flag in self._guards.flags:
+            now = FlagGuard.of(flag.name)
+            if now != flag:
+                return Mismatch(flag.expression, flag.value, now.value)
+        for module, path, training in self._modes[root.training]:
+            if module.training is not training:
+                return Mismatch(child_path(path, "training"), training, module.training)
+        change = self._attributes.first_change()
+        return None if change is None else Mismatch(change.where, change.before, change.now)
 
 
-class _ModeChecker:
-    """The guards of one mode, compiled."""
+class _SizeChecker:
+    """Guards on sizes; they are computed once for each combination of types of the inputs."""
 
-    def __init__(self, mode: ModeGuards, guards: Guards) -> None:
-        self._mode, self._skeleton, self._flags = mode, guards.skeleton, guards.flags
-        self._attributes = _Attributes(mode.attributes)
-        self._direct, self._state = _compiled(mode.direct), _compiled(mode.state)
-        graph = mode.state.graph
-        self._no_inputs = (None,) * len(graph.find_nodes(op="placeholder") if graph else ())
-        self._expected = tuple(guard.value for guard in mode.direct.guards)
-        self._verdicts: dict[Any, Mismatch | None] = dict.fromkeys(guards.seen)
+    def __init__(self, guards: Guards, training: bool, root: nn.Module) -> None:
+        self._guards, self._training = guards, training
         self._dtype = _parameter_type(guards.skeleton)
+        graphs = (group.graph for group in self._groups if group.graph is not None)
+        nodes = [node for graph in graphs for node in graph.nodes]
+        reads = [n for n in nodes if n.target is getattr and n.args[1] in _STATE]
+        self._state = sorted({n.args[0].target for n in reads if n.args[0].op == "get_attr"})
+        names = {n.args[1] if n.target is getattr else n.target for n in nodes}
+        self._reads_device = not DEVICE_ATTRIBUTES.isdisjoint(names)
+        now = self._types_now(root, device_of_model(root)) if self._groups else None
+        self._verdicts: dict[Any, Mismatch | None] = {(seen, now): None for seen in guards.seen}
+
+    def __getstate__(self) -> dict[str, Any]:
+        right = {key: None for key, problem in self._verdicts.items() if problem is None}
+        return {**self.__dict__, "_verdicts": right}
+
+    @property
+    def _groups(self) -> list[SizeGuards]:
+        return [group for group in self._guards.of(self._training).sizes if group.guards]
 
     def failing(self, root: nn.Module, inputs: list[Tensor]) -> Mismatch | None:
-        return self._sizes_now(inputs) or self.changed(root) or self._sizes_inside(root, inputs)
-
-    def changed(self, root: nn.Module) -> Mismatch | None:
-        for flag in self._flags:
-            now = type(flag).of(flag.name)
-            if now != flag:
-                return Mismatch(flag.expression, flag.value, now.value, "the forward pass")
-        return self._attributes.changed(root) or self._state_now(root)
-
-    def _state_now(self, root: nn.Module) -> Mismatch | None:
-        if self._state is None:
+        if not self._groups:
             return None
-        try:
-            values = self._state(root, *self._no_inputs)
-        except Exception:  # a parameter is missing
-            values = [_ABSENT] * len(self._mode.state.guards)
-        return _first_mismatch(self._mode.state, values)
-
-    def _sizes_now(self, inputs: list[Tensor]) -> Mismatch | None:
-        if self._direct is None:
-            return None
-        try:
-            values = self._direct(self._skeleton, *inputs)
-        except Exception:  # a guard may be computed from another one that fails
-            values = _Sizes(self._mode.direct, self._skeleton, inputs).results()
-        if values == self._expected:
-            return None
-        return _first_mismatch(self._mode.direct, values)
-
-    def _sizes_inside(self, root: nn.Module, inputs: list[Tensor]) -> Mismatch | None:
-        groups = [g for g in (self._mode.derived, self._mode.written) if g.graph is not None]
-        if not groups:
-            return None
-        key: Any = input_types(inputs)
-        dtype = _parameter_type(root)
-        if dtype != self._dtype:  # the model was cast after it was captured
-            key = key, dtype
+        device = inputs[0].device if inputs else device_of_model(root)
+        types = self._types_now(root, device)
+        key = input_types(inputs), types
         if key not in self._verdicts:
-            skeleton = self._skeleton
-            if skeleton is not None and dtype is not None and dtype != self._dtype:
-                skeleton = copy.deepcopy(skeleton).to(dtype)
-            device = device_of_model(root)
-            problem = None
-            if not is_autocasting(device):  # which leaves tensors on the meta device alone
-                shapes = [_without_data(tensor, _META) for tensor in inputs]
-                problem = _first_problem(groups, skeleton, shapes)
-            if is_autocasting(device) or (problem and problem.found is _ABSENT):
-                # slower, but they can be combined with tensors that the model makes on the CPU
-                with FakeTensorMode(allow_non_fake_inputs=True):
-                    skeleton = None if skeleton is None else _fake_copy(skeleton, device)
-                    shapes = [_without_data(tensor, tensor.device) for tensor in inputs]
-                    problem = _first_problem(groups, skeleton, shapes)
-            self._verdicts[key] = problem
+            self._verdicts[key] = self._computed(root, inputs, types[1], types[2])
         return self._verdicts[key]
+
+    def _types_now(self, root: nn.Module, device: torch.device) -> tuple[Any, ...]:
+        """What guards read besides the inputs: the device, and types of parameters."""
+        state = tuple(_state_of(root, name) for name in self._state)
+        return device if self._reads_device else None, _parameter_type(root), state
+
+    def _computed(
+        self, root: nn.Module, inputs: list[Tensor], dtype: torch.dtype | None, state: Any
+    ) -> Mismatch | None:
+        skeleton, device = self._guards.skeleton, device_of_model(root)
+        if skeleton is not None and dtype is not None and dtype != self._dtype:
+            skeleton = copy.deepcopy(skeleton).to(dtype)  # the model was cast
+
+        def first_problem(skeleton: nn.Module | None, shapes: list[Tensor]) -> Mismatch | None:
+            types = dict(zip(self._state, state, strict=True))
+            results = (_Sizes(g, skeleton, shapes, types, inputs) for g in self._groups)
+            return next(filter(None, (sizes.first_mismatch() for sizes in results)), None)
+
+        problem = None
+        if not is_autocasting(device):  # which leaves tensors on the meta device alone
+            problem = first_problem(skeleton, [_without_data(t, _META) for t in inputs])
+        if is_autocasting(device) or (problem and problem.found is _ABSENT):
+            # slower, but they can be combined with tensors that the model makes on the CPU
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                skeleton = None if skeleton is None else _fake_copy(skeleton, device)
+                shapes = [_without_data(t, t.device) for t in inputs]
+                problem = first_problem(skeleton, shapes)
+        return problem
+
+
+def _state_of(root: nn.Module, name: str) -> Any:
+    try:
+        return attrgetter(*_STATE)(attrgetter(name)(root))
+    except AttributeError:
+        return _ABSENT
 
 
 def _parameter_type(root: nn.Module | None) -> torch.dtype | None:
@@ -187,25 +191,6 @@ def _parameter_type(root: nn.Module | None) -> torch.dtype | None:
         for p in module._parameters.values():
             if p is not None and p.is_floating_point():
                 return p.dtype
-    return None
-
-
-def _compiled(sizes: SizeGuards) -> Callable[..., Any] | None:
-    return None if sizes.graph is None else compile_graph(sizes.graph, "guards")
-
-
-def _first_problem(
-    groups: Iterable[SizeGuards], skeleton: nn.Module | None, inputs: list[Tensor]
-) -> Mismatch | None:
-    problems = (_first_mismatch(g, _Sizes(g, skeleton, inputs).results()) for g in groups)
-    return next(filter(None, problems), None)
-
-
-def _first_mismatch(sizes: SizeGuards, values: Sequence[Any]) -> Mismatch | None:
-    pairs: Iterable[tuple[SizeGuard, Any]] = zip(sizes.guards, values, strict=True)
-    for guard, now in pairs:
-        if now is _ABSENT or now != guard.value:
-            return Mismatch(guard.expression, guard.value, now, guard.source)
     return None
 
 
@@ -238,13 +223,26 @@ def _fake_copy(skeleton: nn.Module, device: torch.device) -> nn.Module:
 class _Sizes(fx.Interpreter):
     """Evaluates the graph of guards; what cannot be computed is `_ABSENT`."""
 
-    def __init__(self, sizes: SizeGuards, root: nn.Module | None, inputs: list[Tensor]) -> None:
+    def __init__(
+        self,
+        sizes: SizeGuards,
+        root: nn.Module | None,
+        inputs: list[Tensor],
+        state: Mapping[str, Any],
+        given: Sequence[Tensor],
+    ) -> None:
+        """`state` has types of parameters, by name; `given` are the inputs with their data."""
         assert sizes.graph is not None and root is not None
         super().__init__(root, garbage_collect_values=False, graph=sizes.graph)
-        self._sizes, self._inputs = sizes, inputs
+        self._sizes, self._inputs, self._state, self._given = sizes, inputs, state, given
 
-    def results(self) -> list[Any]:
-        """The guards' values."""
+    def first_mismatch(self) -> Mismatch | None:
+        for guard, now in zip(self._sizes.guards, self._results(), strict=True):
+            if now is _ABSENT or now != guard.value:
+                return Mismatch(guard.expression, guard.value, now, guard.source)
+        return None
+
+    def _results(self) -> list[Any]:
         with torch.enable_grad(), _without_hooks(), torch.random.fork_rng(devices=()):
             values = list(self.run(*self._inputs))
             outputs: Any = self.graph.output_node().args[0]
@@ -259,11 +257,32 @@ class _Sizes(fx.Interpreter):
             return super().run_node(n)
         if any(self.env[source] is _ABSENT for source in n.all_input_nodes):
             return self._reshaped(n)
+        if n.op == "call_method" and n.target in DEVICE_ATTRIBUTES:
+            return getattr(self._given[0], str(n.target))()
+        if n.target is getattr and n.args[1] in DEVICE_ATTRIBUTES:
+            return getattr(self._given[0], str(n.args[1]))
         with suppress(Exception):
             return super().run_node(n)
         with suppress(Exception):
             return self._extrapolated(n)
         return _ABSENT
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        """Tensors are made on the device of those that stand for the inputs."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if not isinstance(n.meta.get(TYPE), TensorType) or not self._inputs:
+            return args, kwargs
+        here = self._inputs[0].device
+        return fx.node.map_aggregate(
+            (args, kwargs), lambda arg: here if isinstance(arg, torch.device) else arg
+        )
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        if target not in self._state:
+            return value
+        dtype, requires_grad = self._state[target]
+        return value.detach().to(dtype).requires_grad_(requires_grad)
 
     def _extrapolated(self, node: fx.Node) -> Any:
         """The result of a module that needs real data: as captured, but for the batch size."""
@@ -304,104 +323,3 @@ def _batch(kind: TensorType, value: Any) -> int | None:
             batch = kind.batch + (now - size) // step
             return batch if kind.at(batch) == tuple(value.shape) else None
     return kind.batch if kind.shape == tuple(value.shape) else None
-
-
-class _Attributes:
-    """Guards on attributes, checked without a loop in Python as long as no object is another one.
-
-    What was found when all guards held is kept in columns: dicts of modules, names, and the values
-    there. Parameters are not kept: they must be there, whichever.
-    """
-
-    def __init__(self, guards: Sequence[AttributeGuard]) -> None:
-        self._guards = guards
-        self._root: nn.Module | None = None
-        self._pairs: list[tuple[AttributeGuard, nn.Module]] = []
-        """Guards that are always evaluated, such as those on fields."""
-
-    def changed(self, root: nn.Module) -> Mismatch | None:
-        is_known = root is self._root and self._finds_the_same()
-        modules: dict[str, nn.Module | None] = {"": root}
-        pairs = self._pairs if is_known else self._resolved(modules)
-        for guard, module in pairs:
-            problem = _mismatch(guard, module)
-            if problem is not None:
-                self._root = None
-                return problem
-        if not is_known:
-            self._remember(modules, pairs)
-            self._root = root
-        return None
-
-    def _finds_the_same(self) -> bool:
-        return (
-            self._found.holds(self._values)
-            and all(map(is_not, self._present.read(), repeat(None)))
-            and all(map(is_, map(getattr, self._classes, self._named, repeat(ABSENT)), self._plain))
-        )
-
-    def _resolved(
-        self, modules: dict[str, nn.Module | None]
-    ) -> list[tuple[AttributeGuard, nn.Module]]:
-        """All guards and the modules at their paths; a graph that lacks a module reports that."""
-
-        def at(path: str) -> nn.Module | None:
-            if path not in modules:
-                outer, _, name = path.rpartition(".")
-                owner = at(outer)
-                modules[path] = None if owner is None else owner._modules.get(name)
-            return modules[path]
-
-        pairs = ((guard, at(guard.path)) for guard in self._guards)
-        return [(guard, module) for guard, module in pairs if module is not None]
-
-    def _remember(
-        self,
-        modules: Mapping[str, nn.Module | None],
-        pairs: Iterable[tuple[AttributeGuard, nn.Module]],
-    ) -> None:
-        self._pairs = []
-        found: list[Slot] = []
-        present: list[Slot] = []
-        classes: list[tuple[type, str]] = []
-        for path in filter(None, modules):
-            outer, _, name = path.rpartition(".")
-            if (owner := modules[outer]) is not None:
-                found.append((owner._modules, name))
-        for guard, module in pairs:
-            own, name, kind = vars(module), guard.name, type(module)
-            places = (own, own["_parameters"], own["_buffers"], own["_modules"])
-            if guard.fields or not name or not _is_immutable(guard.value):
-                self._pairs.append((guard, module))
-            elif isinstance(guard.value, Present) and name in own["_parameters"]:
-                present.append((own["_parameters"], name))
-            elif any(name in place for place in places):
-                place = next(place for place in places if name in place)
-                found += [(p, name) for p in (own, place)]
-            elif look_up(module, name) is getattr(kind, name, ABSENT):
-                found += [(place, name) for place in places]
-                classes.append((kind, name))
-            else:
-                self._pairs.append((guard, module))
-        self._found, self._present = Column(found, missing=_ABSENT), Column(present)
-        self._values = self._found.read()
-        self._classes, self._named = [kind for kind, _ in classes], [name for _, name in classes]
-        self._plain = [getattr(kind, name, ABSENT) for kind, name in classes]
-
-
-def _is_immutable(value: Any) -> bool:
-    """Is it enough that the object is the same one?"""
-    if isinstance(value, (HasContents, HasKeys, HasType)):
-        return False
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _mismatch(guard: AttributeGuard, module: nn.Module) -> Mismatch | None:
-    now = guard.current(module)
-    if holds(guard.value, now):
-        return None
-    return Mismatch(guard.expression, guard.value, now, guard.source)

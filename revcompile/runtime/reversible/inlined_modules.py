@@ -39,9 +39,15 @@ class Inlined:
             for path in sorted(paths - called - {""})
             if path in modules and not path.startswith(within)
         ]  # elsewhere rewiring has put something else
-        edges = (each.path.rpartition(".")[::2] for each in inlined)
+        used = {modules[path] for path in called if path in modules}
+        uncalled = [
+            Watched(module, path)
+            for path, module in modules.items()
+            if path and module not in used and not path.startswith(within)
+        ]
+        edges = (each.path.rpartition(".")[::2] for each in uncalled)
         owners = [Watched(modules[path], path, frozenset([name])) for path, name in edges]
-        lists = [each for each in inlined if isinstance(each.module, _LISTS)]
+        lists = [each for each in uncalled if isinstance(each.module, _LISTS)]
         self._snapshots = (
             TreeSnapshot(owners, (Kind.MODULE,)),
             TreeSnapshot(lists, (Kind.MEMBERS,)),
@@ -61,9 +67,9 @@ def _refusal(change: Change) -> str:
     path, advice = change.where, f"or keep it whole with leaf_modules=[{change.where!r}]"
     if change.kind is Kind.MODULE:
         return (
-            f"{path} was replaced after reversify, but its forward is part of the captured graph "
-            f"and would not be called; replace a layer inside {path}, or make the change before "
-            f"reversify, {advice}"
+            f"{path} was replaced after reversify, but the captured graph does not call it: what "
+            f"its forward does is part of the graph; replace a layer inside {path}, or make the "
+            f"change before reversify, {advice}"
         )
     if change.kind is Kind.HOOK:
         return (

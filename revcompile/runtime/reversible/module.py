@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +28,7 @@ from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block import Block, BlockWeights
 from revcompile.runtime.reversible.cases import Cases, Recapture
 from revcompile.runtime.reversible.coupling import Chain
+from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.reversible.hooks import ShardedModule, reshard, sharded_modules, unshard
 from revcompile.runtime.reversible.inlined_modules import Inlined
 from revcompile.runtime.reversible.original import Original, OriginalSurface, in_method_of_original
@@ -79,10 +79,7 @@ class Reversible(OriginalSurface):
         overlap: Overlap = Overlap.OFF,
     ) -> None:
         super().__init__()
-        root, kinds = rewired.root, type(self).__mro__
-        own = kinds[: kinds.index(nn.Module)]
-        names = (name for kind in own for name in (*vars(kind), *inspect.get_annotations(kind)))
-        reserved = frozenset(names)
+        root, reserved = rewired.root, self.reserved_names()
         taken = reserved & {*root._modules, *root._parameters, *root._buffers}
         if taken:
             raise InputError(
@@ -153,6 +150,11 @@ class Reversible(OriginalSurface):
         return pytree.tree_unflatten(flat, out_spec)
 
     @property
+    def guards(self) -> GuardChecker:
+        """Of the first case: the one that was compiled."""
+        return self._cases.checker
+
+    @property
     def inlined_hooks(self) -> tuple[str, ...]:
         """Modules whose hooks were traced with their forward, and do not run any more."""
         return self._inlined.hooked
@@ -193,7 +195,7 @@ class Reversible(OriginalSurface):
     def __getstate__(self) -> dict[str, Any]:
         # Capturing anew needs the original's class, which pickle finds by its name or not at all.
         recapture = self._cases.recapture if self._original.is_importable else None
-        cases = Cases(self.rewired, recapture, self._cases.any_arguments)
+        cases = self._cases.first_only(recapture)
         return {**self.__dict__, "_plans": {}, "_cases": cases}
 
     def _run(

@@ -30,7 +30,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, OriginalMethodError
-from revcompile.ir.conditions import ABSENT, UNKNOWN
 from revcompile.ir.module_tree import Contents
 
 # -- what methods of the original may not do ------------------------------------------------------
@@ -331,12 +330,22 @@ class OriginalSurface(nn.Module):
             original.kind is not None and hasattr(original.kind, name)
         )
 
-    def attribute_of_original(self, name: str) -> Any:
-        """What the original's class, or the original itself under a hidden name, has there."""
-        original = self._original
-        if name in original.hidden:
-            return original.hidden[name]
-        return UNKNOWN if original.kind is None else getattr(original.kind, name, ABSENT)
+    @classmethod
+    def reserved_names(cls) -> frozenset[str]:
+        """Names that the module needs for itself."""
+        own = cls.__mro__[: cls.__mro__.index(nn.Module)]
+        names = (name for kind in own for name in (*vars(kind), *inspect.get_annotations(kind)))
+        return frozenset(names)
+
+    @property
+    def original_class(self) -> type[nn.Module] | None:
+        """None if pickle cannot find it."""
+        return self._original.kind if self._original.is_importable else None
+
+    @property
+    def own_names(self) -> frozenset[str]:
+        """Names of attributes that are not the original's."""
+        return self.reserved_names() | {*self._original.hidden}
 
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__.get("_modules")

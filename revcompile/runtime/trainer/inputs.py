@@ -15,6 +15,7 @@ from revcompile.ir.program import Partition
 from revcompile.ir.signature import bind
 from revcompile.ir.types import TensorType
 from revcompile.runtime.reversible.guards import GuardChecker
+from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.stage.static_buffers import when_copied
 
@@ -33,7 +34,12 @@ class InputBinder:
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
         self._partition, self.device = partition, device
-        self._guards = GuardChecker(partition.rewired.guards)
+        rewired, root = partition.rewired, partition.rewired.root
+        self._guards = (
+            root.guards  # it knows what it was like when it was made
+            if isinstance(root, Reversible)
+            else GuardChecker(rewired.guards, root)
+        )
         self._copied: torch.cuda.Event | None = None
         """When the device has read all that was copied from the host."""
 
