@@ -17,7 +17,7 @@ from torch import nn
 from revcompile.arguments import file_path
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
 from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, on_all
-from revcompile.runtime.checkpoint.training import TrainerState, save_training, set_generators
+from revcompile.runtime.checkpoint.training import save_training, set_generators
 from revcompile.runtime.checkpoint.tree import located
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.stage.module_guards import StageGuard, changed_in_flight
@@ -37,6 +37,7 @@ from revcompile.runtime.trainer.metrics import (
 )
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.settings import Task
+from revcompile.runtime.trainer.state import TrainerState
 from revcompile.runtime.trainer.steps import Steps
 from revcompile.schedule import Schedule, delay
 

@@ -97,7 +97,8 @@ PICKLED: Final = {
 
 def test_nothing_that_reads_files_knows_pickle_eval_or_exec() -> None:
     runtime = Path(tree.__file__).parents[1]
-    files = [*(runtime / "checkpoint").glob("*.py"), *(runtime / "distributed").glob("*.py")]
+    folders = "checkpoint", "distributed", "trainer"
+    files = [file for folder in folders for file in (runtime / folder).glob("*.py")]
     assert len(files) > 15
     for file in files:
         nodes = list(ast.walk(ast.parse(file.read_text())))
