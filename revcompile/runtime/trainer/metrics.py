@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -151,17 +151,14 @@ class RunningMeans:
             self.sums[name] += _mean(name, metric, output, target) * samples
         self.samples += samples
 
-    def join(self, sums: Mapping[str, float], samples: int) -> None:
-        """Add the sums of another process."""
-        for name in self.sums:
-            self.sums[name] += sums.get(name, 0.0)
-        self.samples += samples
-
-    def evaluation(self) -> Evaluation:
-        if not self.samples:
+    def evaluation(self, gather: Callable[[Any], Sequence[Any]]) -> Evaluation:
+        """The means over the batches of all ranks."""
+        of_ranks = gather([self.sums, self.samples])
+        samples = sum(samples for _, samples in of_ranks)
+        if not samples:
             raise InputError("trainer.evaluate: the loader is empty")
-        means = {name: total / self.samples for name, total in self.sums.items()}
-        return Evaluation(means.pop("loss"), self.samples, means)
+        means = {n: sum(sums.get(n, 0.0) for sums, _ in of_ranks) / samples for n in self.sums}
+        return Evaluation(means.pop("loss"), samples, means)
 
 
 def loader_problem(loader: Any, is_needed: bool) -> str | None:

@@ -19,7 +19,7 @@ from revcompile.runtime.trainer.inputs import InputBinder
 from revcompile.runtime.trainer.metrics import Metrics, Throughput
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.settings import Task, build_executors
-from revcompile.schedule import Schedule
+from revcompile.schedule import Order, Schedule
 
 Made = TypeVar("Made")
 Values = dict[str, Any]
@@ -229,7 +229,10 @@ class Steps:
         for other in others:
             failure.add_note(f"And {other}")
         if not all(isinstance(each, NonFiniteError) for each in failures):
-            failure.add_note(f"Micro-batch {microbatch} counts, and all stages have left it out.")
+            who = "all stages have left it out"
+            if self._programs[0].method.order is Order.SYNTHETIC:
+                who = "stages before the error have trained on it, with predicted gradients"
+            failure.add_note(f"Micro-batch {microbatch} counts, and {who}.")
         return failure
 
     def _explained(self, cause: Exception, microbatch: int, values: Values | None) -> InputError:

@@ -268,7 +268,7 @@ class Trainer(TrainerState):
                 loss, batches as `step` takes them.
             metrics: functions of `(output, target)` that return a mean over the batch, by name.
         """
-        means, merged = RunningMeans(metrics), RunningMeans(metrics)
+        means = RunningMeans(metrics)
         self._check_usable()
         self._throughput.pause()
         problem = loader_problem(loader, self.is_first or self.is_last)
@@ -280,9 +280,7 @@ class Trainer(TrainerState):
         with self._stop_on_error(changes_nothing=True), self._evaluating():
             evaluation.run()
         self.placement.raise_on_all("trainer.evaluate", evaluation.error)
-        for sums, samples in self.placement.gather([means.sums, means.samples]):
-            merged.join(sums, samples)
-        return merged.evaluation()
+        return means.evaluation(self.placement.gather)
 
     def _prepare_stages_to_evaluate(self) -> None:
         """Have the stages receive the tied weights that wait for the next step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -549,6 +550,22 @@ def test_a_bad_step_counts_and_is_left_out(method: str) -> None:
     assert same(a.parameters(), b.parameters())
 
 
+def test_a_bad_step_of_stages_that_predict_gradients() -> None:
+    """They do not wait for the loss."""
+    net = fresh()
+    trainer, (x, y) = trainer_of(net, method="dni"), batches(1, seed=3)[0]
+    feed(trainer, batches(4))
+    before = trainer.parameters()["stem.weight"].clone()
+    with pytest.raises(InputError) as raised:
+        trainer.step(x, y[:2])
+    assert not torch.equal(trainer.parameters()["stem.weight"], before)
+    (note,) = raised.value.__notes__
+    assert note.startswith("Micro-batch 4 counts, and stages before the error have trained on it")
+    losses = feed(trainer, batches(6, seed=2))
+    trainer.flush()
+    assert all(map(math.isfinite, losses)) and set(trainer.schedule.updates) == {11}
+
+
 @pytest.mark.parametrize("method", [*METHODS, "dni"])
 def test_a_micro_batch_that_is_not_finite_counts_and_is_left_out(method: str) -> None:
     net = fresh()
@@ -738,6 +755,25 @@ def test_a_step_that_the_user_interrupts_stops_the_trainer() -> None:
     with pytest.raises(TrainerStoppedError, match=r"in the middle of a call .*KeyboardInterrupt"):
         trainer.step(*batches(1)[0])
     trainer.load_state_dict(before)
+    assert same(trainer.state_dict(), before)
+    feed(trainer, batches(2))
+
+
+def test_a_save_or_an_evaluation_that_the_user_interrupts_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    trainer = trainer_of(fresh())
+    feed(trainer, batches(5))
+    before = trainer.state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr("revcompile.runtime.trainer.trainer.save_training", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.evaluate(batches(2), {"metric": interrupted})
     assert same(trainer.state_dict(), before)
     feed(trainer, batches(2))
 
