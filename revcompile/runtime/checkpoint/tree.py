@@ -34,6 +34,13 @@ Special = Callable[[Any, str], dict[str, Any] | None]
 _PLAIN: Final = (bool, int, float, str)
 _TORCH: Final = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _SEQUENCES: Final = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
+_FROM_PARTS: Final[Mapping[str, tuple[Any, Callable[[Any], list[Any]]]]] = {
+    "slice": (slice, lambda value: [value.start, value.stop, value.step]),
+    "complex": (complex, lambda value: [value.real, value.imag]),
+    "device": (torch.device, lambda value: [str(value)]),
+    "ellipsis": (type(...), lambda value: []),
+}
+"""Types whose values are made from a few others, and these for a value."""
 _COMPLEX: Final = "revcompile.complex"
 """In a file's header: the names of tensors stored as pairs of real numbers, as JSON."""
 
@@ -92,17 +99,12 @@ def encode(
             # The order of a set differs between processes.
             items = sorted(value, key=repr) if "set" in tag else value
             return {tag: [inner(item, index) for index, item in enumerate(items)]}
-    if isinstance(value, slice):
-        return {"slice": [encode(v) for v in (value.start, value.stop, value.step)]}
-    if type(value) is complex:
-        return {"complex": [encode(value.real), encode(value.imag)]}
-    if value is ...:
-        return {"ellipsis": True}
+    for tag, (kind, parts) in _FROM_PARTS.items():
+        if type(value) is kind:
+            return {tag: [encode(part) for part in parts(value)]}
     for tag, constants in _TORCH.items():
         if isinstance(value, constants):
             return {tag: str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
     where = f"{'.'.join(path)}: " if path else ""
     raise InputError(f"{where}a value of type {type(value).__module__}.{type(value).__qualname__}")
 
@@ -131,20 +133,12 @@ def decode(data: Any, special: Mapping[str, Callable[[Any], Any]] | None = None)
         if not isinstance(constant, _TORCH[tag]):
             raise InputError(f"torch has no {tag} {content!r}")
         return constant
-    match tag:
-        case "dict":
-            return {inner(key): inner(item) for key, item in content}
-        case "slice":
-            start, stop, step = map(inner, content)
-            return slice(start, stop, step)
-        case "float":
-            return float(content)
-        case "complex":
-            return complex(*map(inner, content))
-        case "ellipsis":
-            return ...
-        case "device":
-            return torch.device(content)
+    if tag in _FROM_PARTS:
+        return _FROM_PARTS[tag][0](*map(inner, content))
+    if tag == "dict":
+        return {inner(key): inner(item) for key, item in content}
+    if tag == "float":
+        return float(content)
     raise InputError(f"{tag!r} is no kind of value")
 
 
