@@ -272,10 +272,11 @@ class _Sizes(fx.Interpreter):
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         if not isinstance(n.meta.get(TYPE), TensorType) or not self._inputs:
             return args, kwargs
-        here = self._inputs[0].device
-        return fx.node.map_aggregate(
-            (args, kwargs), lambda arg: here if isinstance(arg, torch.device) else arg
-        )
+
+        def here(given: Any) -> Any:
+            return self._inputs[0].device if isinstance(given, torch.device) else given
+
+        return tuple(map(here, args)), {name: here(given) for name, given in kwargs.items()}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
