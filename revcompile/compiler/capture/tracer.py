@@ -81,6 +81,8 @@ CONSTANT_PREFIX: Final = "revcompile_constant_"
 """How the names of constants begin that tracing registers as buffers."""
 
 _DATA: Final = ("placeholder", "get_attr", "call_module")
+_CHECKPOINTING = ("CheckpointFunction", "_NoopSaveInputs")
+"""Functions of `torch.utils.checkpoint`, which change no values."""
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
 
 
@@ -231,7 +233,7 @@ class Tracer(ShapedTracer):
         """A graph would keep a custom function's forward and lose its backward."""
         for leaf in pytree.tree_leaves(result):
             name = custom_function(leaf)
-            if name is not None and name != "CheckpointFunction":
+            if name is not None and name not in _CHECKPOINTING:
                 raise TraceError(f"the custom autograd function {name}")
 
     # -- modules ------------------------------------------------------------------------------

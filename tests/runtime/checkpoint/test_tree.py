@@ -98,7 +98,7 @@ def test_nothing_that_reads_files_knows_pickle_eval_or_exec() -> None:
     runtime = Path(tree.__file__).parents[1]
     folders = "checkpoint", "distributed", "trainer"
     files = [file for folder in folders for file in (runtime / folder).glob("*.py")]
-    assert len(files) > 15
+    assert len(files) > 10
     for file in files:
         nodes = list(ast.walk(ast.parse(file.read_text())))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
