@@ -83,7 +83,7 @@ def test_every_page_is_in_the_site_s_navigation() -> None:
 
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 140 and len(text.split()) <= 1250
+    assert len(text.splitlines()) <= 160 and len(text.split()) <= 1100
 
 
 def test_files_named_in_the_architecture_exist() -> None:
