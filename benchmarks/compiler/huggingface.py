@@ -77,9 +77,8 @@ What is missing to 100 % of the FLOPs is outside any shortcut, or refused for a 
   not the sum of norms, so each block is one that keeps its input (as checkpointing does).
 - Mixtral: the experts. Top-k routing decides at ties by the last bit, and two copies of a block
   that decide differently have different gradients, so these blocks keep their input.
-- T5: blocks of the decoder's last layer that read each other's branches, and the output layer.
-  Encoder-decoders otherwise are two chains; the decoder's blocks read the encoder's output as a
-  side value, which is kept once.
+- T5: the output layer. Encoder-decoders are two chains; the decoder's blocks read the encoder's
+  output as a side value, which is kept once, and T5's first blocks hand their position bias on.
 """
 
 

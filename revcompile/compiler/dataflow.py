@@ -13,7 +13,7 @@ from revcompile.compiler.capture.memory import is_effect
 from revcompile.ir.module_tree import parameters_of
 from revcompile.ir.ops import op_name, read_buffer
 from revcompile.ir.random_numbers import draws_random
-from revcompile.ir.types import TYPE, TensorType
+from revcompile.ir.types import TYPE, VALUE, TensorType
 
 _ADDS: Final = frozenset(
     {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
@@ -92,7 +92,7 @@ class Flow:
         plain: nodes whose value is not a tensor.
         effects: nodes that write to one of their inputs.
         constant: parameters, and values computed from parameters alone.
-        derived: values computed from parameters and sizes alone.
+        derived: values computed from parameters and from sizes and types that any block can read.
     """
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
@@ -104,25 +104,47 @@ class Flow:
         self.plain = {n for n in self.nodes if is_plain(n)}
         self.effects = {n for n in self.nodes if is_effect(n)}
         self._ancestors: dict[fx.Node, int] = {}
+        self._metadata: dict[fx.Node, int] = {}
         self.constant: set[fx.Node] = set()
         self.derived: set[fx.Node] = set()
         for node in self.nodes:
-            self._visit(node)
-
-    def _visit(self, node: fx.Node) -> None:
-        mask = 0
-        inputs = node.all_input_nodes
-        if node not in self.plain:
-            for source in inputs:
+            mask = 0
+            for source in () if node in self.plain else node.all_input_nodes:
                 mask |= self._ancestors[source] | (1 << self.index[source])
-        self._ancestors[node] = mask
+            self._ancestors[node] = mask
+        starts = self._starts()
+        for node in self.nodes:
+            self._visit(node, starts)
+
+    def _starts(self) -> int:
+        """The last values that both summands of an addition come from: where blocks may start."""
+        with_self = {n: mask | 1 << self.index[n] for n, mask in self._ancestors.items()}
+        inputs = sum(with_self[n] for n in self.graph.find_nodes(op="placeholder"))
+        fed = sum(1 << self.index[n] for n, mask in with_self.items() if mask & inputs)
+        starts = 0
+        for node in filter(is_add, self.nodes):
+            common = fed
+            for source in node.all_input_nodes:
+                common &= with_self[source]
+            starts |= 1 << common.bit_length() >> 1
+        return starts
+
+    def _visit(self, node: fx.Node, starts: int) -> None:
+        inputs = node.all_input_nodes
+        metadata = 0
+        for source in () if node.meta.get(VALUE) is not None else inputs:
+            metadata |= self._metadata[source]
+            is_inner = self._ancestors[source] & starts and not starts >> self.index[source] & 1
+            if node in self.plain and is_inner:
+                metadata |= self._ancestors[source]
+        self._metadata[node] = metadata
         from_constants = all(i in self.constant for i in inputs)
         is_call = node.op in ("call_function", "call_method") and bool(inputs)
         is_call = is_call and node not in self.effects and not draws_random(node)
         is_call = is_call and node.target is not read_buffer  # later it may hold something else
         if node.op == "get_attr" or (is_call and from_constants):
             self.constant.add(node)
-        elif is_call and node not in self.plain:
+        elif is_call and node not in self.plain and not metadata:
             known = self.constant | self.plain | self.derived
             if all(i in known for i in inputs):
                 self.derived.add(node)
@@ -151,6 +173,13 @@ class Flow:
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
         """Is `on` a tensor ancestor of `node`?"""
         return bool(self._ancestors[node] >> self.index[on] & 1)
+
+    def needs(self, node: fx.Node, x: fx.Node) -> bool:
+        """Does the node depend on `x`, or on a type or device that is known only after `x`?
+
+        In T5 the first block makes a bias for all of them on the device of its scores.
+        """
+        return self.depends(node, x) or bool(self._metadata[node] >> self.index[x] & 1)
 
     def latest_common_ancestor(self, a: fx.Node, b: fx.Node) -> fx.Node | None:
         """The last value, not recomputable, that both nodes are computed from."""
@@ -190,7 +219,7 @@ class Flow:
             return True
         if node in self.plain:
             return self._plain_from(node, x)
-        return self.depends(node, x)
+        return self.needs(node, x)
 
     def _plain_from(self, node: fx.Node, x: fx.Node) -> bool:
         """Is a size computed from `x` and values after it alone?"""
@@ -202,7 +231,7 @@ class Flow:
             if source in self.plain:
                 if not self._plain_from(source, x):
                     return False
-            elif not self.depends(source, x):
+            elif not self.needs(source, x):
                 return False
         return True
 

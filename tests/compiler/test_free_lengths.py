@@ -81,6 +81,20 @@ def _train(model: nn.Module, *sizes: tuple[int, int]) -> None:
         assert gradient_error(trainer, reference, index, x, y) < 1e-10
 
 
+def _same_with_stored_activations(net: revcompile.StagedModel, batches: list[Tensor]) -> None:
+    """PETRA beside a method that differentiates the graph of forward, with the same masks."""
+    gradients = []
+    for method in ("backprop", "petra"):
+        trainer = net.trainer(Recorder, loss, method=method)
+        for index, x in enumerate(batches):
+            trainer.step(x, torch.tensor([0.1 * (index + 1)]))
+        trainer.flush()
+        seen = [executor.updater.optimizer.seen for executor in trainer.executors]
+        gradients.append([g for stage in seen for step in stage for g in step])
+    for want, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
 def test_a_view_by_the_shape_of_another_value() -> None:
     torch.manual_seed(0)
     model = Flattened().double()
@@ -141,6 +155,52 @@ def test_a_size_of_one_block_that_the_next_one_reads(
     _train(kind().double(), *sizes)
 
 
+class Positions(nn.Module):
+    """As T5: the first branch makes a bias and a scale for all, of its own size, type, device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.table = nn.Linear(WIDTH, WIDTH), nn.Embedding(16, 2)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.keys = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = self.start(x), None
+        for norm, layer in zip(self.norms, self.keys, strict=True):
+            normed = norm(x)
+            batch, length = normed.shape[:-1]
+            keys = layer(normed).view(batch, length, -1, 2).transpose(1, 2)
+            if bias is None:
+                bias = self.drop(self.table(torch.arange(keys.shape[-2], device=keys.device)))
+                scale = torch.arange(length, device=keys.device, dtype=keys.dtype)[:, None]
+            mixed = self.drop(torch.tanh(keys + bias) * scale.to(keys.dtype))
+            x = x + mixed.transpose(1, 2).reshape(batch, length, -1)
+        return x
+
+
+def test_a_size_type_and_device_of_one_branch_that_all_read() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(*size, WIDTH, dtype=torch.float64) for size in ((2, 6), (3, 9))]
+    net = revcompile.petrafy(Positions().double(), 3, batches[0], check="full")
+    assert len(net.partition.rewired.couplings) == 3
+    _same_with_stored_activations(net, batches)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_type_of_one_branch_follows_autocast_and_casts(
+    dtype: torch.dtype, autocast: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Positions().eval()
+    net = revcompile.reversify(model, torch.randn(2, 6, WIDTH), policy="pretrained")
+    assert len(net.rewired.couplings) == 3
+    x = torch.randn(3, 9, WIDTH, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+        assert torch.equal(net.to(dtype)(x), model.to(dtype)(x))
+
+
 class Dropped(nn.Module):
     """Hand-written stochastic depth, on tensors made without a device, before a shape is read."""
 
@@ -174,14 +234,5 @@ def test_a_size_behind_random_numbers_does_not_depend_on_them(
     torch.manual_seed(0)
     batches = [torch.randn(size, 6, WIDTH, dtype=torch.float64) for size in (4, 4, 3)]
     net = revcompile.petrafy(Dropped(draw).double(), 3, batches[0], check="off")
-    gradients = []
-    for method in ("backprop", "petra"):  # the first one differentiates the graph of forward
-        trainer = net.trainer(Recorder, loss, method=method)
-        for index, x in enumerate(batches):
-            trainer.step(x, torch.tensor([0.1 * (index + 1)]))
-        trainer.flush()
-        seen = [executor.updater.optimizer.seen for executor in trainer.executors]
-        gradients.append([g for stage in seen for step in stage for g in step])
     assert len(net.partition.rewired.couplings) == 6
-    for want, got in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    _same_with_stored_activations(net, batches)

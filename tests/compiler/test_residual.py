@@ -160,14 +160,56 @@ def _filled(m: Model, x: Tensor) -> Tensor:
 
 
 def _entangled(m: Model, x: Tensor) -> Tensor:
-    """The first block's own input needs the type of its branch; the others are free of it."""
-    start, x = x, m.skip(x)
-    keys = m.wide(x)
-    bias = torch.arange(4, dtype=keys.dtype) * m.skip(start)
-    x = x + keys * bias
-    for _ in range(2):
-        x = x + m.wide(x) * bias
+    """Each of the first two blocks reads the other's branch; the others are free of them."""
+    x, y = m.h(x), m.norm(x)
+    keys, values = m.f(x), m.g(y)
+    x, y = x + m.f(keys * values), y + m.g(keys + values)
+    for layer in (m.f, m.g):
+        x = x + layer(x)
+    return x * y
+
+
+def _positions(m: Model, x: Tensor) -> Tensor:
+    """As T5: the first branch makes a bias for all of them, on its own device."""
+    bias, x = None, m.h(x)
+    for layer in (m.f, m.g):
+        keys = layer(x)
+        if bias is None:
+            bias = m.scale * torch.arange(8, device=keys.device)
+        x = x + keys * bias
     return x
+
+
+def _typed(m: Model, x: Tensor) -> Tensor:
+    """The type of the first branch is read by the next one."""
+    x = m.h(x)
+    keys = m.f(x)
+    x = x + m.f(keys)
+    return x + m.g(x).to(keys.dtype)
+
+
+def _crossed(m: Model, x: Tensor) -> Tensor:
+    """Cross-attention: keys of a value outside, and a mask of their type."""
+    memory, x = m.norm(x), m.h(x)
+    for layer, key in ((m.f, m.wide), (m.g, m.down)):
+        keys = key(memory.repeat(1, 2, 1, 1) if key is m.wide else memory).mean((1, 2, 3), True)
+        x = x + layer(x) * keys * (memory > 0).to(keys.dtype)
+    return x
+
+
+def test_a_value_on_the_device_of_one_branch_is_handed_on() -> None:
+    first, second = _find(_positions).residuals
+    assert first.extras == ("mul",) and second.sides == ("mul",) and not second.extras
+
+
+def test_a_type_of_one_branch_that_the_next_one_reads() -> None:
+    first, second = _find(_typed).residuals
+    assert first.extras == ("f",) and not second.extras
+
+
+def test_keys_whose_type_only_the_branch_reads_belong_to_it() -> None:
+    found = _find(_crossed)
+    assert [block.sides for block in found.residuals] == [("norm", "gt"), ("norm", "gt_1")]
 
 
 def test_a_type_that_only_the_branch_reads_belongs_to_it() -> None:
@@ -178,5 +220,5 @@ def test_a_type_that_only_the_branch_reads_belongs_to_it() -> None:
 
 def test_only_blocks_that_wait_for_each_other_are_given_up() -> None:
     found = _find(_entangled)
-    assert len(found.residuals) == 2
+    assert len(found.residuals) == 3
     assert any("read each other" in str(refusal) for refusal in found.refusals)

@@ -7,7 +7,7 @@ or if all come from one value and one of them is a single projection of it (proj
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -256,7 +256,7 @@ def _absorb(flow: Flow, inside: set[fx.Node], sides: list[fx.Node]) -> list[fx.N
     all blocks share.
     """
     kept: dict[fx.Node, None] = {}
-    for side in sides:
+    for side in reversed(sides):  # sizes of earlier ones may be read by later ones
         closure, reads = _exclusive(flow, side, inside)
         if closure and flow.weights(closure) <= _LIGHT:
             inside |= closure
@@ -305,9 +305,8 @@ def _exclusive(
         # A discrete operation is computed once, outside: recomputed, it might decide differently.
         fixed = fixed or any(decision(n, flow.root) for n in whole)
         fixed = fixed or node.target is read_buffer  # read before it is written, not in a branch
-        is_exclusive = all(
-            u in inside or u in closure or u in whole for n in whole for u in n.users
-        )
+        own = (inside, closure, whole)
+        is_exclusive = all(_is_read_in(flow, u, own) for n in whole for u in n.users)
         if flow.recomputable(node):
             closure |= flow.sources(node)
         elif fixed or is_add(node) or not is_exclusive:
@@ -318,6 +317,13 @@ def _exclusive(
             work += [i for i in sources if i not in closure]
     sizes = sorted(closure & flow.plain, key=flow.index.__getitem__)
     return closure - flow.plain, [*(n for n in reads if n not in closure), *sizes]
+
+
+def _is_read_in(flow: Flow, node: fx.Node, own: Iterable[Container[fx.Node]]) -> bool:
+    """Is a reader one of these nodes, or a size or type that only they read?"""
+    if any(node in nodes for nodes in own):
+        return True
+    return node in flow.plain and all(_is_read_in(flow, user, own) for user in node.users)
 
 
 def _with_producer(flow: Flow, node: fx.Node) -> list[fx.Node]:
@@ -332,45 +338,32 @@ def _with_producer(flow: Flow, node: fx.Node) -> list[fx.Node]:
 
 def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.Node] | str:
     """Values of a region that are also read outside it, or why it cannot be a branch."""
-    extras: list[fx.Node] = []
+    extras: dict[fx.Node, None] = {}
     for node in sorted(inside, key=flow.index.__getitem__):
         if node in flow.effects:
             return f"the branch writes in place ({node.name})"
-        if flow.recomputable(node) or (node in flow.plain and _known_elsewhere(flow, node, inside)):
+        if flow.recomputable(node):
             continue
-        outside = [u for u in _readers(flow, node) if u not in inside and u not in adds]
+        outside = [u for u in node.users if u not in inside and u not in adds]
         outside = [u for u in outside if not (u in flow.plain and u.meta.get(VALUE))]
         if not outside:
             continue
         if tensor_type(node) is not None:
-            extras.append(node)
+            extras[node] = None
+        elif node in flow.plain:  # a type or device: the value is handed on that has it
+            extras |= dict.fromkeys(_read_off(flow, node, inside))
         else:
             return f"the branch's {node.name} is also used outside it (by {outside[0].name})"
-    return extras
+    return list(extras)
 
 
-def _readers(flow: Flow, node: fx.Node) -> list[fx.Node]:
-    """Readers of a value; of a size, also the readers of recomputable values made with it."""
-    readers: dict[fx.Node, None] = dict.fromkeys(node.users)
-    work = [*node.users] if node in flow.plain else []
-    while work:
-        user = work.pop()
-        if flow.recomputable(user):
-            work += [reader for reader in user.users if reader not in readers]
-            readers |= dict.fromkeys(user.users)
-    return list(readers)
-
-
-def _known_elsewhere(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Can a size be computed outside the branch: from its input, or because it is known?"""
-    if node.meta.get(VALUE):
-        return True
-    return all(
-        _known_elsewhere(flow, source, inside)
-        if source in flow.plain
-        else source not in inside or flow.recomputable(source)
-        for source in node.all_input_nodes
-    )
+def _read_off(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
+    """Values inside a branch without which a type or device is not known; sizes are known."""
+    for source in () if node.meta.get(VALUE) else node.all_input_nodes:
+        if source in flow.plain:
+            yield from _read_off(flow, source, inside)
+        elif source in inside and not flow.recomputable(source):
+            yield source
 
 
 def _names(flow: Flow, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
