@@ -10,7 +10,8 @@ read the pair fused into one value.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,32 +28,46 @@ Pair = tuple[str, str]
 """The two streams of one captured value, as names of live values."""
 
 
-class Placement:
-    """Which captured values are pairs, which block computes what, and the regions so far."""
+@dataclass(frozen=True)
+class Streams:
+    """A block's two streams before it, how they are rearranged for it, and after it."""
 
-    def __init__(self, flow: Flow, blocks: list[Residual], averaged: bool = False) -> None:
-        self.flow, self.blocks = flow, blocks
-        self.by_out = {flow.by_name[b.out]: b for b in blocks}
-        self.extras = {flow.by_name[n] for b in blocks for n in b.extras}
-        self.starts = {flow.by_name[b.x] for b in blocks}
+    before: Pair
+    rearrange: Rearrange | None
+    after: Pair
+
+
+class Blocks:
+    """The blocks of a graph, and which of its nodes they compute.
+
+    Attributes:
+        ordered: the blocks, in the order in which they are computed.
+        owner: nodes that are computed inside a block alone.
+        starts: the values that blocks start from.
+        rearranged: starts of blocks that are other arrangements of an earlier block's output.
+    """
+
+    def __init__(self, flow: Flow, residuals: Iterable[Residual]) -> None:
+        self.flow = flow
+        self.ordered = sorted(residuals, key=lambda r: flow.index[flow.by_name[r.out]])
+        self.by_out = {flow.by_name[block.out]: block for block in self.ordered}
         self.owner = self._owners()
-        self.written: list[fx.Node] = []
-        self.pairs: dict[fx.Node, Pair] = {}
-        self.levels: dict[fx.Node, int] = {}
-        self.regions = [Region(flow) for _ in range(len(blocks) + 1)]
-        self.types: dict[str, object] = {}
-        self.concatenated: Mapping[fx.Node, int] = {}
-        self.averaged = averaged
-        """Whether couplings are averaged: their second stream is the captured value."""
-        self.rearrangements: dict[fx.Node, tuple[fx.Node, Rearrange]] = {}
-        self._find_rearrangements()
+        self.starts = list(dict.fromkeys(flow.by_name[block.x] for block in self.ordered))
+        self.rearranged: dict[fx.Node, tuple[fx.Node, Rearrange]] = {}
+        for x in self.starts:
+            source = self._arranged_before(x)
+            rearrange = None if source is None else build_rearrange(flow, source, x)
+            if source is not None and rearrange is not None:
+                self.rearranged[x] = source, rearrange
 
-    # -- what belongs to which block ----------------------------------------------------------
+    def entries(self) -> list[fx.Node]:
+        """Values at which two streams begin."""
+        return [x for x in self.starts if x not in self.by_out and x not in self.rearranged]
 
     def _owners(self) -> dict[fx.Node, Residual]:
         """Nodes that are computed inside a block (sizes may be computed outside as well)."""
         owner: dict[fx.Node, Residual] = {}
-        for block in self.blocks:
+        for block in self.ordered:
             for name in (*block.branch, *block.shortcut, *block.adds, *block.post):
                 node = self.flow.by_name[name]
                 if node not in self.flow.constant:
@@ -65,56 +80,126 @@ class Placement:
                 del owner[node]
         return owner
 
-    def _find_rearrangements(self) -> None:
-        """Blocks that start from another arrangement of an earlier block's output."""
-        for block in self.blocks:
-            x = node = self.flow.by_name[block.x]
-            while node not in self.by_out:
-                source = rearranged_source(self.flow, node)
-                if source is None or node in self.owner:
-                    break
-                node = source
-            if node in self.by_out and node is not x:
-                rearrange = build_rearrange(self.flow, node, x)
-                if rearrange is not None:
-                    self.rearrangements[x] = (node, rearrange)
+    def _arranged_before(self, x: fx.Node) -> fx.Node | None:
+        """The output of a block of which a value is another arrangement."""
+        node: fx.Node | None = x
+        while node is not None and node not in self.by_out:
+            node = None if node in self.owner else rearranged_source(self.flow, node)
+        return None if node is x else node
 
-    def rearranges_only(self, node: fx.Node) -> bool:
-        """Is a rearranged value read by blocks alone (no need to compute it outside)?"""
-        return all(self.reads_pair(u, node) for u in node.users)
+    def is_read_as_pair(self, node: fx.Node) -> bool:
+        """Is the value read by blocks alone that start from it?"""
+        readers = (self.owner.get(user) for user in node.users)
+        return all(block is not None and block.x == node.name for block in readers)
 
-    def block_only(self, node: fx.Node) -> bool:
-        """Is the value computed again in every block and region that reads it?"""
-        if node in self.flow.constant:
+    def computes(self, node: fx.Node) -> bool:
+        """Is the value computed in every block that reads it, or only rearranged for them?"""
+        if node in self.owner or node in self.flow.constant:
             return True
+        if node in self.rearranged:
+            return self.is_read_as_pair(node)
         is_derived = node in self.flow.derived and node not in self.starts
         return is_derived and all(user in self.owner for user in node.users)
 
-    def reads_pair(self, user: fx.Node, node: fx.Node) -> bool:
-        """Is the user part of a block that starts from the value?"""
-        block = self.owner.get(user)
-        return block is not None and block.x == node.name
+    def same_shape(self, node: fx.Node) -> fx.Node:
+        """An earlier value of the same shape: reading a size must not interrupt a chain."""
+        while node in self.by_out and not self.by_out[node].is_projected:
+            x = self.flow.by_name[self.by_out[node].x]
+            if x in self.rearranged and self.is_read_as_pair(x):
+                like = _viewed_like(x)
+                if like is None:
+                    break
+                x = like
+            node = x
+        return node
 
-    def entries(self) -> list[fx.Node]:
-        """Values at which two streams begin."""
-        xs = dict.fromkeys(self.flow.by_name[b.x] for b in self.blocks)
-        return [x for x in xs if x not in self.by_out and x not in self.rearrangements]
+
+class Placement:
+    """The regions so far, and where the values outside the blocks are found.
+
+    Args:
+        blocks: the blocks between the regions.
+        split: where streams begin as halves of a wider value, and its dimension.
+        concatenated: where streams end side by side, and the dimension.
+        averaged: whether couplings are averaged: their second stream is the captured value.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        split: Mapping[fx.Node, int],
+        concatenated: Mapping[fx.Node, int],
+        averaged: bool,
+    ) -> None:
+        self.flow, self.averaged = blocks.flow, averaged
+        self.regions = [Region(self.flow) for _ in range(len(blocks.ordered) + 1)]
+        self.types: dict[str, object] = {}
+        """Of all live values."""
+        self._blocks, self._split, self._concatenated = blocks, split, concatenated
+        self._pairs: dict[fx.Node, Pair] = {}
+        self._levels: dict[fx.Node, int] = {}
+        """The first region in which a value exists."""
+        self._written: list[fx.Node] = []
+        self._closed = 0
+
+    # -- streams -------------------------------------------------------------------------------
+
+    def streams(self, block: Residual) -> Streams:
+        """The streams of the next block; they begin here if no block comes before."""
+        x, rearrange = self.flow.by_name[block.x], None
+        if x not in self._pairs and x in self._blocks.rearranged:
+            x, rearrange = self._blocks.rearranged[x]
+        if x not in self._pairs:
+            self._enter(x)
+        return Streams(self._pairs[x], rearrange, (f"{block.out}_a", f"{block.out}_b"))
+
+    def _enter(self, x: fx.Node) -> None:
+        """Split a value twice as wide, or begin with `(x, x)`."""
+        region = self.regions[self._levels[x]]
+        pair = (f"{x.name}_a", f"{x.name}_b")
+        value = region.value(x, lambda n: self._outside(region, n))
+        if x in self._split:
+            halves = region.call(torch.chunk, value, 2, self._split[x], like=x)
+            halves.meta[TYPE] = (x.meta.get(TYPE),) * 2
+            for index, name in enumerate(pair):
+                region.defined[name] = region.call(operator.getitem, halves, index, like=x)
+            region.defined.pop(x.name, None)
+        else:
+            region.defined |= dict.fromkeys(pair, value)
+        self._pairs[x] = pair
+        self.types |= dict.fromkeys(pair, x.meta.get(TYPE))
+
+    def close(self, block: Residual, streams: Streams) -> None:
+        """Note the values that the next block computes."""
+        self._closed += 1
+        out = self.flow.by_name[block.out]
+        self._pairs[out] = streams.after
+        self.types |= dict.fromkeys(streams.after, out.meta.get(TYPE))
+        for node in (out, *map(self.flow.by_name.__getitem__, block.extras)):
+            self._note(node, self._closed)
+
+    def _note(self, node: fx.Node, level: int) -> None:
+        self._levels[node] = level
+        self.types[node.name] = node.meta.get(TYPE)
 
     # -- placing a value outside the blocks ----------------------------------------------------
 
     def place(self, node: fx.Node) -> None:
-        """Compute a node outside the blocks, as early as its inputs allow."""
-        if not node.users and node.op != "call_module" and node not in self.flow.effects:
-            return
-        if node in self.flow.plain:
-            self._place_size(node)
-            return
-        level = max((self.level(i) for i in self._needed_with(node)), default=0)
-        self.levels[node] = level
-        region = self.regions[level]
-        copy = region.copy(node, lambda n: self.outside(region, n))
-        region.defined[node.name] = copy
-        self.types[node.name] = node.meta.get(TYPE)
+        """Compute a node as early as its inputs allow, unless blocks compute it."""
+        if node.op == "placeholder":
+            self._note(node, 0)
+        elif self._blocks.computes(node):
+            if node in self._blocks.rearranged:
+                self._levels[node] = self._level(node)
+        elif node.users or node.op == "call_module" or node in self.flow.effects:
+            if node in self.flow.plain:
+                self._place_size(node)
+            else:
+                level = max(map(self._level, self._needed_with(node)), default=0)
+                region = self.regions[level]
+                copy = region.copy(node, lambda n: self._outside(region, n))
+                region.defined[node.name] = copy
+                self._note(node, level)
 
     def _needed_with(self, node: fx.Node) -> list[fx.Node]:
         """What must be computed before a value is.
@@ -125,31 +210,30 @@ class Placement:
         if node.target is not read_buffer:
             return node.all_input_nodes
         meeting, others = self.flow.read_with(node)
-        block = self.owner.get(meeting)
+        block = self._blocks.owner.get(meeting)
         if block is not None:
             return [self.flow.by_name[block.x]]
-        return [other for other in others if other in self.levels]
+        return [other for other in others if other in self._levels]
 
     def _place_size(self, node: fx.Node) -> None:
         """Compute a size without reading a stream, or a value inside a block, for it."""
-        sources = [self._same_shape(i) for i in node.all_input_nodes]
-        streams = self.by_out.keys() | self.rearrangements.keys()
+        sources = [self._blocks.same_shape(i) for i in node.all_input_nodes]
+        streams = self._blocks.by_out.keys() | self._blocks.rearranged.keys()
         free = all(
-            (s in self.levels and s not in streams) or self.flow.recomputable(s) for s in sources
+            (s in self._levels and s not in streams) or self.flow.recomputable(s) for s in sources
         )
         values = node.meta.get(VALUE)
         if not free and values is not None:
             level = 0
             copy = self._known_size(values, like=node)
-            self.written.append(node)
+            self._written.append(node)
         else:
-            level = max((self.level(s) for s in sources), default=0)
+            level = max(map(self._level, sources), default=0)
             region = self.regions[level]
             copy = region.copy_size(node, lambda n: self._sized(region, n))
-        self.levels[node] = level
+        self._levels[node], self.types[node.name] = level, None
         self.regions[level].bind(node, copy)
         self.regions[level].defined[node.name] = copy
-        self.types[node.name] = None
 
     def _known_size(self, values: tuple[Any, Any], like: fx.Node) -> fx.Node:
         """A size from the batch size alone: `k * batch + r`, as seen at two batch sizes."""
@@ -178,82 +262,57 @@ class Placement:
 
     def written_sizes(self) -> WrittenSizes:
         """Sizes that were replaced by functions of the batch size."""
-        depends = any(n.meta[VALUE][0] != n.meta[VALUE][1] for n in self.written)
-        return self.written, self._batched_input() if depends else None
+        depends = any(n.meta[VALUE][0] != n.meta[VALUE][1] for n in self._written)
+        return self._written, self._batched_input() if depends else None
 
-    def level(self, node: fx.Node) -> int:
+    def _level(self, node: fx.Node) -> int:
         """The first region in which the value exists."""
         if node in self.flow.constant:
             return 0
-        return (
-            self.levels[node] if node in self.levels else self.levels[self.rearrangements[node][0]]
-        )
-
-    def _same_shape(self, node: fx.Node) -> fx.Node:
-        """An earlier value of the same shape: reading a size must not interrupt a chain."""
-        while node in self.by_out and not self.by_out[node].is_projected:
-            x = self.flow.by_name[self.by_out[node].x]
-            if x in self.rearrangements and self.rearranges_only(x):
-                like = _viewed_like(x)
-                if like is None:
-                    break
-                x = like
-            node = x
-        return node
+        return self._levels[node if node in self._levels else self._blocks.rearranged[node][0]]
 
     def _sized(self, region: Region, node: fx.Node) -> fx.Node:
         """A value of which only the size is read: one of two streams is enough."""
-        node = self._same_shape(node)
-        if node in self.pairs:
-            return region.input(self.pairs[node][1], like=node)
-        return region.value(node, lambda n: self.outside(region, n))
+        node = self._blocks.same_shape(node)
+        if node in self._pairs:
+            return region.input(self._pairs[node][1], like=node)
+        return region.value(node, lambda n: self._outside(region, n))
 
     # -- reading values of other regions ------------------------------------------------------
 
-    def outside(self, region: Region, node: fx.Node) -> fx.Node:
-        """A value of another region, as this region reads it: two streams are fused."""
-        pair = self.pairs.get(node)
-        if pair is None:
-            return region.input(node.name, like=node)
-        if self.averaged:
-            return region.input(pair[1], like=node)
-        a, b = (region.input(name, like=node) for name in pair)
-        if node in self.concatenated:
-            fused = region.call(torch.cat, (a, b), self.concatenated[node], like=node)
-        else:
-            fused = region.call(fuse_mean, a, b, like=node)
-        if region is self.regions[self.level(node)]:  # a live value is defined in one region
-            region.defined[f"{node.name}_fused"] = fused
-        return fused
-
     def side_reader(self, region: Region) -> Callable[[fx.Node], fx.Node]:
-        """Side values of a block; pairs are fused in the region before it."""
-
-        def value(node: fx.Node) -> fx.Node:
-            if node not in self.pairs:
-                return region.input(node.name, like=node)
-            return region.input(self._fused(node), like=node)
-
-        return value
+        """Side values of a block."""
+        return lambda node: region.input(self._live(node), like=node)
 
     def result(self, leaf: object) -> object:
         """Where one of the model's flat outputs is found."""
-        if not isinstance(leaf, fx.Node):
-            return leaf
-        if leaf not in self.pairs and leaf not in self.flow.constant:
-            return Live(leaf.name)
-        return Live(self._fused(leaf))
+        return Live(self._live(leaf)) if isinstance(leaf, fx.Node) else leaf
 
-    def _fused(self, node: fx.Node) -> str:
-        """The live value of a fused pair, computed in the region of the pair."""
-        if self.averaged and node in self.pairs:
-            return self.pairs[node][1]
-        region = self.regions[self.level(node)]
-        fused = region.value(node, lambda n: self.outside(region, n))
+    def _outside(self, region: Region, node: fx.Node) -> fx.Node:
+        """A value of another region, as this region reads it."""
+        is_pair = node in self._pairs and not self.averaged
+        if is_pair and region is not self.regions[self._level(node)]:
+            return self._fused(region, node)  # two live values, not three, are kept until then
+        return region.input(self._live(node), like=node)
+
+    def _live(self, node: fx.Node) -> str:
+        """The live value; that of two streams is fused in their own region."""
+        if node not in self._pairs and node not in self.flow.constant:
+            return node.name
+        if node in self._pairs and self.averaged:
+            return self._pairs[node][1]
+        region = self.regions[self._level(node)]
+        fused = region.value(node, lambda n: self._fused(region, n))
         name = next((k for k, v in region.defined.items() if v is fused), f"{node.name}_fused")
         region.defined[name] = fused
         self.types[name] = node.meta.get(TYPE)
         return name
+
+    def _fused(self, region: Region, node: fx.Node) -> fx.Node:
+        a, b = (region.input(name, like=node) for name in self._pairs[node])
+        if node in self._concatenated:
+            return region.call(torch.cat, (a, b), self._concatenated[node], like=node)
+        return region.call(fuse_mean, a, b, like=node)
 
 
 def _viewed_like(node: fx.Node) -> fx.Node | None:

@@ -6,11 +6,9 @@ them (`placement`). How streams begin and end (`stream_ends`) is the policy's ch
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from typing import Final
 
-import torch
 from torch import fx, nn
 
 from revcompile.compiler.capture.functional import forbid_inplace
@@ -19,16 +17,15 @@ from revcompile.compiler.dataflow import Flow
 from revcompile.compiler.find.conflicts import ready_times
 from revcompile.compiler.find.residual import Found, find
 from revcompile.compiler.rewire.module_editor import ModuleEditor, own_copy
-from revcompile.compiler.rewire.placement import Pair, Placement
+from revcompile.compiler.rewire.placement import Blocks, Placement
 from revcompile.compiler.rewire.region import ORIGIN, Region
-from revcompile.compiler.rewire.segments import Streams, coupling, transition
+from revcompile.compiler.rewire.segments import coupling, transition
 from revcompile.compiler.rewire.sizes import guards_with
 from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
 from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.policy import Enter, Fuse, Policy
 from revcompile.ir.types import (
     PATH,
-    TYPE,
     Body,
     Captured,
     Live,
@@ -128,46 +125,43 @@ class _Rewiring:
     def __init__(self, flow: Flow, found: Found, policy: Policy, editor: ModuleEditor) -> None:
         self.flow, self.policy, self.editor = flow, policy, editor
         self.inexpressible = [r for r in found.refusals if r.reason in _INEXPRESSIBLE.values()]
-        self.blocks = sorted(found.residuals, key=lambda r: flow.index[flow.by_name[r.out]])
-        self.place = Placement(flow, self.blocks, policy.averaged)
-        self.names = _block_names(flow, self.blocks)
-        self.notes: list[str] = []
-        self.widened = self._widened()
-        self.place.concatenated = leave_concatenated(
+        self.blocks = Blocks(flow, found.residuals)
+        self.names = _block_names(flow, self.blocks.ordered)
+        split = self._widened()
+        concatenated = leave_concatenated(
             flow,
             editor,
-            self.blocks,
-            set(self.place.owner) | set(self.place.rearrangements),
+            self.blocks.ordered,
+            self.blocks.owner.keys() | self.blocks.rearranged.keys(),
             inner=policy.fuse is Fuse.CONCAT,
             last=policy.leave is Fuse.CONCAT,
         )
-        if policy.leave is Fuse.CONCAT and self.blocks:
-            end = self.blocks[-1]
-            if flow.by_name[end.out] not in self.place.concatenated:
+        self.place = Placement(self.blocks, split, concatenated, policy.averaged)
+        self.notes: list[str] = []
+        for end in self.blocks.ordered[-1:] if policy.leave is Fuse.CONCAT else ():
+            if flow.by_name[end.out] not in concatenated:
                 self.notes.append(f"{end.path or end.out}: the streams end as their mean")
+        for x in () if policy.averaged else self.blocks.entries():
+            if x not in split:
+                self.notes.append(f"{x.meta.get(PATH) or x.name}: the streams start as two copies")
 
     def run(self) -> Body:
         """Turn blocks into segments, and place every other node in the regions between them."""
         place, segments = self.place, list[Segment]()
         result: tuple[object, ...] = ()
-        ready = ready_times(self.flow, self.blocks)
+        ready = ready_times(self.flow, self.blocks.ordered)
 
         def order(node: fx.Node) -> tuple[int, bool, int]:
-            return ready[node], node not in place.by_out, self.flow.index[node]
+            return ready[node], node not in self.blocks.by_out, self.flow.index[node]
 
         for node in sorted(self.flow.nodes, key=order):
             if node.op == "output":
                 leaves = node.args[0]
                 assert isinstance(leaves, tuple)
                 result = tuple(place.result(leaf) for leaf in leaves)
-            elif node.op == "placeholder":
-                place.levels[node] = 0
-                place.types[node.name] = node.meta.get(TYPE)
-            elif node in place.by_out:
-                segments.append(self._segment(place.by_out[node], len(segments)))
-            elif node in place.rearrangements and place.rearranges_only(node):
-                place.levels[node] = place.levels[place.rearrangements[node][0]]
-            elif node not in place.owner and not place.block_only(node):
+            elif node in self.blocks.by_out:
+                segments.append(self._segment(self.blocks.by_out[node]))
+            else:
                 place.place(node)
         return self._assemble(segments, result)
 
@@ -176,57 +170,20 @@ class _Rewiring:
         if self.policy.enter is not Enter.WIDEN:
             return {}
         split: dict[fx.Node, int] = {}
-        for x in self.place.entries():
-            begins = not any(self.flow.depends(x, out) for out in self.place.by_out)
-            if begins and all(self.place.reads_pair(user, x) for user in x.users):
+        for x in self.blocks.entries():
+            begins = not any(self.flow.depends(x, out) for out in self.blocks.by_out)
+            if begins and self.blocks.is_read_as_pair(x):
                 dimension = enter_widened(self.flow, self.editor, x)
                 if dimension is not None:
                     split[x] = dimension
         return split
 
-    def _segment(self, block: Residual, index: int) -> Segment:
-        place = self.place
-        x, out = self.flow.by_name[block.x], self.flow.by_name[block.out]
-        rearrange = None
-        if x in place.pairs:
-            before = place.pairs[x]
-        elif x in place.rearrangements:
-            source, rearrange = place.rearrangements[x]
-            before = place.pairs[source]
-        else:
-            before = self._enter(x)
-        after = (f"{out.name}_a", f"{out.name}_b")
+    def _segment(self, block: Residual) -> Segment:
         build = transition if block.is_projected else coupling
-        streams = Streams(before, rearrange, after)
-        name = self.names[block.total]
-        segment = build(name, block, streams, place, self.editor)
-        place.pairs[out] = after
-        place.types |= dict.fromkeys(after, out.meta.get(TYPE))
-        for node in (out, *(self.flow.by_name[extra] for extra in block.extras)):
-            place.levels[node] = index + 1
-            place.types[node.name] = node.meta.get(TYPE)
+        streams = self.place.streams(block)
+        segment = build(self.names[block.total], block, streams, self.place, self.editor)
+        self.place.close(block, streams)
         return segment
-
-    def _enter(self, x: fx.Node) -> Pair:
-        """`widen`: split a value twice as wide; `duplicate`: `(x, x)`."""
-        place = self.place
-        region = place.regions[place.levels[x]]
-        pair = (f"{x.name}_a", f"{x.name}_b")
-        value = region.value(x, lambda n: place.outside(region, n))
-        if x in self.widened:
-            halves = region.call(torch.chunk, value, 2, self.widened[x], like=x)
-            halves.meta[TYPE] = (x.meta.get(TYPE),) * 2
-            for index, name in enumerate(pair):
-                region.defined[name] = region.call(operator.getitem, halves, index, like=x)
-            region.defined.pop(x.name, None)
-        else:
-            region.defined |= dict.fromkeys(pair, value)
-            where = x.meta.get(PATH) or x.name
-            if not self.policy.averaged:
-                self.notes.append(f"{where}: the streams start as two copies")
-        place.types |= dict.fromkeys(pair, x.meta.get(TYPE))
-        place.pairs[x] = pair
-        return pair
 
     def _assemble(self, blocks: list[Segment], result: tuple[object, ...]) -> Body:
         """Close the regions from the last to the first, each with the outputs still needed."""
@@ -256,12 +213,13 @@ class _Rewiring:
     def _region_name(self, index: int, region: Region) -> str:
         if index == 0:
             return "stem"
-        if index == len(self.blocks):
+        if index == len(self.place.regions) - 1:
             return "head"
         for node in region.graph.nodes:
             if node.op == "call_module":
                 return str(node.meta.get(PATH) or node.target)
-        return f"between {self.names[self.blocks[index - 1].total]} and the next block"
+        before = self.names[self.blocks.ordered[index - 1].total]
+        return f"between {before} and the next block"
 
 
 def _has_effect(region: Region) -> bool:

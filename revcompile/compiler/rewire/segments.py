@@ -7,7 +7,6 @@ P(x) + F(x)    `transition`    (a, b) -> (s(b), P(a) + F(b))   two streams of an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -15,24 +14,10 @@ from torch import fx
 from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.find.conflicts import is_flat_at_zero
 from revcompile.compiler.rewire.module_editor import ModuleEditor
-from revcompile.compiler.rewire.placement import Pair, Placement
+from revcompile.compiler.rewire.placement import Placement, Streams
 from revcompile.compiler.rewire.region import Region
 from revcompile.ir.module_tree import NORMS, called_module
-from revcompile.ir.types import (
-    Coupling,
-    Opaque,
-    Rearrange,
-    Residual,
-)
-
-
-@dataclass(frozen=True)
-class Streams:
-    """A block's two streams before it, how they are rearranged for it, and after it."""
-
-    before: Pair
-    rearrange: Rearrange | None
-    after: Pair
+from revcompile.ir.types import Coupling, Opaque, Rearrange, Residual
 
 
 def coupling(
