@@ -291,10 +291,11 @@ def _staged_gradients(
     gradients: Mapping[str, Tensor | None] = loss_head(0, values)
     values, summed = {}, Gradients()
     for stage in reversed(stages):
-        values, gradients = stage.backward(0, values, gradients)
-        for name, gradient in stage.take_gradients().items():
+        values, gradients, own, *_ = stage.differentiate(0, values, gradients)
+        for name, gradient in own.items():
             before = summed.get(name)
-            summed[name] = gradient if before is None else before + gradient
+            if gradient is not None:
+                summed[name] = gradient if before is None else before + gradient
     return summed
 
 

@@ -35,17 +35,13 @@ from revcompile.plan.report import StageReport
 from revcompile.runtime.checkpoint.weights import export_weights, load_into
 from revcompile.runtime.distributed.layout import make_layout, pipeline_ranks, world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
-from revcompile.runtime.executor.captured.runner import Backend
+from revcompile.runtime.executor.capturable import Backend
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.runtime.stage.loss_head import Loss
 from revcompile.runtime.stage.loss_scale import LossScale, loss_scale_of
 from revcompile.runtime.stage.module_guards import TreeGuard
-from revcompile.runtime.stage.update import (
-    OptimizerFactory,
-    ParamGroups,
-    ScheduleFactory,
-)
+from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
 from revcompile.runtime.trainer.metrics import Metrics
 from revcompile.runtime.trainer.placement import Placement, RankPlacement
 from revcompile.runtime.trainer.settings import Settings, Task

@@ -42,7 +42,7 @@ from benchmarks.models import Case, create, sgd
 from benchmarks.ranks.launch import on_ranks, side_by_side
 from benchmarks.registry import Benchmark, Row
 from benchmarks.stages.engine import Feed
-from revcompile.runtime.executor.captured.graphs import CudaGraphReplay
+from revcompile.runtime.executor.graphs import CudaGraphReplay
 from revcompile.runtime.trainer.placement import RankPlacement
 
 CASES: Final = ("transformer-24x1024:64:1:8", "resnet18:64:64:10", "transformer-24x1024:64:8:8")
@@ -134,7 +134,7 @@ class Variant:
 
     def _kernels(self) -> float:
         """Seconds of a rank's captured sections. What they compute is of no use any more."""
-        pipeline = self.trainer.runner._pipeline
+        pipeline = self.trainer.runner._captured
         assert pipeline is not None and isinstance(pipeline._replay, CudaGraphReplay)
         seconds = 0.0
         for turn in range(distributed.get_world_size()):

@@ -32,7 +32,7 @@ import revcompile
 from revcompile.arguments import member_of
 from revcompile.runtime.checkpoint.tree import encode_tree
 from revcompile.runtime.distributed.rank_weights import owning_stages
-from revcompile.runtime.executor.captured.runner import Backend
+from revcompile.runtime.executor.capturable import Backend
 from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel

@@ -47,7 +47,7 @@ from benchmarks.harness import (
 from benchmarks.models import Case, create, of_depth
 from benchmarks.registry import Benchmark
 from benchmarks.registry import Row as Found
-from revcompile.runtime.executor.captured.graphs import CudaGraphReplay
+from revcompile.runtime.executor.graphs import CudaGraphReplay
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 
@@ -210,11 +210,9 @@ def categories(trainer: Trainer, total: int) -> dict[str, int]:
     kept: list[Any] = [held.kept for e in executors for held in e.stage.in_flight.values()]
     messages: list[Any] = [m.payload for queue in transport.queues.values() for m in queue]
     stashed: list[Any] = [dict(copy) for e in executors for copy in e.stage.stashed()]
-    pipeline = trainer.runner._pipeline
-    if pipeline is not None and pipeline.is_active:
-        rings = [e.stage.ring for e in executors if e.stage.ring is not None]
-        kept += [ring.slot(number).value for ring in rings for number in range(ring.count)]
-        messages += pipeline._transport.tensors
+    pipeline = trainer.runner._captured
+    rings = [e.stage.ring for e in executors if e.stage.ring is not None]
+    kept += [ring.slot(number).value for ring in rings for number in range(ring.count)]
     found = {
         "weights": storage_bytes([weights, states]),
         "kept": storage_bytes(kept),

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.harness import LiveStorages
 from revcompile.ir.program import StageMemory
-from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Message, Transport
+from revcompile.runtime.executor.executor import StageExecutor
+from revcompile.runtime.executor.messages import Message, Transport
 from revcompile.runtime.stage.stage import InFlight, Stage
 from revcompile.runtime.stage.weights import at_versions
 from revcompile.runtime.trainer.trainer import Trainer
@@ -126,7 +126,7 @@ def held_by(executor: StageExecutor, transport: Transport) -> StageMemory:
         parameters=own,
         optimizer=count.of(list(state.values())),
         stashed=count.of(list(map(dict, stage.stashed()))),
-        gradients=count.of([stage.gradients, executor.gradients]),
+        gradients=count.of([stage.gradients, executor.updates.gradients]),
         buffers=sum(_in_flight(stage, flight, count) for flight in flights),
         messages=count.of(list(_mail(executor, transport))),
     )

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageMemory
-from revcompile.runtime.stage.update import COUNTERS, OptimizerFactory, ParamGroups, Updater
+from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups
+from revcompile.runtime.stage.update import COUNTERS, Updater
 from revcompile.schedule import Keep, Order, Weights
 from revcompile.units import format_size
 

@@ -34,8 +34,8 @@ from revcompile.errors import VerificationError
 from revcompile.runtime.distributed.failures import Worker
 from revcompile.runtime.distributed.layout import Ranks, new_group
 from revcompile.runtime.distributed.wire import HEADER_BYTES, Describer, Description, Flag, Header
-from revcompile.runtime.executor.captured.streams import current_stream, stream_for
-from revcompile.runtime.executor.transport import Message, MessageKind, Packet, Sending
+from revcompile.runtime.executor.messages import Message, MessageKind, Packet, Sending
+from revcompile.runtime.executor.streams import current_stream, stream_for
 from revcompile.schedule import Tie
 
 _NO_TIMEOUT: Final = timedelta(days=365)

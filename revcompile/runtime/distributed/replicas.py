@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.runtime.distributed.failures import Worker
 from revcompile.runtime.distributed.layout import Ranks, new_group
-from revcompile.runtime.executor.transport import Mean
+from revcompile.runtime.executor.messages import Mean
 
 
 def open_replica_groups(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any]:

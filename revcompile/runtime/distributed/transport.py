@@ -15,7 +15,7 @@ from revcompile.runtime.distributed.collectives import gather_plain
 from revcompile.runtime.distributed.failures import GRACE, Failures, own_store, short_error
 from revcompile.runtime.distributed.layout import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
-from revcompile.runtime.executor.transport import Mean, Message, Route, Sending, Transport
+from revcompile.runtime.executor.messages import Mean, Message, Route, Sending, Transport
 
 
 class DistributedTransport(Transport):
@@ -54,7 +54,7 @@ class DistributedTransport(Transport):
 
     def send(self, route: Route, message: Message) -> Sending | None:
         sender = self._senders.get(route[:2])
-        if sender is not None:
+        if sender is not None and self.captured is None:
             return sender.send(route[2], message)
         return super().send(route, message)
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.tree import decode, encode
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.transport import Message, MessageKind
-from revcompile.runtime.stage.static_buffers import Layout
+from revcompile.runtime.executor.messages import Message, MessageKind
+from revcompile.runtime.stage.slots import Layout
 from revcompile.runtime.stage.tensors import aligned, keeps_strides
 
 HEADER_BYTES: Final = 128

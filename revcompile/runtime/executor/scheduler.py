@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from revcompile.runtime.executor.stage_executor import StageExecutor
+from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.schedule import Action, Op
 
 _BEFORE_BACKWARD: Final = (Op.RECV_TIED_WEIGHT, Op.RECV_X, Op.FORWARD, Op.SEND_Y)
@@ -37,24 +37,20 @@ class LocalScheduler:
                     executor.transport.wait(f"stage {executor.index} at {actions[0]}")
         return rest
 
-    def finish(
-        self,
-        rest: Sequence[deque[Action]],
-        first_to_last: bool = False,
-        may_stop: bool = False,
-    ) -> None:
+    def finish(self, rest: Sequence[deque[Action]], may_stop: bool = False) -> None:
         """Perform all other actions, until nothing is left to do.
 
         Args:
             rest: What `forward` returned.
-            first_to_last: In this order of the stages instead of last to first. In a full pipeline
-                a stage has then read its message before the next stage overwrites the buffer.
             may_stop: Return, and do not wait, when what is left has to wait.
         """
         waiting = list(zip(self.executors, rest, strict=True))
+        # From last to first stages free memory early. Where messages wait in slots, a stage has to
+        # read its own before the next stage sends another one.
+        is_first_to_last = bool(self.executors[0].transport.slots)
         while waiting:
             progress = False
-            for executor, actions in waiting if first_to_last else reversed(waiting):
+            for executor, actions in waiting if is_first_to_last else reversed(waiting):
                 while actions and executor.perform(actions[0]):
                     actions.popleft()
                     progress = True

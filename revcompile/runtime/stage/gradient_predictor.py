@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from revcompile.ir.program import Port
+from revcompile.runtime.stage.optimizers import OptimizerFactory
 from revcompile.runtime.stage.tensors import TreeCopy
-from revcompile.runtime.stage.update import OptimizerFactory, Updater
+from revcompile.runtime.stage.update import Updater
 
 
 class GradientPredictor:

@@ -60,15 +60,20 @@ class LossHead:
         self.totals: Tensor | None = None
         """The sum of the losses that steps have reported, and how many, on the device."""
         self.check_finite = True
-        self.scale: float | Tensor | None = None
+        self.scale: Tensor | None = None
         """Factor of the last loss."""
 
     def __call__(
-        self, microbatch: int, outputs: Mapping[str, Any], scale: float | Tensor | None = None
+        self,
+        microbatch: int,
+        outputs: Mapping[str, Any],
+        scale: Tensor | None = None,
+        waits: bool = True,
     ) -> dict[str, Tensor | None]:
         """The gradients of `scale` times the loss with respect to the outputs.
 
-        The loss itself and the output are stored in `losses` and `outputs`.
+        The loss itself and the output are stored in `losses` and `outputs`. If this `waits` for the
+        loss, one that is not finite is a `NonFiniteError`.
         """
         target = self.targets.pop(microbatch)
         leaves = {
@@ -79,7 +84,9 @@ class LossHead:
         }
         with torch.enable_grad():
             output = self.assembled(leaves)
-            loss = self._evaluate(microbatch, output, target)
+            loss = self.evaluate(output, target, f"micro-batch {microbatch}")
+            if waits:
+                self._refuse_non_finite(microbatch, loss)
             inputs = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
             if not loss.requires_grad:
                 raise InputError(
@@ -87,11 +94,7 @@ class LossHead:
                     "to train; do not detach the output or return a plain number"
                 )
             self.scale = scale
-            seed = None
-            if isinstance(scale, Tensor):
-                seed = scale.to(loss.dtype)
-            elif scale is not None:
-                seed = torch.full_like(loss, scale)
+            seed = None if scale is None else scale.to(loss.dtype)
             try:
                 grads = torch.autograd.grad(loss, list(inputs.values()), seed, allow_unused=True)
             except RuntimeError as error:
@@ -122,8 +125,7 @@ class LossHead:
         flat = [outputs[r.name] if isinstance(r, Live) else r for r in self._result]
         return pytree.tree_unflatten(flat, self._spec)
 
-    def _evaluate(self, microbatch: int, output: Any, target: Any) -> Tensor:
-        loss = self.evaluate(output, target, f"micro-batch {microbatch}")
+    def _refuse_non_finite(self, microbatch: int, loss: Tensor) -> None:
         if self.check_finite and not bool(torch.isfinite(loss)):
             raise NonFiniteError(
                 f"stage {self.last}, micro-batch {microbatch}: the loss is "
@@ -132,7 +134,6 @@ class LossHead:
                 stage=self.last,
                 microbatch=microbatch,
             )
-        return loss
 
     def evaluate(self, output: Any, target: Any, where: str) -> Tensor:
         """The loss, or an error that describes its arguments."""

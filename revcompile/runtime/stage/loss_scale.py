@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.kernels.autocast import widest_dtype
+from revcompile.kernels.autocast import wide_dtype, widest_dtype
 from revcompile.schedule import Method, Order
 
 LOWEST: Final = 2.0**-16
@@ -115,16 +115,8 @@ class Scaling:
         overflowed and was not reported yet; micro-batches whose gradient overflowed here."""
         self.load_state_dict(None)
 
-    def is_overflow(self, scale: float | None) -> bool:
-        """A gradient is not finite; can the scale of its loss be the reason?"""
-        if scale is None or not self.settings.dynamic or scale <= LOWEST:
-            return False
-        self.skipped.add_(1)
-        self.record_overflow(scale)
-        return True
-
     def overflowed(self, found: Tensor, before: Tensor, scale: Tensor) -> Tensor:
-        """The same on the device: the flag of a micro-batch.
+        """The flag of a micro-batch: can the scale of its loss be why it is not finite?
 
         Args:
             found: Is one of its gradients not finite?
@@ -139,7 +131,7 @@ class Scaling:
     def record_overflow(self, scale: float | Tensor | None) -> None:
         """A gradient overflowed at this scale, here or at a stage before; infinite: none did."""
         if scale is not None:
-            self._overflow.clamp_(max=scale)
+            self._overflow.clamp_(max=torch.as_tensor(scale).to(self._overflow))
 
     def take_overflow(self) -> Tensor:
         """The overflow to report to the next stage, once; infinite if there is none."""
@@ -189,19 +181,17 @@ def scaling_of(settings: LossScale | None, method: Method, device: torch.device)
     return Scaling(settings, device)
 
 
-def unscaled(
-    gradients: Mapping[str, Tensor | None], scale: float | Tensor
-) -> dict[str, Tensor | None]:
+def unscaled(gradients: Mapping[str, Tensor | None], scale: Tensor) -> dict[str, Tensor | None]:
     """Gradients of the unscaled loss, as new tensors.
 
-    >>> unscaled({"w": torch.tensor([8.0]), "b": None}, 4.0)
+    >>> unscaled({"w": torch.tensor([8.0]), "b": None}, torch.tensor(4.0))
     {'w': tensor([2.]), 'b': None}
     """
+    result = dict(gradients)
     scaled = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    if not scaled:
-        return dict(gradients)
-    dtypes = dict.fromkeys(gradient.dtype for gradient in scaled.values())
-    if isinstance(scale, Tensor) and len(dtypes) == 1:
-        scale = scale.to(next(iter(dtypes)))
-    divided = torch._foreach_div(list(scaled.values()), scale)
-    return {**gradients, **dict(zip(scaled, divided, strict=True))}
+    for dtype in dict.fromkeys(gradient.dtype for gradient in scaled.values()):
+        own = {name: gradient for name, gradient in scaled.items() if gradient.dtype == dtype}
+        wide = wide_dtype(dtype)  # float16 cannot hold every scale
+        divided = torch._foreach_div([g.to(wide) for g in own.values()], scale.to(wide))
+        result |= zip(own, (each.to(dtype) for each in divided), strict=True)
+    return result

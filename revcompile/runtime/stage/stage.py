@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +30,20 @@ from revcompile.runtime.reversible.replay import (
 from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.stage.activations import ActivationStore
 from revcompile.runtime.stage.draws import StageDraws
-from revcompile.runtime.stage.loss_scale import unscaled
 from revcompile.runtime.stage.module_guards import hooked
-from revcompile.runtime.stage.pass_weights import PassWeights, Used
 from revcompile.runtime.stage.program_facts import (
     repeated_in,
     stateful_candidates,
     statistics_move_early,
     statistics_of,
 )
-from revcompile.runtime.stage.static_buffers import RingBuffer
+from revcompile.runtime.stage.slots import Ring, free_cached
 from revcompile.runtime.stage.stream_samples import StartedCheck, StreamSamples
-from revcompile.runtime.stage.tensors import TreeCopy, add_gradients, clone_tree, refuse_non_finite
+from revcompile.runtime.stage.tensors import TreeCopy, add_gradients, clone_tree
 from revcompile.runtime.stage.weights import (
     CastWeights,
+    PassWeights,
+    Used,
     at_versions,
     castable_parameters,
     parameter_slots,
@@ -69,6 +69,25 @@ class InFlight:
     """Of the streams that entered its couplings, where their reconstruction can be checked."""
     hooks: HookRecord | None = field(default_factory=dict)
     """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
+    is_in_slot: bool = False
+    """Whether the kept values lie in a slot of the stage's ring."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all of it is in a slot, where a captured step finds it."""
+        return self.is_in_slot and not (self.buffers or self.original)
+
+
+class Backward(NamedTuple):
+    """What a backward pass has computed."""
+
+    values: dict[str, Any]
+    """The stage's inputs, rebuilt."""
+    input_gradients: dict[str, Tensor | None]
+    gradients: dict[str, Tensor | None]
+    """Of the parameters."""
+    held: InFlight
+    sampled: dict[str, Tensor]
 
 
 Programs = tuple[Callable[..., Any], Callable[..., Any]]
@@ -143,10 +162,13 @@ class Stage:
         """Where it computes; None: where its parameters are."""
         self.in_flight: dict[int, InFlight] = {}
         self.slots = 0
-        """For how many micro-batches it stores activations in static buffers; 0: anywhere."""
-        self.ring: RingBuffer | None = None
-        """These buffers, from the first forward pass on."""
+        """How many micro-batches have a slot for their activations; 0: these lie anywhere."""
+        self.ring: Ring | None = None
+        """The slots, from the first forward pass on."""
         self.gradients: dict[str, Tensor] = {}
+        """Sums over micro-batches, of the parameters that have a gradient."""
+        self.sums: dict[str, Tensor] | None = None
+        """Where these sums lie, if updates have several micro-batches; None: anywhere."""
         self.reconstruction: dict[int, float] = {}
         """Relative error of the rebuilt input, by micro-batch, where `measure` was set."""
 
@@ -154,14 +176,16 @@ class Stage:
         """Run these programs, which compute the same, instead of the generated ones (None)."""
         self._forward, self._backward = programs or self._generated
 
-    def use_static_buffers(self, slots: int, updates: int | None) -> None:
-        """Store what is in flight in static buffers, as captured steps need it.
+    def use_slots(self, slots: int, updates: int | None, accumulates: bool) -> None:
+        """Store what outlives a pass in memory that stays where it is, as captured steps need it.
 
         Args:
-            slots: For so many micro-batches; 0: anywhere.
-            updates: Weights of so many updates, if they are stashed; None: anywhere.
+            slots: Micro-batches in flight; 0: anywhere.
+            updates: Updates of which weights are stashed, if they are; None: anywhere.
+            accumulates: Whether gradients are summed there.
         """
         self.slots, self.ring = slots, None
+        self.sums = {} if accumulates else None
         if self.weights.stash is not None:
             self.weights.stash.count = updates
 
@@ -183,33 +207,46 @@ class Stage:
             self._samples.collecting() as sampled,
         ):
             outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
-            kept = self._in_slot(microbatch, self.activations.store(kept))
-        self.in_flight[microbatch] = InFlight(
-            kept=kept,
-            used=self.weights.used(weights),
-            buffers=self._stateful.changed(snapshots, identities),
-            original={name: inputs[name] for name in program.sends_back} if measure else {},
-            parameter_versions=tuple(p._version for p in self._saved_by_reference()),
-            samples=None if is_capturing(self._device()) else self._samples.start(sampled),
-            hooks=hooks,
-        )
+            held = self._hold(microbatch, self.activations.store(kept))
+        held.used = self.weights.used(weights)
+        held.buffers = self._stateful.changed(snapshots, identities)
+        if measure:
+            held.original = {name: inputs[name] for name in program.sends_back}
+        held.parameter_versions = tuple(p._version for p in self._saved_by_reference())
+        if not is_capturing(self._device()):
+            held.samples = self._samples.start(sampled)
+        held.hooks = hooks
         return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
-    def _in_slot(self, microbatch: int, kept: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Copy values to the micro-batch's slot, if there are slots and they fit."""
+    def _hold(self, microbatch: int, kept: tuple[Any, ...]) -> InFlight:
+        """Store values of a micro-batch: in its slot, if there are slots and they fit."""
         if self.slots and self.ring is None:
-            self.ring = RingBuffer(kept, self.slots)
-        return self.ring.put(microbatch, kept) if self.slots and self.ring is not None else kept
+            self.ring = Ring(kept, self.slots)
+        held = InFlight(kept)
+        if self.ring is not None and self.ring.put(microbatch, kept):
+            held = InFlight(self.ring.value(microbatch), is_in_slot=True)
+        self.in_flight[microbatch] = held
+        return held
 
-    def is_in_slot(self, microbatch: int) -> bool:
-        """Do the values that are stored of a micro-batch lie in its slot?"""
-        held = self.in_flight[microbatch]
-        return self.ring is not None and held.kept is self.ring.value(microbatch)
+    def stepped(self, entered: int, left: int, tied: int, has_updated: bool) -> None:
+        """Note what a captured step has done.
 
-    def hold(self, microbatch: int, kept: tuple[Any, ...], age: int) -> None:
-        """Store these values of a micro-batch, whose forward pass was so many updates ago."""
-        used = self.weights.of_age(age)
-        self.in_flight[microbatch] = InFlight(kept, used=used)
+        Args:
+            entered: The micro-batch of its forward pass.
+            left: That of its backward pass.
+            tied: How many updates of tied weights were received.
+            has_updated: Whether its gradients were applied.
+        """
+        for _ in range(tied):
+            self.weights.count_update(self._used())
+        if self.ring is not None:
+            used = self.weights.used(self.weights.forward())
+            kept = self.ring.value(entered)
+            self.in_flight[entered] = InFlight(kept, used=used, is_in_slot=True)
+            del self.in_flight[left]
+        self.gradients = {} if has_updated or self.sums is None else dict(self.sums)
+        if has_updated:
+            self.weights.count_update(self._used())
 
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run in the modules' present mode; nothing is stored or changed."""
@@ -237,36 +274,19 @@ class Stage:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def backward(
-        self,
-        microbatch: int,
-        values: Mapping[str, Any],
-        gradients: Mapping[str, Tensor | None],
-        scale: float | None = None,
-        is_exact: bool = False,
-    ) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
-        """Rebuild or recompute, and differentiate; returns values and gradients of the inputs.
+    def finish(self, microbatch: int, passed: Backward, is_exact: bool) -> None:
+        """After a backward pass that is finite: check, or measure, what it has rebuilt.
 
-        The gradient of the parameters is divided by `scale`, by which the given gradients are
-        multiplied, and accumulated. `is_exact`: are the values those of the forward pass, but for
-        rounding, and will this stage's be (`rebuilds_exactly`)?
+        Args:
+            is_exact: Whether the values were those of the forward pass, but for rounding.
 
         Raises:
-            NonFiniteError: a gradient is not finite; nothing was accumulated.
-            InversionError: values that should be those of the forward pass are not.
+            InversionError: Values that should be those of the forward pass are not.
         """
-        held = self.in_flight[microbatch]
-        original = held.original
-        with self._samples.collecting(is_exact) as sampled:
-            rebuilt, input_grads, own_grads = self.differentiate(microbatch, values, gradients)
-        if self.check_finite:
-            refuse_non_finite(self.program.index, microbatch, own_grads, input_grads, scale)
         if is_exact:
-            self._samples.finish(held.samples, sampled)
-        if scale is not None:
-            own_grads = unscaled(own_grads, scale)
-        self.accumulate(own_grads, input_grads)
-        if original:
+            self._samples.finish(passed.held.samples, passed.sampled)
+        if original := passed.held.original:
+            rebuilt = passed.values
             errors = [
                 relative_error(original[name], rebuilt[name])
                 for name in original
@@ -274,7 +294,11 @@ class Stage:
                 and (rebuilt[name].is_floating_point() or rebuilt[name].is_complex())
             ]
             self.reconstruction[microbatch] = max(errors, default=0.0)
-        return rebuilt, input_grads
+
+    def age(self, microbatch: int) -> int:
+        """How many updates old the weights are that its backward pass computes with."""
+        held = self.in_flight.get(microbatch)
+        return self.weights.age(held.used) if held is not None and self.weights.has_past else 0
 
     def rebuilds_exactly(self, microbatch: int) -> bool:
         """Will backward compute with the weights and inputs of the forward pass?"""
@@ -282,15 +306,30 @@ class Stage:
         return self.weights.are_unchanged(used) and not self.activations.is_lossy
 
     def differentiate(
-        self, microbatch: int, values: Mapping[str, Any], gradients: Mapping[str, Tensor | None]
-    ) -> tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Tensor | None]]:
-        """Values and gradients of the inputs, and gradients of the parameters, not accumulated."""
+        self,
+        microbatch: int,
+        values: Mapping[str, Any],
+        gradients: Mapping[str, Tensor | None],
+        is_exact: bool = False,
+        to: Mapping[int, Tensor] | None = None,
+    ) -> Backward:
+        """Rebuild or recompute, and differentiate. Nothing is accumulated.
+
+        Args:
+            values: The outputs, as far as the program needs them.
+            gradients: Those of the outputs.
+            is_exact: See `finish`.
+            to: Where to copy some of the kept values, by their places.
+        """
         program, held = self.program, self.in_flight.pop(microbatch)
-        if self.ring is not None and held.kept is self.ring.value(microbatch):
-            held.kept = clone_tree(held.kept)  # what backward returns outlives the slot's contents
+        stored = held.kept
+        if held.is_in_slot and self.ring is not None:
+            stored = self.ring.take(microbatch, to)  # what backward returns outlives the slot
+        else:
+            held.kept = ()  # frees what is stored
         is_compiled = self._backward is not self._generated[1]
-        kept = self.activations.load(held.kept, is_compiled)
-        held.kept = ()  # frees what is stored
+        kept = self.activations.load(stored, is_compiled)
+        del stored
         arguments = (
             *kept,
             *(values[name] for name in program.needs_back),
@@ -304,6 +343,7 @@ class Stage:
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
             at_versions(self._saved_by_reference(), held.parameter_versions),
+            self._samples.collecting(is_exact) as sampled,
         ):
             returned, of_inputs, of_parameters = self._backward(self.root, key, *arguments)
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
@@ -316,7 +356,8 @@ class Stage:
                 for g in of_inputs
             ]
         input_grads = dict(zip(program.inputs_with_grad, of_inputs, strict=True))
-        return dict(zip(program.sends_back, returned, strict=True)), input_grads, own_grads
+        rebuilt = dict(zip(program.sends_back, returned, strict=True))
+        return Backward(rebuilt, input_grads, own_grads, held, sampled)
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The accumulated gradient (a sum over micro-batches), which is then reset."""
@@ -328,7 +369,7 @@ class Stage:
         """Around a change of some of its parameters."""
         with self.weights.updating(names, self._used()):
             yield
-        self.cast_weights.outdated()
+        self.cast_weights.refresh()
 
     def _used(self) -> list[Used]:
         return [held.used for held in self.in_flight.values()]
@@ -344,8 +385,10 @@ class Stage:
 
         Each is freed as soon as it is added: `gradients` is empty afterwards.
         """
+        if self.sums == {} and any(gradient is not None for gradient in gradients.values()):
+            free_cached(self._device())
         others = [gradient for gradient in input_grads.values() if gradient is not None]
-        add_gradients(self.gradients, gradients, others)
+        add_gradients(self.gradients, gradients, others, self.sums)
 
     @contextmanager
     def _naming_microbatch(self, microbatch: int) -> Iterator[None]:
@@ -402,17 +445,15 @@ class Stage:
         return {**weights, "gradients": copy(self.gradients), "in_flight": in_flight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.gradients = clone_tree(dict(state["gradients"]))
+        self.gradients = {}
+        self.accumulate(clone_tree(dict(state["gradients"])), {})
         self.weights.load(state)
         for microbatch, saved in state["in_flight"]:
             kept = self.activations.load_state(clone_tree(list(saved["kept"])))
-            kept = self._in_slot(microbatch, kept)
-            self.in_flight[microbatch] = InFlight(
-                kept=kept,
-                used=self.weights.load_used(saved, state),
-                buffers=[self._snapshot_of(path, contents) for path, contents in saved["buffers"]],
-                hooks=None,
-            )
+            held = self._hold(microbatch, kept)
+            held.used = self.weights.load_used(saved, state)
+            held.buffers = [self._snapshot_of(path, saved) for path, saved in saved["buffers"]]
+            held.hooks = None
 
     def _snapshot_of(self, path: str, contents: Tensor) -> BufferSnapshot:
         """The saved contents of the buffer at `module.path:name`."""

@@ -17,6 +17,8 @@ TreeCopy = Callable[[Any], Any]
 """How a `state_dict` copies nested values: `clone_tree`, or `detach_tree` to share memory."""
 
 
+SMALL: Final = 1 << 16
+"""Elements up to which tensors are copied together, by one kernel."""
 _ALIGNMENT: Final = 512
 _GAPS: Final = 64
 """How many times as much memory as its elements a tensor with gaps may take."""
@@ -114,12 +116,15 @@ def keeps_strides(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def add_gradients(
-    sums: dict[str, Tensor], gradients: dict[str, Tensor | None], others: Iterable[Tensor]
+    sums: dict[str, Tensor],
+    gradients: dict[str, Tensor | None],
+    others: Iterable[Tensor],
+    places: dict[str, Tensor] | None = None,
 ) -> None:
     """Add gradients to sums of them, in place. Each is freed once it is added: none are left.
 
     Autograd may return one tensor twice (`p + q`), also among `others`, or one whose elements share
-    memory; the sums have memory of their own.
+    memory; the sums have memory of their own: that in `places`, which grows as needed, if given.
     """
     used = {storage(gradient) for gradient in others}
     given = {n: g for n, g in gradients.items() if g is not None and n in sums}
@@ -131,7 +136,11 @@ def add_gradients(
         gradient = gradients.pop(name)
         if gradient is None:
             continue
-        if storage(gradient) in used or overlaps(gradient):
+        if places is not None:
+            if name not in places:
+                places[name] = torch.empty_like(gradient)
+            gradient = places[name].copy_(gradient)
+        elif storage(gradient) in used or overlaps(gradient):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         used.add(storage(gradient))
         sums[name] = gradient
@@ -153,26 +162,83 @@ def detach_tree(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach(), tree)
 
 
-def refuse_non_finite(
+def found_inf(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
+    """A flag: 1 if `before` is 1, or if an element of the gradients is not finite.
+
+    >>> float(found_inf([torch.tensor([1.0, float("inf")])], torch.zeros(1)))
+    1.0
+    """
+    flag = before.clone()
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return flag
+    if not flag.is_cuda:
+        return flag if all(all_finite(gradients)) else flag.fill_(1.0)
+    if not any(gradient.is_complex() or overlaps(gradient) for gradient in gradients):
+        unscaled = torch.ones(1, device=flag.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, unscaled)
+        return flag
+    is_finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()
+    return torch.maximum(flag, (~is_finite).to(flag.dtype))
+
+
+def zero_if(flag: Tensor, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Zeros if the flag is set, else the gradients.
+
+    >>> zero_if(torch.ones(1), {"weight": torch.tensor([1.0, float("nan")]), "bias": None})
+    {'weight': tensor([0., 0.]), 'bias': None}
+    """
+    flag = flag.bool().reshape(())
+    zeros = {g.dtype: g.new_zeros(()) for g in gradients.values() if g is not None}
+    return {
+        name: None if g is None else torch.where(flag, zeros[g.dtype], g)
+        for name, g in gradients.items()
+    }
+
+
+def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
+    """Copy a snapshot back into its tensors, bit for bit, if the flag is set.
+
+    >>> weight = torch.tensor([1.0, 2.0])
+    >>> snapshot = [weight.clone()]
+    >>> restore_if(torch.ones(1), [weight.fill_(torch.nan)], snapshot)
+    >>> weight
+    tensor([1., 2.])
+    """
+    flag = flag.bool().reshape(())
+    small: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    for tensor, old in zip(tensors, snapshot, strict=True):
+        target = tensor.detach()
+        if target.numel() <= SMALL:
+            small.setdefault((target.device, target.dtype), []).append((target, old))
+        else:
+            torch.where(flag, old, target, out=target)
+    for pairs in small.values():  # all of one type as one tensor: there may be hundreds
+        now, before = (torch.cat([t.flatten() for t in part]) for part in zip(*pairs, strict=True))
+        sizes = [target.numel() for target, _ in pairs]
+        kept = torch.where(flag, before, now).split(sizes)
+        targets = [target for target, _ in pairs]
+        torch._foreach_copy_(targets, [k.view(t.shape) for k, t in zip(kept, targets, strict=True)])
+
+
+def non_finite_error(
     stage: int,
     microbatch: int,
     own_grads: Mapping[str, Tensor | None],
     input_grads: Mapping[str, Any],
-    scale: float | None,
-) -> None:
-    """Raise if a gradient of a micro-batch, of parameters or inputs of a stage, is not finite.
+    scale: Tensor | None,
+) -> NonFiniteError:
+    """Which gradient of a micro-batch, of parameters or inputs of a stage, is not finite.
 
     Args:
         scale: That of the loss, if there is one.
     """
     bad = not_finite({**input_grads, **own_grads})
-    if not bad:
-        return
     of_parameters = [name for name in bad if name in own_grads]
     where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
     more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-    lower = "the learning rate" if scale is None else f"the loss scale ({scale:g})"
-    raise NonFiniteError(
+    lower = "the learning rate" if scale is None else f"the loss scale ({float(scale):g})"
+    return NonFiniteError(
         f"stage {stage}, micro-batch {microbatch}: the gradient of {where}{more} "
         f"is not finite. The micro-batch was left out of the update; lower {lower}, clip "
         "gradients, or look at this batch",

@@ -1,22 +1,36 @@
-"""A stage's optimizer: any of torch's, built for the stage's own parameters."""
+"""A stage's optimizer: its updates, action by action or in captured steps, and its state by name.
+
+In captured steps fused kernels read the flag `found_inf` and do nothing if it is set. Other
+optimizers take their capturable step in any case; if the flag is set, all that it has written is
+restored from copies. Some optimizers read the learning rate on the host, but their updates are
+proportional to it: they take a step with rate 1, which is then scaled by the rate on the device.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import SGD, Muon
+from torch.utils.hooks import RemovableHandle
 
-from revcompile.errors import InputError
-from revcompile.optim.combined import CombinedOptimizer, completed, elementary, members
-from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
+from revcompile.optim.combined import completed, elementary, members
+from revcompile.runtime.stage.optimizers import (
+    FUSED,
+    OptimizerFactory,
+    ParamGroups,
+    ScheduleFactory,
+    build_optimizer,
+    build_schedule,
+    kind_of,
+)
+from revcompile.runtime.stage.slots import StaticBuffers
+from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, restore_if
 
 COUNTERS: Final = ("step", "mu_product")
 """Entries of an optimizer's state that are on the CPU whatever the parameter's device."""
@@ -26,13 +40,9 @@ _OF_SCHEDULES: Final = frozenset(
     ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
 )
 """Keys that schedules and parameter names add to parameter groups."""
-
-OptimizerFactory = Callable[[Any], Optimizer | Sequence[Optimizer]]
-"""Makes an optimizer, or several, from a list of parameters or of parameter groups."""
-ScheduleFactory = Callable[[Any], LRScheduler]
-"""Makes the learning-rate schedule of an optimizer, which is stepped at every update."""
-ParamGroups = Callable[[list[tuple[str, nn.Parameter]]], Iterable[Mapping[str, Any]]]
-"""Makes torch's parameter groups from a stage's named parameters."""
+_NOT_FIXED: Final = frozenset(("params", "lr", "initial_lr"))
+_PROPORTIONAL: Final = (SGD, Muon)
+"""They read the learning rate on the host (SGD unless it is fused); updates are proportional."""
 
 
 class Updater:
@@ -55,25 +65,30 @@ class Updater:
             for name, p in parameters.items()
             if p.requires_grad
         }
-        self.optimizer = self._build(factory, groups) if self.parameters else None
+        self.optimizer = (
+            build_optimizer(where, self.parameters, factory, groups) if self.parameters else None
+        )
         self.set_delay(delay)
         self.lr_schedule = None
         self.has_updated = False
         """Has the optimizer taken a step?"""
+        self.found_inf: Tensor | None = None
+        """In a captured step: a flag; if it is set, the update changes nothing."""
+        self._is_fused = all(type(member) in FUSED for member in self._members)
+        # An optimizer that does nothing is still followed by what a wrapper around it does.
+        first = next(iter(self.parameters.values()), torch.empty(0))
+        # Fused kernels take single precision. The other optimizers compute with Python floats on
+        # the CPU, so they get double precision here: 1 - beta ** step would lose half its digits.
+        dtype = torch.float32 if self._is_fused else torch.float64
+        self._is_on_device = False
+        self._rates = [torch.zeros((), dtype=dtype, device=first.device) for _ in self._groups]
+        """Learning rates, on the device."""
+        self._rates_on_host: list[float | None] = [None for _ in self._groups]
+        shape = len(self.parameters), len(COUNTERS)
+        self._counts = torch.zeros(shape, dtype=dtype, device=first.device)
+        """The counters of each parameter (of its updates, say) from the second update on."""
         if lr_schedule is not None and self.optimizer is not None:
-            with self._explaining("lr_schedule", "it", "it is given the stage's optimizer"):
-                self.lr_schedule = lr_schedule(self.optimizer)
-            self._check_schedule()
-
-    @contextmanager
-    def _explaining(self, argument: str, who: str, hint: str) -> Iterator[None]:
-        """Around a function of the user's."""
-        try:
-            yield
-        except Exception as error:
-            raise InputError(
-                f"{argument}, {self.where}: {who} raised {type(error).__name__}: {error}; {hint}"
-            ) from error
+            self.lr_schedule = build_schedule(where, self.optimizer, lr_schedule)
 
     def set_delay(self, delay: float) -> None:
         """Tell optimizers that want to know by how many updates gradients are late.
@@ -85,115 +100,48 @@ class Updater:
             if hasattr(member, name):  # as ours have
                 setattr(member, name, delay)
 
-    def _check_schedule(self) -> None:
-        schedule = self.lr_schedule
-        if isinstance(schedule, ReduceLROnPlateau):
-            raise InputError(
-                f"lr_schedule, {self.where}: ReduceLROnPlateau needs a metric at every step, but "
-                "schedules are stepped at every update; use one that counts updates"
-            )
-        if not hasattr(schedule, "step"):
-            raise InputError(
-                f"lr_schedule, {self.where}: expected a function from an optimizer to a "
-                f"torch.optim.lr_scheduler, got {_kind(schedule)} from it; write e.g. "
-                "lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)"
-            )
-        # By parameter groups: it may be the schedule of one of several optimizers of the stage.
-        own = {id(group) for group in getattr(self.optimizer, "param_groups", ())}
-        scheduled = getattr(getattr(schedule, "optimizer", None), "param_groups", ())
-        if not all(id(group) in own for group in scheduled):
-            raise InputError(
-                f"lr_schedule, {self.where}: it returned the schedule of another optimizer; make "
-                "one of the optimizer that it is given"
-            )
+    @property
+    def _members(self) -> list[torch.optim.Optimizer]:
+        return members(self.optimizer) if self.optimizer is not None else []
 
-    def _build(self, factory: OptimizerFactory, groups: ParamGroups | None) -> Optimizer:
-        advice = "write e.g. optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)"
-        if isinstance(factory, Optimizer) or not callable(factory):
-            raise InputError(
-                "optimizer: expected a function from a list of parameters to an optimizer (every "
-                f"stage builds its own), got {_kind(factory)}; {advice}"
-            )
-        named = list(self.parameters.items())
-        given: Any = [p for _, p in named]
-        if groups is not None:
-            given = self._grouped(groups, named)
-        what = "parameters" if groups is None else "what param_groups= returned"
-        with self._explaining("optimizer", "the factory", f"it was given {what}"):
-            returned = factory(given)
-        optimizer = self._combined(returned, advice)
-        for part in elementary(optimizer):
-            self._check_optimizer(part, advice)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        own = {id(p): name for name, p in named}
-        if held != own.keys():
-            missing = [name for i, name in own.items() if i not in held]
-            what = f"it lacks {missing[0]}" if missing else "it holds parameters of other places"
-            raise InputError(
-                f"optimizer, {self.where}: the optimizer must hold exactly the stage's "
-                f"{len(own)} parameters, but {what}; pass on all that the factory is given"
-                + ("" if groups is None else ", and let param_groups= return every parameter once")
-            )
-        return optimizer
-
-    def _combined(self, returned: Any, advice: str) -> Optimizer:
-        """What the factory returned as one optimizer."""
-        several: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
-        for optimizer in several:
-            if not isinstance(optimizer, Optimizer):
-                raise InputError(
-                    f"optimizer, {self.where}: expected a torch.optim.Optimizer from the factory, "
-                    f"or a list of them, got {_kind(optimizer)}; {advice}"
-                )
-        if not several:
-            raise InputError(
-                f"optimizer, {self.where}: the factory returned no optimizer; {advice}"
-            )
-        try:
-            optimizer = several[0] if len(several) == 1 else CombinedOptimizer(several)
-        except ValueError as error:
-            raise InputError(
-                f"optimizer, {self.where}: its {len(several)} optimizers cannot be combined: "
-                f"{error}; give every parameter to one of them"
-            ) from error
-        assert isinstance(optimizer, Optimizer)
-        return optimizer
-
-    def _check_optimizer(self, optimizer: Optimizer, advice: str) -> None:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise InputError(
-                f"optimizer, {self.where}: {_kind(optimizer)} computes the loss several times an "
-                f"update, which a pipeline cannot; use another one, {advice}"
-            )
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise InputError(
-                f"optimizer, {self.where}: SparseAdam takes sparse gradients alone, but a stage "
-                f"accumulates dense ones; use another one, {advice}"
-            )
-
-    def _grouped(
-        self, groups: ParamGroups, named: list[tuple[str, nn.Parameter]]
-    ) -> list[dict[str, Any]]:
-        advice = (
-            "return a list of dicts, e.g. lambda named: [{'params': [p for _, p in named], "
-            "'weight_decay': 0.0}]"
-        )
-        hint = f"it is given a stage's [(name, parameter), ...]; {advice}"
-        with self._explaining("param_groups", "it", hint):
-            returned = groups(named)
-        as_list = list(returned) if isinstance(returned, Iterable) else None
-        if as_list is None or not all(isinstance(group, Mapping) for group in as_list):
-            raise InputError(
-                f"param_groups, {self.where}: expected parameter groups, got {_kind(returned)}; "
-                f"{advice}"
-            )
-        return [dict(group) for group in as_list]
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
 
     def apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
-        """One update with the gradients times `scale`, and a step of the schedule."""
-        self._update(gradients, scale)
-        self.advance()
+        """One update with the gradients times `scale`, unless `found_inf` is set.
+
+        On a device its step is that of captured steps, also where it is not captured: but for the
+        first one, which allocates the optimizer's state.
+        """
+        own = [gradients[name] for name in self.parameters if name in gradients]
+        if self.optimizer is None or not own:
+            return
+        if scale is not None:
+            torch._foreach_mul_(own, scale.to(own[0]))
+        flag, is_captured_alike = self.found_inf, self._is_on_device and self.has_started
+        if flag is not None and not is_captured_alike and bool(flag):
+            return
+        is_restored = flag is not None and is_captured_alike and not self._is_fused
+        written = self._written(gradients) if is_restored else []
+        snapshot = StaticBuffers(written)
+        snapshot.copy_(written)
+        if is_captured_alike:
+            self.count_on_device()
+            self.follow_rates()
+        with self._capturable() if is_captured_alike else nullcontext():
+            self._step(gradients)
+        if flag is not None:
+            restore_if(flag, written, snapshot.tensors)
+
+    def _step(self, gradients: Mapping[str, Tensor]) -> None:
+        assert self.optimizer is not None
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
+        self.optimizer.step()
+        self.has_updated = True
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def advance(self) -> None:
         """After an update: the learning rate schedule goes on, whether it was left out or not.
@@ -206,26 +154,114 @@ class Updater:
         with nullcontext() if self.has_updated else warnings.catch_warnings(action="ignore"):
             self.lr_schedule.step()
 
-    def _update(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
-        """Step the optimizer, unless there is nothing to update."""
-        own = [gradients[name] for name in self.parameters if name in gradients]
-        if self.optimizer is None or not own:
-            return
-        if scale is not None:
-            torch._foreach_mul_(own, scale.to(own[0]))
-        for name, parameter in self.parameters.items():
-            parameter.grad = gradients.get(name)
-        self.optimizer.step()
-        self.has_updated = True
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
     @property
     def lr(self) -> float | None:
         """The learning rate of the first parameter group that has parameters."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         lr = next((group.get("lr") for group in groups if group["params"]), None)
         return None if lr is None else float(lr)
+
+    # -- captured steps -------------------------------------------------------------------------
+
+    def use_device(self) -> None:
+        """Update on a GPU as captured steps do: rates and counts are read there.
+
+        The optimizer's own step would compute these in another precision, so that a training would
+        depend on which of its updates were captured: after a restart the first are not.
+        """
+        self._is_on_device = self._counts.is_cuda
+
+    @property
+    def has_started(self) -> bool:
+        """Has there been an update? The first one allocates the optimizer's state."""
+        if self.optimizer is None or self.optimizer.state:
+            return True
+        if any(getattr(member, "delay", 0.0) for member in self._members):
+            return False
+        return all(
+            type(part) is SGD and not any(group["momentum"] for group in part.param_groups)
+            for part in elementary(self.optimizer)
+        )
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes that an update copies to be able to restore them."""
+        if self.optimizer is None or self._is_fused:
+            return 0
+        return sum(t.numel() * t.element_size() for t in self._written(self.parameters))
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        """What the optimizer keeps of each parameter."""
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+    def follow_rates(self) -> None:
+        """Copy learning rates that have changed to the device."""
+        for index, group in enumerate(self._groups):
+            rate = float(group["lr"])
+            if rate != self._rates_on_host[index]:
+                self._rates[index].fill_(rate)
+                self._rates_on_host[index] = rate
+
+    def _written(self, names: Iterable[str]) -> list[Tensor]:
+        """What an update with gradients of these parameters writes to."""
+        assert self.optimizer is not None
+        parameters = [self.parameters[name] for name in names if name in self.parameters]
+        written: list[Tensor] = [self._counts, *parameters]
+        for parameter in parameters:
+            values = self.optimizer.state.get(parameter, {}).values()
+            written += [v for v in values if isinstance(v, Tensor) and v._base is not self._counts]
+        return written
+
+    @contextmanager
+    def _capturable(self) -> Iterator[None]:
+        """The optimizer's settings as its capturable step takes them."""
+        assert self.optimizer is not None
+        before = [dict(group) for group in self.optimizer.param_groups]
+        forced = {"fused": self._is_fused, "foreach": not self._is_fused, "capturable": True}
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group.update({k: v for k, v in forced.items() if k in group}, lr=rate)
+        flag = self.found_inf.reshape(()) if self.found_inf is not None else None
+        parts: list[Any] = list(elementary(self.optimizer))
+        hooks: list[RemovableHandle] = []
+        for part in parts:
+            part._warned_capturable_if_run_uncaptured = True
+            part.found_inf = flag if self._is_fused else None
+            if type(part) in _PROPORTIONAL and not self._is_fused:
+                hooks += _scale_updates(part)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for part in parts:
+                del part.found_inf
+            for group, settings in zip(self.optimizer.param_groups, before, strict=True):
+                group.update(settings)
+
+    def count_on_device(self) -> None:
+        """Have the optimizer count its updates in a static buffer, also where it was loaded."""
+        if self.optimizer is None or not self._is_on_device:
+            return
+        rows = {id(p): row for row, p in enumerate(self.parameters.values())}
+        for group in self.optimizer.param_groups:
+            if counts_on_device(group):
+                continue
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                for column, key in enumerate(COUNTERS):
+                    own = state.get(key)
+                    if isinstance(own, Tensor) and own._base is not self._counts:
+                        state[key] = self._counts[rows[id(parameter)], column].copy_(own)
+
+    def stay_on_host(self) -> None:
+        """Steps will not be captured: update as the optimizer does by itself from here on."""
+        self._is_on_device = False
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            for key in COUNTERS:
+                if isinstance(own := state.get(key), Tensor) and own._base is self._counts:
+                    state[key] = own.float().cpu()
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -277,7 +313,7 @@ class Updater:
                     if missing or extra:
                         what = f"has no {min(missing)!r}" if missing else f"has {min(extra)!r}"
                         yield (
-                            f"{self.where} has {_kind(optimizer)}, but the state is of another "
+                            f"{self.where} has {kind_of(optimizer)}, but the state is of another "
                             f"optimizer (it {what})"
                         )
                         return
@@ -311,6 +347,50 @@ class Updater:
         names = {id(p): name for name, p in self.parameters.items()}
         own = (names[id(p)] for p in group["params"])
         return [completed(self.optimizer, group, settings[n]) for n in own if n in settings]
+
+
+class FixedSettings:
+    """What captured steps hold fixed of optimizers.
+
+    All settings but learning rates, and the dictionaries of their state, which `load_state_dict`
+    replaces.
+    """
+
+    def __init__(self, updaters: Iterable[Updater]) -> None:
+        self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
+        self._members = [member for o in self._optimizers for member in members(o)]
+        self._states = [member.state for member in self._members]
+        self._before = self._now()
+
+    def _now(self) -> tuple[list[Any], ...]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        settings = [{k: v for k, v in group.items() if k not in _NOT_FIXED} for group in groups]
+        delays = [(getattr(m, "delay", 0), getattr(m, "predicted_delay", 0)) for m in self._members]
+        return settings, delays
+
+    def have_changed(self) -> bool:
+        pairs = zip(self._members, self._states, strict=True)
+        return any(m.state is not s for m, s in pairs) or self._now() != self._before
+
+
+def _scale_updates(optimizer: torch.optim.Optimizer) -> Iterator[RemovableHandle]:
+    """Have each step taken with a learning rate of 1, and its update scaled on the device."""
+    before: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def begin(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            changing = [p for p in group["params"] if p.grad is not None]
+            before.extend((p, p.detach().clone(), group["lr"]) for p in changing)
+            group["lr"] = 1.0
+
+    @torch.no_grad()
+    def scale(*_: Any) -> None:
+        for parameter, old, rate in before:
+            parameter.copy_(torch.lerp(old, parameter, rate.to(old.dtype)))
+        before.clear()
+
+    yield optimizer.register_step_pre_hook(begin)
+    yield optimizer.register_step_post_hook(scale)
 
 
 def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
@@ -350,10 +430,6 @@ def counts_on_device(group: Mapping[str, Any]) -> bool:
     True
     """
     return bool(group.get("capturable") or group.get("fused"))
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 from revcompile.errors import InputError, RevcompileError
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared
-from revcompile.runtime.executor.transport import Message, MessageKind, next_message
+from revcompile.runtime.executor.messages import Message, MessageKind, next_message
 from revcompile.runtime.stage.loss_head import described
 from revcompile.runtime.trainer.inputs import split_batch, split_call
 from revcompile.runtime.trainer.metrics import RunningMeans

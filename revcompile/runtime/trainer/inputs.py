@@ -17,7 +17,7 @@ from revcompile.ir.types import TensorType
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss_head import described
-from revcompile.runtime.stage.static_buffers import when_copied
+from revcompile.runtime.stage.slots import when_copied
 
 
 def warn_if_larger_than_planned(planned: int, samples: int) -> None:

@@ -35,9 +35,9 @@ from revcompile.runtime.distributed.rank_weights import (
 )
 from revcompile.runtime.distributed.replicas import open_replica_groups
 from revcompile.runtime.distributed.transport import DistributedTransport
+from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import mixed_up
-from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.executor.messages import Transport
 from revcompile.runtime.trainer.settings import Task
 
 _open: Final[list[DistributedTransport]] = []
@@ -201,7 +201,7 @@ class RankPlacement(Placement):
         self._weights.stop_all = self.transport.stop_all
         for executor in executors:
             executor.stage.device = self.device
-            tied = {name: executor.stage.parameters[name] for name in executor.replicas}
+            tied = {name: executor.stage.parameters[name] for name in executor.updates.copied}
             self._weights.adopt(self._task.model, tied)
         if self.replicas > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"

@@ -12,17 +12,19 @@ from torch.nn import functional as F
 from revcompile.arguments import number, whole_number
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
-from revcompile.runtime.executor.captured.runner import Backend
-from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.executor.capturable import Backend
+from revcompile.runtime.executor.executor import StageExecutor
+from revcompile.runtime.executor.messages import Transport
+from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import Loss, LossHead
 from revcompile.runtime.stage.loss_scale import LossScale, scaling_of
 from revcompile.runtime.stage.module_guards import TreeGuard
+from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
 from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.update import OptimizerFactory, ParamGroups, ScheduleFactory, Updater
+from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Order, mean_delay
 from revcompile.units import is_int
 
@@ -139,19 +141,25 @@ def _build_executor(
     gradient_predictor = None
     if program.method.order is Order.SYNTHETIC and not program.is_last:
         gradient_predictor = GradientPredictor(index, program.outputs, optimizer, stage._device())
-    return StageExecutor(
+    scaling = scaling_of(settings.loss_scale, program.method, stage._device())
+    updates = StageUpdates(
         stage,
         updater,
         transport,
-        loss_head=loss_head if program.is_last else None,
-        gradient_predictor=gradient_predictor,
         clip_grad_norm=settings.clip_grad_norm,
         tied_owners=owners,
-        tied_replicas=holders,
-        skip_on_error=True,
+        tied_holders=holders,
         delay=delay,
         synchronous=settings.synchronous,
-        scaling=scaling_of(settings.loss_scale, program.method, stage._device()),
+        accumulate=settings.accumulate,
+        scaling=scaling if program.is_last else None,
+    )
+    return StageExecutor(
+        stage,
+        updates,
+        loss_head=loss_head if program.is_last else None,
+        gradient_predictor=gradient_predictor,
+        scaling=scaling,
     )
 
 

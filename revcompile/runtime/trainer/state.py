@@ -23,8 +23,8 @@ from revcompile.runtime.checkpoint.training import (
     model_mismatches,
 )
 from revcompile.runtime.checkpoint.tree import well_formed
-from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.executor.executor import StageExecutor
+from revcompile.runtime.executor.messages import Transport
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 from revcompile.runtime.stage.update import Updater
@@ -159,7 +159,7 @@ class TrainerState:
         for executor in self.executors:
             executor.reset(self.stage_seed, weights)
             # As the last update has left it: captured steps hold it fixed.
-            executor.set_delay(self.schedule.updates[executor.index] - 1)
+            executor.updates.set_delay(self.schedule.updates[executor.index] - 1)
             if same:
                 executor.load_state_dict(state["stages"][executor.index])
         if not same:

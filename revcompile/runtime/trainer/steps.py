@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError, RevcompileError
 from revcompile.ir.types import Live
-from revcompile.runtime.executor.captured.runner import GraphRunner
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared
+from revcompile.runtime.executor.messages import MessageKind, next_message
+from revcompile.runtime.executor.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
-from revcompile.runtime.executor.transport import MessageKind, next_message
 from revcompile.runtime.stage.loss_head import LossHead, described
 from revcompile.runtime.trainer.inputs import InputBinder
 from revcompile.runtime.trainer.metrics import Metrics, Throughput

@@ -20,9 +20,9 @@ from revcompile.runtime.distributed.channel import (
 )
 from revcompile.runtime.distributed.rank_weights import _as_bytes, _with_values
 from revcompile.runtime.distributed.wire import Describer, Description, Header
-from revcompile.runtime.executor.captured.boundary import StaticMessage
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.transport import Message, MessageKind, Packet
+from revcompile.runtime.executor.messages import Message, MessageKind, MessageSlot, Packet
+from revcompile.runtime.stage.slots import StaticBuffers
 
 CPU: Final = torch.device("cpu")
 
@@ -309,7 +309,7 @@ def test_memory_that_was_copied_from_is_received_into_again(
 
     first, second = arrived(3), arrived(3)
     assert first.memory.data_ptr() != second.memory.data_ptr()
-    buffers = StaticMessage(Message(0, {"x": torch.zeros(3)}))
+    buffers = MessageSlot(StaticBuffers(Message(0, {"x": torch.zeros(3)}).payload))
     buffers.copy_if_alike(Message(0, packet=first))
     third = arrived(3)
     assert third.memory is not first.memory  # the device may be busy with it

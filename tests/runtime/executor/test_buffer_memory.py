@@ -14,7 +14,7 @@ from training import momentum
 from benchmarks.stages.stage_memory import BAR, Setting, images, measure
 from revcompile.cli import main
 from revcompile.compiler.cost import MemoryModel, Workload
-from revcompile.runtime.stage.static_buffers import StaticBuffers
+from revcompile.runtime.stage.slots import StaticBuffers
 from revcompile.schedule import choose, window
 from tests.plan.test_accounting import BATCH as FEW
 from tests.plan.test_accounting import COSTS, MIDDLE, SIDED, STREAM, TYPES
@@ -43,7 +43,6 @@ def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype |
     for _ in range(2 * net.num_stages + 2):
         trainer.step(*make())
     assert trainer.runner.is_active
-    pipeline = trainer.runner._pipeline
     each, waiting = 4 if buffers is None else buffers.itemsize, 0
     for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
         ring, count = trainer.executors[index].stage.ring, window(net.method, net.num_stages, index)
@@ -51,7 +50,7 @@ def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype |
         kept = bytes_in(slots)
         assert memory.buffers == kept // count * (count - 1 + 4 // each)
         waiting += memory.waiting + 4
-    messages = (each for buffers in pipeline._transport._buffers.values() for each in buffers)
+    messages = (slot.buffers for each in trainer.transport.slots.values() for slot in each.slots)
     assert bytes_in(messages) == waiting
 
 

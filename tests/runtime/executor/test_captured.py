@@ -27,22 +27,22 @@ from training import (
 )
 
 from revcompile.arguments import member_of
-from revcompile.errors import InputError, NonFiniteError, RevcompileWarning, VerificationError
-from revcompile.runtime.executor.captured import runner, static_state
-from revcompile.runtime.executor.captured.found_inf import RunningStatistics, found_inf
+from revcompile.errors import InputError, NonFiniteError, RevcompileWarning
+from revcompile.runtime.executor import captured_steps, runner
+from revcompile.runtime.executor.capturable import Backend
 from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured.fusion_regions import find_regions
-from revcompile.runtime.executor.captured.graphs import (
+from revcompile.runtime.executor.captured_steps import CapturedSteps
+from revcompile.runtime.executor.flags import RunningStatistics
+from revcompile.runtime.executor.graphs import (
     CaptureUnsupported,
     CudaGraphReplay,
     EagerReplay,
     _Capture,
 )
-from revcompile.runtime.executor.captured.pipeline import StaticPipeline
-from revcompile.runtime.executor.captured.runner import Backend
-from revcompile.runtime.executor.captured.static_transport import StaticTransport
-from revcompile.runtime.executor.transport import Message, MessageKind
+from revcompile.runtime.executor.messages import Message, MessageKind, MessageSlots, Transport
 from revcompile.runtime.stage.loss_scale import LossScale
+from revcompile.runtime.stage.tensors import found_inf
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 
@@ -198,7 +198,7 @@ def test_what_stages_keep_lies_in_slots_from_the_first_micro_batch_on(method: st
         net, trainer = made(backend, method=method)
         stage, data = trainer.executors[0].stage, even(FULL)
         trainer.step(*data[0])
-        assert stage.is_in_slot(0) == (backend == "static")
+        assert stage.in_flight[0].is_in_slot == (backend == "static")
         for batch in [*data[1:], *((x[:3], y[:3]) for x, y in even(FULL))]:
             ring = stage.ring
             trainer.step(*batch)
@@ -403,7 +403,7 @@ def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
 
 def test_bad_batches_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the host reads the flags of several steps at once."""
-    monkeypatch.setattr(static_state, "_steps_at_once", lambda _: 3)
+    monkeypatch.setattr(captured_steps, "_steps_at_once", lambda _: 3)
     net, trainer = made("static")
     reported, bad = dict[int | None, int](), (FULL + 2, FULL + 3, FULL + 8)
     for index, (x, y) in enumerate([*even(FULL + 11), odd()]):
@@ -559,7 +559,7 @@ def test_what_turns_out_not_to_be_capturable_goes_on_as_before(
 
 
 def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_state, "missing_memory", lambda *_: "9 bytes missing")
+    monkeypatch.setattr(captured_steps, "missing_memory", lambda *_: "9 bytes missing")
     _, trainer = made("static")
     with pytest.warns(UserWarning, match=r"because \d+ bytes missing"):
         losses = [trainer.step(*batch).loss for batch in even(FULL + 2)]
@@ -579,13 +579,13 @@ def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
 def test_fusion_regions_compute_what_programs_do(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    def plain(*args: Any, **options: Any) -> StaticPipeline:
-        return StaticPipeline(*args, **{**options, "fused": FusedOps(lambda function: function)})
+    def plain(*args: Any, **options: Any) -> CapturedSteps:
+        return CapturedSteps(*args, **{**options, "fused": FusedOps(lambda function: function)})
 
     found = []
     for backend in ("eager", "static"):
         if backend == "static":
-            monkeypatch.setattr(runner, "StaticPipeline", plain)
+            monkeypatch.setattr(runner, "CapturedSteps", plain)
         net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16, **settings)
         data = [(x.float(), y) for x, y in even(2 * FULL)]
         found.append(([trainer.step(*batch).loss for batch in data], weights(net)))
@@ -608,12 +608,15 @@ DY: Final = MessageKind.DY
 
 
 def test_a_message_never_overwrites_one_that_is_not_read() -> None:
-    transport = StaticTransport(2)
-    message = Message(0, {}, {"g": torch.zeros(2)})
-    transport.open((1, 0, DY), message, 1)
-    transport.send((1, 0, DY), message)
-    with pytest.raises(VerificationError, match="dy of 1 would overwrite that of 0"):
-        transport.send((1, 0, DY), Message(1, {}, {"g": torch.ones(2)}))
+    transport, route = Transport(2), (1, 0, DY)
+    transport.slots[route] = MessageSlots(1, torch.device("cpu"))
+    for number in range(2):
+        transport.send(route, Message(number, {}, {"g": torch.full((2,), number)}))
+    found = [transport.receive(route) for _ in range(2)]
+    assert [(m.index, m.is_in_slot, m.gradients["g"].tolist()) for m in found] == [
+        (0, True, [0, 0]),
+        (1, False, [1, 1]),
+    ]
 
 
 def test_every_captured_section_can_be_replayed_for_its_time() -> None:

@@ -15,7 +15,7 @@ from training import SCHEDULES, Net, adam, fresh, momentum, weights
 
 import revcompile
 from revcompile.errors import NonFiniteError
-from revcompile.runtime.executor.captured.pipeline import StaticPipeline
+from revcompile.runtime.executor import captured_steps
 from revcompile.runtime.stage.loss_scale import LossScale
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
@@ -131,7 +131,7 @@ def test_stages_with_large_tensors_stay_on_the_current_stream(
     monkeypatch: pytest.MonkeyPatch, staying: set[int]
 ) -> None:
     losses = convolved("eager")
-    monkeypatch.setattr(StaticPipeline, "_large_stages", lambda *_: staying)
+    monkeypatch.setattr(captured_steps, "large_stages", lambda *_: staying)
     assert convolved("cudagraphs") == pytest.approx(losses, abs=1e-3)
 
 

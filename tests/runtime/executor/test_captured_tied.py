@@ -17,8 +17,8 @@ from training import adam, momentum, next_word, same, seeded, sentences, weights
 
 import revcompile
 from revcompile.errors import NonFiniteError
-from revcompile.runtime.executor.captured.boundary import StaticMessage
-from revcompile.runtime.executor.transport import Message
+from revcompile.runtime.executor.messages import Message, MessageSlot
+from revcompile.runtime.stage.slots import StaticBuffers
 from revcompile.runtime.trainer.trainer import Trainer
 
 MOST: Final = 8
@@ -170,7 +170,8 @@ def test_parameters_without_gradients_in_some_stages(name: str) -> None:
 def test_gradients_of_another_rank_that_has_not_computed_all_of_them() -> None:
     """What is missing is zero, not that of the message before."""
     names, flag = ("a", "b"), torch.zeros(1)
-    static = StaticMessage(Message(0, {}, {name: torch.ones(2) for name in names}).flagged(flag))
+    like = Message(0, {}, {name: torch.ones(2) for name in names}).flagged(flag)
+    static = MessageSlot(StaticBuffers(like.payload))
     for sent in (("a", "b"), ("b",), ()):
         message = Message(1, {}, {name: torch.full((2,), 3.0) for name in sent})
         assert static.copy_if_alike(message)

@@ -19,13 +19,9 @@ from training import Batch, Plain, batches, fresh, same, weights
 
 from revcompile.errors import NonFiniteError
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD, ErrorFeedback
-from revcompile.runtime.executor.captured import runner
-from revcompile.runtime.executor.captured.found_inf import restore_if
-from revcompile.runtime.executor.captured.optimizers import (
-    CapturedUpdater,
-    why_not_capturable_optimizer,
-)
-from revcompile.runtime.stage.static_buffers import StaticBuffers
+from revcompile.runtime.stage.optimizers import why_not_capturable_optimizer
+from revcompile.runtime.stage.slots import StaticBuffers
+from revcompile.runtime.stage.tensors import restore_if
 from revcompile.runtime.stage.update import COUNTERS, Updater
 
 
@@ -133,21 +129,17 @@ def test_the_same_updates_to_the_bit(name: str, case: str) -> None:
     assert same(trained(name, "static", case), eager(name, case))
 
 
-class AsOnADevice(CapturedUpdater):
-    """Takes the steps that are captured on a GPU."""
-
-    def __init__(self, updater: Updater) -> None:
-        super().__init__(updater)
-        self._on_device = True
-
-
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "CapturedUpdater", AsOnADevice)
+    """Take the steps that are captured on a GPU."""
+    monkeypatch.setattr(Updater, "use_device", lambda updater: vars(updater).update(ON_DEVICE))
     for name in ("adam", "nadam", "radam", "adamax", "rmsprop", "adadelta", "asgd", "rprop"):
         module = sys.modules[f"torch.optim.{name}"]
         supported = "_get_capturable_supported_devices"
         monkeypatch.setattr(module, supported, lambda supports_xla=True: ["cpu"])
+
+
+ON_DEVICE: Final = {"_is_on_device": True}
 
 
 @pytest.mark.usefixtures("as_on_a_device")
@@ -175,10 +167,10 @@ def assert_alike(found: Any, there: Any, tolerance: float) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_single_precision_and_single_numbers(name: str) -> None:
     found = []
-    for kind in (Updater, AsOnADevice):
+    for is_on_device in (False, True):
         updater = updated(OPTIMIZERS[name])
-        if kind is AsOnADevice:
-            updater = AsOnADevice(updater)
+        if is_on_device:
+            updater.use_device()
         for step in range(5):
             updater.apply({n: (p.detach() + step).sin() for n, p in updater.parameters.items()})
         found.append((list(updater.parameters.values()), updater.state_dict()))
@@ -221,18 +213,18 @@ def test_updates_do_not_depend_on_which_of_them_are_captured(name: str) -> None:
 def test_counters_have_one_place_and_go_back_to_the_host() -> None:
     updater = updated(OPTIMIZERS["nadam"])
     state = updater.optimizer.state[updater.parameters["weight"]]
-    captured = AsOnADevice(updater)
+    vars(updater).update(ON_DEVICE)
     places = []
     for _ in range(2):  # a captured step holds the addresses
-        captured.count_on_device()
+        updater.count_on_device()
         places.append([state[name].data_ptr() for name in ("step", "mu_product")])
         state["step"].add_(1), state["mu_product"].mul_(0.5)
-        saved = captured.state_dict()
-        captured.load_state_dict(saved["state"], {}, None)
+        saved = updater.state_dict()
+        updater.load_state_dict(saved["state"], {}, None)
         state = updater.optimizer.state[updater.parameters["weight"]]
     assert places[0] == places[1]
     assert (float(state["step"]), state["step"].dtype) == (3, torch.float64)
-    captured.count_on_device(), captured.count_on_host()
+    updater.count_on_device(), updater.stay_on_host()
     assert all(state[name]._base is None for name in ("step", "mu_product"))
     assert state["step"].dtype == state["mu_product"].dtype == torch.float32
 
@@ -242,7 +234,8 @@ def test_counters_that_are_on_the_device_stay_there() -> None:
     updater.optimizer.param_groups[0]["capturable"] = True
     state = updater.optimizer.state[updater.parameters["weight"]]
     own = dict(state)
-    AsOnADevice(updater).count_on_device()
+    vars(updater).update(ON_DEVICE)
+    updater.count_on_device()
     assert all(state[name] is own[name] for name in own)
 
 
@@ -303,4 +296,4 @@ def test_snapshots_are_of_weights_and_states(name: str) -> None:
     states = [value for state in updater.optimizer.state.values() for value in state.values()]
     written = [*updater.parameters.values(), *states]
     counts = 8 * len(COUNTERS) * len(updater.parameters)
-    assert CapturedUpdater(updater).snapshot_bytes == sum(t.nbytes for t in written) + counts
+    assert updater.snapshot_bytes == sum(t.nbytes for t in written) + counts

@@ -15,11 +15,10 @@ import revcompile
 from revcompile.errors import InputError
 from revcompile.runtime.executor.captured import fusion
 from revcompile.runtime.executor.captured.fusion import FusedOps
-from revcompile.runtime.executor.captured.graphs import EagerReplay
-from revcompile.runtime.executor.captured.pipeline import StaticPipeline
-from revcompile.runtime.executor.captured.static_transport import StaticTransport
-from revcompile.runtime.executor.transport import MessageKind
-from revcompile.runtime.stage.static_buffers import Flat
+from revcompile.runtime.executor.captured_steps import CapturedSteps
+from revcompile.runtime.executor.graphs import EagerReplay
+from revcompile.runtime.executor.messages import MessageKind, Transport
+from revcompile.runtime.stage.slots import Flat
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import FULL, even, is_active, made, odd
 
@@ -191,7 +190,7 @@ def _compiled(order: str) -> tuple[dict[str, Tensor], Trainer]:
         backend="static",
     )
     runner = trainer.runner
-    runner._pipeline = StaticPipeline(
+    runner._captured = CapturedSteps(
         *(trainer.executors, runner._loss_head, trainer.schedule, EagerReplay()),
         fused=FusedOps(lambda function: function),
     )
@@ -225,20 +224,20 @@ def test_what_was_rounded_is_sent_and_read_as_it_is_stored(
 def test_messages_are_computed_where_they_wait(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of streams and of gradients, and kept values that are passed on, are not copied."""
     copied: list[int] = []
-    send = StaticTransport.send
+    send = Transport.send
 
-    def counted(transport: StaticTransport, route: Any, message: Any) -> Any:
-        if route in transport._buffers:
-            static = transport._at(route, message.index).leaves
+    def counted(transport: Transport, route: Any, message: Any) -> Any:
+        if transport.captured is not None and route in transport.slots:
+            static = transport.slots[route].at(message.index).buffers.leaves
             pairs = zip(static, Flat.of(message.payload).leaves, strict=True)
             copied[-1] += sum(a.numel() for a, b in pairs if isinstance(a, Tensor) and a is not b)
         return send(transport, route, message)
 
-    monkeypatch.setattr(StaticTransport, "send", counted)
+    monkeypatch.setattr(Transport, "send", counted)
     found = []
     for is_direct in (True, False):
         if not is_direct:
-            monkeypatch.setattr(StaticTransport, "buffers", lambda *_: ({}, {}))
+            monkeypatch.setattr(Transport, "buffers", lambda *_: ({}, {}))
         copied.append(0)
         found.append(_compiled(order)[0])
     assert same(*found)

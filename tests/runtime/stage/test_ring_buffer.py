@@ -1,4 +1,4 @@
-"""Queues whose ends are numbers on the device: what is pushed comes back bit by bit."""
+"""Slots in a ring, with numbers on the host or on the device: what is put comes back bit by bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from revcompile.runtime.stage.static_buffers import RingBuffer
+from revcompile.runtime.stage.slots import Ring
 
 FORMS: dict[str, Tensor] = {
     "dense": torch.randn(3, 4),
@@ -30,18 +30,18 @@ def changed(tensor: Tensor, number: int) -> Tensor:
     return tensor.roll(number)
 
 
+@pytest.mark.parametrize("is_on_device", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_values_come_back_in_their_order(form: str) -> None:
-    tensor, ends = FORMS[form], torch.zeros(2, 1, dtype=torch.int64)
-    ring = RingBuffer((tensor, "size"), 3, *ends)
+def test_values_come_back_in_their_order(form: str, is_on_device: bool) -> None:
+    tensor, ring = FORMS[form], Ring((FORMS[form], "size"), 3)
     values = [(changed(tensor, number), "size") for number in range(7)]
     for number, value in enumerate(values):
-        ring.push(value)
-        ends[0] = (ends[0] + 1) % 3
+        if is_on_device:
+            ring.ends = torch.tensor([number % 3]), torch.tensor([(number - 2) % 3])
+        assert ring.put(number, value)
         assert equal(ring.slot(number).value, value)
         if number >= 2:
-            popped: Any = ring.pop()
-            ends[1] = (ends[1] + 1) % 3
+            popped: Any = ring.take(number - 2)
             assert equal(popped, values[number - 2])
             assert popped[0].shape == tensor.shape and popped[0].dtype == tensor.dtype
             if tensor.dim() == 4:

@@ -34,6 +34,7 @@ from training import (
 )
 
 from revcompile.errors import InputError, NonFiniteError
+from revcompile.runtime.executor.messages import Message
 from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, Scaling
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.trainer.test_trainer import Deep
@@ -48,16 +49,19 @@ def overflowing(
     """The stage's gradient is infinite for these, if the loss was scaled by more than this."""
     for executor in trainer.executors:
         if executor.index == stage:
-            executor.stage.backward = spoiled(executor.stage.backward, microbatches, above)
+            executor._differentiate = spoiled(executor._differentiate, microbatches, above)
 
 
 def spoiled(
-    backward: Callable[..., Any], microbatches: Collection[int], above: float
-) -> Callable[..., Any]:
-    def spoils(microbatch: int, values: Any, gradients: Any, scale: Any, *rest: Any) -> Any:
-        if microbatch in microbatches and (scale or 1.0) > above:
-            gradients = {n: g if g is None else g * torch.inf for n, g in gradients.items()}
-        return backward(microbatch, values, gradients, scale, *rest)
+    differentiate: Callable[[Message], Message], microbatches: Collection[int], above: float
+) -> Callable[[Message], Message]:
+    def spoils(message: Message) -> Message:
+        scale = 1.0 if message.scale is None else float(message.scale)
+        if message.index in microbatches and scale > above:
+            found = message.gradients.items()
+            infinite = {n: g if g is None else g * torch.inf for n, g in found}
+            message = dataclasses.replace(message, gradients=infinite)
+        return differentiate(message)
 
     return spoils
 

@@ -135,7 +135,7 @@ def test_before_a_replay_everything_is_looked_at(
     trainer = trainer_of(net, backend="static")
     data = [batch for batch in batches(20) if len(batch[1]) == 4]
     feed(trainer, data[:7])
-    pipeline = trainer.runner._pipeline
+    pipeline = trainer.runner._captured
     assert pipeline is not None
     monkeypatch.setattr(pipeline._replay, "is_captured", lambda kind: True)
     feed(trainer, data[7:10])

@@ -6,7 +6,6 @@ a later one is therefore copied into buffers that are allocated once.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,15 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from revcompile.runtime.stage.tensors import aligned
+from revcompile.runtime.stage.tensors import SMALL, aligned, clone_tree
 
 Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
 """For each tensor of a buffer: offset in bytes, dtype, shape and strides.
 
 None for one that is on the host although the buffer is not."""
 
-SMALL: Final = 1 << 16
-"""Elements up to which tensors are copied together, by one kernel."""
 LARGE: Final = 1 << 20
 """Bytes from which on torch's allocator puts a tensor among other large ones."""
 
@@ -37,8 +34,6 @@ class Flat:
     def of(cls, tree: Any) -> Flat:
         if isinstance(tree, Flat):
             return tree
-        if (flat := _flat_batch(tree)) is not None:
-            return flat
         return Flat(*pytree.tree_flatten(tree))
 
     @property
@@ -54,24 +49,6 @@ class Flat:
         """The same structure, shapes and types? Devices may differ."""
         is_same = other._spec is self._spec or other._spec == self._spec
         return is_same and all(map(_is_alike, self.leaves, other.leaves))
-
-
-def _flat_batch(tree: Any) -> Flat | None:
-    """What most steps are given, tensors by name and a target: in less time than a pytree takes."""
-    if type(tree) is not tuple or len(tree) != 2 or not isinstance(tree[1], Tensor | None):
-        return None
-    values, target = tree
-    if values is None:
-        return Flat([None, target], _batch_spec(None))
-    if type(values) is dict and all(isinstance(value, Tensor) for value in values.values()):
-        return Flat([*values.values(), target], _batch_spec(tuple(values)))
-    return None
-
-
-@functools.lru_cache(maxsize=64)
-def _batch_spec(names: tuple[str, ...] | None) -> pytree.TreeSpec:
-    values = None if names is None else dict.fromkeys(names, 0)
-    return pytree.tree_structure((values, 0))
 
 
 class StaticBuffers(Flat):
@@ -208,38 +185,32 @@ def when_copied(sources: Iterable[Any], device: torch.device) -> torch.cuda.Even
 # -- slots -----------------------------------------------------------------------------------------
 
 
-_NONE: Final = torch.empty(0, dtype=torch.int64)
-
-
-class RingBuffer:
-    """A queue of nested values of one form, in static buffers.
-
-    A stage that keeps the inputs of several micro-batches in flight has a slot for each. Every step
-    writes the newest micro-batch to one slot and reads the oldest from another, so the slots move
-    on from step to step:
+class Ring:
+    """Slots for nested values of one form: for what a stage keeps of each micro-batch in flight.
 
         slots       | m-3 | m-2 | m-1 |  m  |       m enters with the step, which differentiates m-3
                        |                 ^
-                       v pop             | push
+                       v take            | put
                    backward           forward
 
-    Steps that run action by action know the number of a slot (`put`, `value`). The addresses in a
-    captured step are fixed: there the number is on the device, where its kernels read it.
+    The number of a slot is that of the micro-batch, modulo how many there are. The addresses in a
+    captured step are fixed: there the numbers are on the device (`ends`), and kernels read them.
 
-    >>> ring = RingBuffer({"x": torch.zeros(2), "size": 2}, 3, torch.tensor([1]), torch.tensor([1]))
-    >>> ring.push({"x": torch.ones(2), "size": 2})
-    >>> ring.pop()
+    >>> ring = Ring({"x": torch.zeros(2), "size": 2}, 3)
+    >>> _ = ring.put(1, {"x": torch.ones(2), "size": 2})
+    >>> ring.ends = torch.tensor([2]), torch.tensor([1])
+    >>> ring.take(1)
     {'x': tensor([1., 1.]), 'size': 2}
 
     Args:
-        like: One of them.
+        like: Values of the form.
         count: How many slots there are.
-        newest: The number of the slot that `push` writes to: a tensor with one element, which
-            whoever owns it advances. It may be given later, as that of the slot that `pop` reads.
     """
 
-    def __init__(self, like: Any, count: int, newest: Tensor = _NONE, oldest: Tensor = _NONE):
-        self.count, self.newest, self.oldest = count, newest, oldest
+    def __init__(self, like: Any, count: int) -> None:
+        self.count = count
+        self.ends: tuple[Tensor, Tensor] | None = None
+        """In a captured step: the slots that it writes to and reads from."""
         form = Flat.of(like)
         for device in {x.device: None for x in form.leaves if isinstance(x, Tensor)}:
             free_cached(device)
@@ -256,32 +227,32 @@ class RingBuffer:
         return self._slots[number % self.count]
 
     def value(self, number: int) -> Any:
-        """The values in a slot: always the same object."""
+        """What lies in a slot."""
         return self._values[number % self.count]
 
-    def put(self, number: int, tree: Any) -> Any:
-        """Copy values to a slot, and return what lies there; if they do not fit, themselves."""
-        slot = self.slot(number)
-        if not slot.matches(tree):
-            return tree
+    def put(self, number: int, tree: Any) -> bool:
+        """Copy values to a slot; False if they have another form."""
+        if self.ends is not None:
+            for rows, leaf in zip(self._rows, Flat.of(tree).leaves, strict=True):
+                if rows is not None:
+                    rows.write(self.ends[0], leaf)
+            return True
+        if not (slot := self.slot(number)).matches(tree):
+            return False
         slot.copy_(tree)
-        return self.value(number)
+        return True
 
-    def push(self, tree: Any) -> None:
-        """Copy values to the newest slot."""
-        for rows, leaf in zip(self._rows, Flat.of(tree).leaves, strict=True):
-            if rows is not None:
-                rows.write(self.newest, leaf)
-
-    def pop(self, to: Mapping[int, Tensor] | None = None) -> Any:
-        """A copy of the values in the oldest slot.
+    def take(self, number: int, to: Mapping[int, Tensor] | None = None) -> Any:
+        """A copy of the values in a slot.
 
         Args:
             to: Where to copy some of them, by their places, if the values are a tuple.
         """
+        if self.ends is None:
+            return clone_tree(self.value(number))
         buffers = {id(self._values[0][place]): buffer for place, buffer in (to or {}).items()}
         leaves = [
-            leaf if rows is None else rows.read(self.oldest, buffers.get(id(leaf)))
+            leaf if rows is None else rows.read(self.ends[1], buffers.get(id(leaf)))
             for rows, leaf in zip(self._rows, self._slots[0].leaves, strict=True)
         ]
         return self._slots[0].with_leaves(leaves).value

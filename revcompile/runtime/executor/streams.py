@@ -29,13 +29,16 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from revcompile.ir.program import StageProgram
 from revcompile.ir.types import TYPE, TensorType
+from revcompile.runtime.reversible.overlap import SMALL
 
 
 @functools.cache
@@ -48,7 +51,20 @@ def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def largest_tensor(program: fx.Graph, samples: int) -> int:
+def large_stages(programs: Sequence[StageProgram], kind: TensorType | None, value: Any) -> set[int]:
+    """Stages with tensors so large that each of their kernels fills the GPU.
+
+    Args:
+        kind: The type of the first input, and `value` itself, which tells the number of samples.
+    """
+    dim = None if kind is None else kind.batch_dim
+    if dim is None or not isinstance(value, Tensor) or value.ndim <= dim:
+        return set()
+    samples = value.shape[dim]
+    return {p.index for p in programs if _largest_tensor(p.forward, samples) > SMALL}
+
+
+def _largest_tensor(program: fx.Graph, samples: int) -> int:
     """Elements of the largest tensor that a program computes for so many samples."""
     types = (node.meta.get(TYPE) for node in program.nodes)
     return max((math.prod(t.at(samples)) for t in types if isinstance(t, TensorType)), default=0)

@@ -19,22 +19,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
+from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import (
+from revcompile.runtime.executor.messages import (
     Message,
     MessageKind,
+    MessageSlot,
     Packet,
     Route,
     Sending,
     Transport,
     next_message,
 )
-from revcompile.runtime.stage.static_buffers import Flat, StaticBuffers
+from revcompile.runtime.stage.slots import Flat, StaticBuffers
 from revcompile.schedule import Schedule, Tie
 
 
@@ -55,68 +55,15 @@ class StepInputs:
     def all(self) -> Flat:
         if not isinstance(self.values, Message):
             return self.local
-        return Flat.of((dict(_unpacked(self.values).values), self.target))
-
-
-def _unpacked(message: Message) -> Message:
-    return message if message.packet is None else message.packet.unpack()
+        return Flat.of((dict(self.values.unpacked().values), self.target))
 
 
 def _awaited(route: Route) -> str:
     return f"stage {route[1]} for {route[2].value} from stage {route[0]}"
 
 
-class StaticMessage:
-    """Static buffers for a message from another rank."""
-
-    def __init__(self, like: Message) -> None:
-        self.buffers = StaticBuffers(like.payload)
-        self.flag: Tensor | None = None if like.found_inf is None else self.buffers.leaves[-1]
-        """In a message back: `found_inf`."""
-        self._form: Any = None
-        """Of packets that are laid out as the buffers are."""
-
-    def matches(self, message: Message) -> bool:
-        packet = message.packet
-        if packet is not None and packet.form is self._form:
-            return True
-        matches = self.buffers.matches(self._payload(message))
-        if matches and packet is not None and packet.form.layout == self.buffers.layout:
-            self._form = packet.form
-        return matches
-
-    def copy_if_alike(self, message: Message) -> bool:
-        """Copy a message, or what stands for a lost one; False if it has another form."""
-        if message.void and self.flag is not None:
-            self.flag.fill_(1.0)  # what is in the buffers is finite, and will be left out
-        elif self.matches(message):
-            packet = message.packet
-            if packet is not None and packet.form is self._form:
-                self.buffers.memory.copy_(packet.memory)
-                if packet.release is not None:
-                    packet.release()
-            else:
-                self.buffers.copy_(self._payload(message))
-        elif self._lacks_gradients(message):
-            message = _unpacked(message)
-            zeros = {n: torch.zeros_like(g) for n, g in self.buffers.value[1].items()}
-            given = replace(message, gradients=zeros | dict(message.gradients), packet=None)
-            self.buffers.copy_(self._payload(given))
-        else:
-            return False
-        return True
-
-    def _lacks_gradients(self, message: Message) -> bool:
-        """Is it one of tied gradients, from a stage that has not computed all of them?
-
-        It does not differentiate a parameter, or has left all micro-batches of an update out.
-        """
-        message = _unpacked(message)
-        is_partial = message.gradients.keys() < self.buffers.value[1].keys()
-        return not message.values and is_partial
-
-    def _payload(self, message: Message) -> Any:
-        return _unpacked(message).flagged(self.flag).payload
+def _slot(like: Message) -> MessageSlot:
+    return MessageSlot(StaticBuffers(like.payload))
 
 
 class Boundary:
@@ -138,8 +85,6 @@ class Boundary:
         tied = [(tie.holder, tie.owner, MessageKind.TIED_GRAD) for tie in ties]
         tied += [(tie.owner, tie.holder, MessageKind.TIED_WEIGHT) for tie in ties]
         self._tied_out = [route for route in tied if route[0] in stages and route[1] not in stages]
-        self.tied_here = [route for route in tied if route[0] in stages and route[1] in stages]
-        """On which stages here exchange the parameters that they share, and their gradients."""
         self._tied_in = [route for route in tied if route[1] in stages and route[0] not in stages]
         self.routes = [self._y] * self.has_next + [self._dx] * self.has_previous + self._tied_out
         """Those of messages to other ranks."""
@@ -152,9 +97,10 @@ class Boundary:
 
     def clear(self) -> None:
         """Forget all buffers."""
-        self._incoming: dict[Route, StaticMessage] = {}
+        self._incoming: dict[Route, MessageSlot] = {}
         self.buffer_key: Hashable = None
         """Steps of other keys have other buffers for their messages to other ranks."""
+        self._given: dict[Route, deque[Message]] = {}
         self._outgoing: dict[tuple[Hashable, Route], Message] = {}
         self._buffers: dict[tuple[Hashable, Route], StaticBuffers] = {}
         self._sendings: dict[tuple[Hashable, Route], Sending] = {}
@@ -193,19 +139,20 @@ class Boundary:
     ) -> None:
         """Allocate buffers for messages like these, and for what the executors share."""
         if self.has_previous:
-            self._incoming[self._x] = StaticMessage(_unpacked(inputs.values))
+            self._incoming[self._x] = _slot(inputs.values.unpacked())
         if self.has_next:
-            self._incoming[self._dy] = StaticMessage(expected)
+            self._incoming[self._dy] = _slot(expected.unpacked())
         for route in self._tied_in:
             source, target, kind = route
             executor, is_grad = executors[target], kind is MessageKind.TIED_GRAD
-            names = (executor.tied_replicas if is_grad else executor.tied_owners)[source]
+            updates = executor.updates
+            names = (updates.tied_holders if is_grad else updates.tied_owners)[source]
             shared = {name: executor.stage.parameters[name] for name in names}
             message = Message(0, shared)
             if is_grad:  # an update with zeros would let a parameter decay that nothing trains
                 trained = {n: p for n, p in shared.items() if n in executor.program.trained}
                 message = Message(0, {}, trained).flagged(flag)
-            self._incoming[route] = StaticMessage(message)
+            self._incoming[route] = _slot(message)
 
     def before_forward(self, schedule: Schedule) -> dict[Route, int]:
         """The messages that a step's forward passes wait for, and their numbers."""
@@ -249,11 +196,12 @@ class Boundary:
             if not self._incoming[route].copy_if_alike(message):
                 raise VerificationError(f"{_awaited(route)}: it has another form than those before")
 
-    def queues(self, due: Mapping[Route, int]) -> dict[Route, deque[Message]]:
-        """The same messages, in their static buffers."""
-        return {
-            r: deque([Message.of_payload(n, self._incoming[r].buffers)]) for r, n in due.items()
-        }
+    def give(self, due: Mapping[Route, int]) -> None:
+        """Let the step that runs receive these messages, which lie in their slots."""
+        self._given |= {r: deque([self._incoming[r].message(n)]) for r, n in due.items()}
+
+    def given(self, route: Route) -> deque[Message] | None:
+        return self._given.get(route)
 
     # -- sending ------------------------------------------------------------------------------
 

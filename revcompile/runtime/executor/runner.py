@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import warnings
 from collections.abc import Sequence
@@ -11,97 +10,35 @@ from typing import Any, Final
 import torch
 
 from revcompile.errors import NonFiniteError, RevcompileWarning
-from revcompile.runtime.executor.captured.boundary import StepInputs
+from revcompile.runtime.executor.boundary import StepInputs
+from revcompile.runtime.executor.capturable import (
+    Backend,
+    use_no_slots,
+    use_slots,
+    why_not_capturable,
+)
 from revcompile.runtime.executor.captured.fusion import FusedOps
-from revcompile.runtime.executor.captured.graphs import (
+from revcompile.runtime.executor.captured_steps import CapturedSteps
+from revcompile.runtime.executor.executor import StageExecutor
+from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.graphs import (
     CaptureUnsupported,
     CudaGraphReplay,
     EagerReplay,
 )
-from revcompile.runtime.executor.captured.optimizers import (
-    CapturedUpdater,
-    why_not_capturable_optimizer,
-)
-from revcompile.runtime.executor.captured.pipeline import StaticPipeline
-from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.stage_executor import StageExecutor
-from revcompile.runtime.executor.transport import Transport
+from revcompile.runtime.executor.messages import Transport
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.static_buffers import Flat, empty_on
-from revcompile.schedule import Keep, Order, Schedule, delay, window
+from revcompile.runtime.stage.slots import Flat, empty_on
+from revcompile.schedule import Schedule
 
 _log: Final = logging.getLogger("revcompile")
-_MOST_KINDS: Final = 16
-"""Each position of a step between two updates is captured for itself: at most so many."""
 _MOST_CHANGES: Final = 3
 _CALM: Final = 16
 """After more changes of what captured steps hold fixed, each within so many steps of the one
 before, steps are captured again only once nothing has changed for so many steps."""
 _MOST_FAILURES: Final = 2
 """After so many failed captures capturing ends. One may be bad luck: others use the device too."""
-
-
-class Backend(enum.Enum):
-    """How the steps of a full pipeline are run. All give the same training."""
-
-    AUTO = "auto"
-    """The fastest that is known to be safe on the model's device."""
-    EAGER = "eager"
-    """Action by action."""
-    CUDAGRAPHS = "cudagraphs"
-    """A whole step as one CUDA graph."""
-    INDUCTOR = "inductor"
-    """The same, with what surrounds convolutions and matrix products compiled, which takes a
-    minute at the start."""
-    STATIC = "static"
-    """Over the same static buffers as CUDA graphs, but each step is called: for tests and for
-    debugging, on any device."""
-
-
-def why_not_capturable(
-    executors: Sequence[StageExecutor], schedule: Schedule, backend: Backend
-) -> str | None:
-    """Why steps cannot be captured; None if they can."""
-    devices = {p.device for executor in executors for p in executor.stage.parameters.values()}
-    if backend is not Backend.STATIC and any(device.type != "cuda" for device in devices):
-        return "the model is not on a CUDA device; net.trainer(device='cuda') moves it there"
-    if len(devices) != 1:
-        return f"the model is on {len(devices)} devices; a step is captured on one"
-    method = schedule.method
-    stages = [executor.index for executor in executors]
-    if len(stages) < schedule.stages:
-        if method.order is not Order.CONTINUOUS:
-            return f"{method.name!r} on several ranks is not captured; use a method like 'petra'"
-        if stages != list(range(stages[0], stages[-1] + 1)):
-            return f"the stages of a rank must follow each other, but they are {stages}"
-        if any(executor.scaling is not None for executor in executors):
-            return "the loss is scaled on several ranks; bfloat16 needs no scale"
-        if any(tie.owner in stages and tie.holder in stages for tie in schedule.ties):
-            return "stages of one of several ranks share parameters; put them on different ranks"
-    if method.order not in (Order.CONTINUOUS, Order.LOCKED):
-        return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
-    is_stashing = any(e.stage.weights.has_past for e in executors)
-    if schedule.ties and schedule.accumulate > 1 and is_stashing:
-        return "weights are stashed, but tied ones change between two updates; use accumulate=1"
-    if (count := schedule.accumulate) > _MOST_KINDS:
-        return f"accumulate={count}; at most {_MOST_KINDS} kinds of steps are captured"
-    for executor in executors:
-        count = window(method, schedule.stages, executor.index, schedule.accumulate)
-        if count > 1 and executor.program.keeps_graphs:
-            is_method = method.keep is Keep.GRAPH
-            cause = f"as {method.name!r} does" if is_method else "which its memory budget allows"
-            advice = (
-                "use 'pipedream' or 'petra_stashed'" if is_method else "leave out memory_budget="
-            )
-            return (
-                f"stage {executor.index} keeps graphs of micro-batches in flight, {cause}; "
-                f"{advice} to have steps captured"
-            )
-        optimizer = executor.updater.optimizer
-        if optimizer is not None and (why := why_not_capturable_optimizer(optimizer)):
-            return why
-    return None
 
 
 class GraphRunner:
@@ -121,7 +58,7 @@ class GraphRunner:
         if backend is Backend.AUTO:
             on_gpu = self._device.type == "cuda"
             self._backend = Backend.CUDAGRAPHS if on_gpu else Backend.EAGER
-        self._pipeline: StaticPipeline | None = None
+        self._captured: CapturedSteps | None = None
         self._last_batch: Flat | None = None
         """Structure, shapes and types of the last micro-batch, on the meta device."""
         self.alike = 0
@@ -137,11 +74,8 @@ class GraphRunner:
         """Will steps be captured once the pipeline is full?"""
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
-        for executor in executors if self.is_on else ():
-            executor.updater = CapturedUpdater(executor.updater)
-            place = schedule.method, schedule.stages, executor.index, schedule.accumulate
-            in_flight = window(*place)
-            executor.stage.use_static_buffers(in_flight if in_flight > 1 else 0, delay(*place))
+        if self.is_on:
+            use_slots(executors, schedule)
         if self.is_on and backend is Backend.AUTO:
             _log.info(
                 "backend='auto': steps of a full pipeline are captured as CUDA graphs; 'inductor' "
@@ -150,14 +84,14 @@ class GraphRunner:
 
     @property
     def is_active(self) -> bool:
-        """Is what is in flight with captured steps, and not with the executors?"""
-        return self._pipeline is not None and self._pipeline.is_active
+        """Whether the last step was called, captured or replayed as a whole."""
+        return self._captured is not None and self._captured.is_active
 
     @property
     def is_replaying(self) -> bool:
         """Was the last step the replay of a graph, which runs no layers in Python?"""
-        pipeline = self._pipeline
-        return pipeline is not None and pipeline.is_active and pipeline.is_replaying
+        captured = self._captured
+        return captured is not None and captured.is_active and captured.is_replaying
 
     @property
     def is_capturing(self) -> bool:
@@ -165,11 +99,8 @@ class GraphRunner:
         return self.is_active and not self.is_replaying and self._backend is not Backend.STATIC
 
     def _give_up(self, why: str) -> None:
-        self.is_on, self._pipeline = False, None
-        for executor in self._executors:
-            executor.stage.use_static_buffers(0, None)
-            if isinstance(executor.updater, CapturedUpdater):
-                executor.updater.count_on_host()
+        self.is_on, self._captured = False, None
+        use_no_slots(self._executors)
         warnings.warn(
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
             "Pass backend='eager' to silence this warning",
@@ -207,22 +138,18 @@ class GraphRunner:
         if not self.is_on or (not self.is_active and min(schedule.updates) <= schedule.synchronous):
             return False
         inputs = StepInputs(*batch)
-        is_same = self.is_active
-        if self._pipeline is None:
-            self._pipeline = self._build(schedule)
-        pipeline = self._pipeline
-        if pipeline is None:
+        if self._captured is None:
+            self._captured = self._build(schedule)
+        captured = self._captured
+        if captured is None:
             return False
         if self._hooks:
             allowed = False
             why = "layers have hooks, which captured steps would not call"
             self._warn(why, "remove the hooks to train at full speed")
-        is_outdated = pipeline.is_outdated
-        if pipeline.is_active and (is_outdated or not (allowed and pipeline.accepts(inputs))):
-            pipeline.leave(schedule, transport)
-        if is_outdated:
-            pipeline.clear()
-            pipeline.hold_fixed()
+        if captured.is_outdated:
+            captured.clear()
+            captured.hold_fixed()
             self._count_change()
         self._calm += 1
         if self._changes > _MOST_CHANGES and self._calm <= _CALM:
@@ -233,35 +160,37 @@ class GraphRunner:
                 "cycle_momentum=False); write weights with copy_, not by .data = ...",
             )
             return False
+        if not allowed:
+            captured.leave()
+            return False
         try:
-            if not pipeline.is_active:
-                last = self._last_batch
-                is_like_last = last is not None and last.is_alike(inputs.all)
-                alike = self.alike if is_like_last else 0
-                is_same = False
-                if not allowed or not pipeline.enter(schedule, transport, inputs, alike):
-                    return False
-            pipeline.step(schedule, transport, inputs, fingerprint)
+            is_same = captured.is_active and captured.accepts(inputs)
+            last = self._last_batch
+            is_like_last = is_same or (last is not None and last.is_alike(inputs.all))
+            alike = self.alike if is_like_last else 0
+            if not captured.is_ready(schedule, inputs, alike):
+                captured.leave()
+                return False
+            captured.step(schedule, inputs, fingerprint)
         except CaptureUnsupported as error:
-            pipeline.leave(schedule, transport)
-            pipeline.clear()
+            captured.clear()
             self._failures += 1
             if self._failures >= _MOST_FAILURES:
                 self._give_up(str(error))
             return False
-        if is_same:  # as the last one: `accepts`
+        if is_same:
             self.alike += 1
         else:
             self.observe(batch)
         return True
 
-    def _build(self, schedule: Schedule) -> StaticPipeline | None:
+    def _build(self, schedule: Schedule) -> CapturedSteps | None:
         stateful = [executor.index for executor in self._executors if executor.stage.is_stateful]
         if stateful:
             self._give_up(f"stage {stateful[0]} has layers whose buffers change in every call")
             return None
         is_static = self._backend is Backend.STATIC
-        return StaticPipeline(
+        return CapturedSteps(
             self._executors,
             self._loss_head,
             schedule,
@@ -279,18 +208,18 @@ class GraphRunner:
             self.alike += 1
 
     def leave(self, schedule: Schedule, transport: Transport) -> None:
-        """Hand what is in flight back to the executors."""
-        if self._pipeline is not None:
-            self._pipeline.leave(schedule, transport)
+        """Let `failures` tell those of all steps so far."""
+        if self._captured is not None:
+            self._captured.leave()
 
     def restart(self, schedule: Schedule, transport: Transport) -> None:
         """Drop captured steps, for settings of layers have changed, and capture new ones."""
         self._count_change()
         self._last_batch, self.alike = None, 0
-        if self._pipeline is not None:
-            self._pipeline.leave(schedule, transport)
-            self._reported += self._pipeline.failures(wait=True)
-            self._pipeline = None  # programs are fused for the settings there were
+        if self._captured is not None:
+            self._captured.leave()
+            self._reported += self._captured.failures(wait=True)
+            self._captured = None  # programs are fused for the settings there were
 
     def _count_change(self) -> None:
         self._changes = 1 if self._calm > _CALM else self._changes + 1
@@ -299,12 +228,12 @@ class GraphRunner:
     def clear(self) -> None:
         """Forget captured steps: parameters, optimizers or what is in flight have been replaced."""
         self._last_batch, self.alike = None, 0
-        if self._pipeline is not None:
-            self._pipeline.clear()
+        if self._captured is not None:
+            self._captured.clear()
 
     def failures(self) -> list[NonFiniteError]:
         """Bad micro-batches that have become known: some steps late, or when captured steps end."""
         found, self._reported = self._reported, []
-        if self._pipeline is not None:
-            found += self._pipeline.failures(wait=not self._pipeline.is_active)
+        if self._captured is not None:
+            found += self._captured.failures(wait=not self._captured.is_active)
         return found

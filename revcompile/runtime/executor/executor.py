@@ -16,31 +16,43 @@ What one stage does with micro-batch m, in a full pipeline; its backward pass is
 
 An action that lacks a message is not performed, and tried again later. Where messages come from is
 the transport's business.
+
+Actions are performed one by one, or as parts of a captured step (`is_captured`). A captured step
+cannot branch, and must not wait for the device. So whether a micro-batch is bad is a flag there,
+which masks what it would change; action by action the flag is read at once.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from revcompile.errors import InputError, NonFiniteError, VerificationError
+from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.messages import Message, MessageKind
+from revcompile.runtime.executor.streams import StepStreams
 from revcompile.runtime.executor.trace import Trace
-from revcompile.runtime.executor.transport import Message, MessageKind, Transport
+from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.loss_scale import Scaling
-from revcompile.runtime.stage.stage import Stage
-from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, not_finite, storage
-from revcompile.runtime.stage.update import Updater
-from revcompile.schedule import Action, Order
+from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
+from revcompile.runtime.stage.stage import Backward, Programs, Stage
+from revcompile.runtime.stage.tensors import (
+    TreeCopy,
+    clone_tree,
+    found_inf,
+    non_finite_error,
+    not_finite,
+    storage,
+    zero_if,
+)
+from revcompile.schedule import Action, Op
 
 _NO_SNAPSHOT: Final[tuple[int, Sequence[BufferSnapshot]]] = (-1, ())
 
@@ -50,44 +62,26 @@ class StageExecutor:
 
     Args:
         stage: Its numerics: forward, backward, gradients.
-        updater: Its optimizer.
-        transport: Carries its messages.
+        updates: Its optimizer, and what it shares with other stages.
         loss_head: At the last stage: computes the loss, with whose gradient backward begins.
         gradient_predictor: Where the method predicts gradients instead of waiting for them.
-        clip_grad_norm: The largest norm of the gradient.
-        tied_owners: Of parameters shared with other stages, the names of those that other stages
-            own and this one has replicas of, by owner.
-        tied_replicas: The names of those that this stage owns, by the stage with the replicas.
-        skip_on_error: A micro-batch whose forward pass fails is left out, whatever the error. If
-            not set, only one that is not finite is; other errors are raised.
         scaling: Its part in scaling the loss.
-        delay: By how many updates its gradients are late, on average.
-        synchronous: So many updates at the start have no delay.
     """
 
     def __init__(
         self,
         stage: Stage,
-        updater: Updater,
-        transport: Transport,
+        updates: StageUpdates,
         *,
         loss_head: LossHead | None = None,
         gradient_predictor: GradientPredictor | None = None,
-        clip_grad_norm: float | None = None,
-        tied_owners: Mapping[int, tuple[str, ...]] | None = None,
-        tied_replicas: Mapping[int, tuple[str, ...]] | None = None,
-        skip_on_error: bool = False,
         scaling: Scaling | None = None,
-        delay: float = 0.0,
-        synchronous: int = 0,
     ) -> None:
-        self.delay, self.synchronous = delay, synchronous
-        self.stage, self.updater, self.transport = stage, updater, transport
+        self.stage, self.updates = stage, updates
+        self.updater, self.transport = updates.updater, updates.transport
         self.loss_head = loss_head
         self.scaling = scaling
         self.gradient_predictor = gradient_predictor
-        self.clip_grad_norm, self.skip_on_error = clip_grad_norm, skip_on_error
-        self.tied_owners, self.tied_replicas = tied_owners or {}, tied_replicas or {}
         # Between two actions, by micro-batch. None: the micro-batch was lost.
         self.inputs: dict[int, Mapping[str, Any] | None] = {}
         self.outputs: dict[int, Mapping[str, Any] | None] = {}
@@ -95,11 +89,16 @@ class StageExecutor:
         self.outgoing: dict[int, Message] = {}
         self.fingerprints: dict[int, Fingerprint] = {}
         """Where the pipeline has several ranks."""
-        self.gradients: dict[str, Tensor] | None = None
-        """The mean gradient of an update that has begun."""
-        self._sums: dict[str, Tensor] | None = None
-        self.contributed = 0
-        """How many micro-batches are in the accumulated gradient."""
+        self.restored = updates.flag
+        """Set if running statistics have to be as they were before the last backward pass."""
+        self.streams: StepStreams | None = None
+        """On which actions of captured steps run side by side."""
+        self.programs: Programs | None = None
+        """Those of captured steps, if they are not the stage's own."""
+        self.handed_on: dict[int, str] = {}
+        """Which of the kept values these send to the stage before, and under which names."""
+        self._buffers: Sequence[Mapping[str, Tensor | None]] = ({}, {})
+        """Where a backward pass may write values and gradients for the stage before."""
         self.failures: list[NonFiniteError] = []
         """Of backward passes whose micro-batch was left out."""
         self.forward_errors: list[Exception] = []
@@ -128,23 +127,74 @@ class StageExecutor:
         observer = self.observer
         if observer is not None:
             observer.begins(self.index, action)
-        done: bool = getattr(self, f"_{action.op.name.lower()}")(action)
+        name = action.op.name.lower()
+        method = getattr(self, f"_{name}", None) or getattr(self.updates, name)
+        if self.streams is None or not self.is_captured:
+            done: bool = method(action)
+        else:
+            with self._stream_of(action, self.streams):
+                done = method(action)
+            if action.op in (Op.FORWARD, Op.SEND_Y):
+                self.streams.after_forward(self.index)
         if observer is not None:
             observer.ends(self.index, action, done)
         return done
 
-    def forget(self, microbatch: int) -> None:
-        """Drop everything of a micro-batch."""
-        self.stage.drop(microbatch)
-        for messages in self._messages():
-            messages.pop(microbatch, None)
+    def _stream_of(self, action: Action, streams: StepStreams) -> AbstractContextManager[None]:
+        match action.op:
+            case Op.BACKWARD:
+                return streams.backward(self.index)
+            case Op.SEND_DX:
+                return streams.send(self.index)
+            case Op.UPDATE:
+                read = self.updates.flag, *self.stage.gradients.values()
+                return streams.update(self.index, read)
+        return nullcontext()
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it performs a captured step."""
+        return self.updates.is_captured
+
+    def begin_captured(self) -> Callable[[], None]:
+        """Perform actions of a captured step from now on; returns how to go on as before it.
+
+        Nothing that Python notes meanwhile stays: a step that is replayed notes nothing.
+        """
+        stage, messages = self.stage, self._messages()
+        kept = [dict(each) for each in messages]
+        before = dict(stage.in_flight), dict(stage.gradients), stage.weights.noted()
+        self.updates.is_captured = True
+        stage.run_with(self.programs)
+
+        def end() -> None:
+            for each, was in zip(messages, kept, strict=True):
+                each.clear()
+                each.update(was)
+            stage.in_flight, stage.gradients, noted = before
+            stage.weights.note(noted)
+            self.updates.end_captured()
+            stage.run_with(None)
+
+        return end
+
+    def stepped(self, entered: int, left: int, tied: int, has_updated: bool) -> None:
+        """Note what a captured step has done; see `Stage.stepped`."""
+        self.stage.stepped(entered, left, tied, has_updated)
+        self._last_snapshot = _NO_SNAPSHOT
+        if has_updated:
+            self.updater.advance()
+
+    def buffer(self, kind: int, name: str) -> Tensor | None:
+        """In a captured step: where a value or gradient for the stage before may be written."""
+        return self._buffers[kind].get(name)
 
     def clear(self) -> None:
         """Drop all micro-batches, and the gradient accumulated so far."""
         self.stage.clear()
         for messages in self._messages():
             messages.clear()
-        self.gradients, self._sums, self.contributed = None, None, 0
+        self.updates.clear()
         self._last_snapshot = _NO_SNAPSHOT
 
     def _messages(self) -> tuple[dict[int, Any], ...]:
@@ -178,21 +228,19 @@ class StageExecutor:
         outputs = self.stage.forward(microbatch, inputs, measure=measure)
         if self.loss_head is not None:
             outputs = _apart(outputs, inputs)  # callers get them, and may write to them
-            scale = None if self.scaling is None else self._number(self.scaling.next_scale())
-            gradients = self.loss_head(microbatch, outputs, scale)
+            scale = None if self.scaling is None else self.scaling.next_scale()
+            gradients = self.loss_head(microbatch, outputs, scale, waits=not self.is_captured)
             self.incoming[microbatch] = Message(
                 microbatch, {}, gradients, scale=scale, is_exact=True
             )
         else:
             self.outputs[microbatch] = outputs
 
-    def _number(self, value: Tensor) -> Any:
-        """A scale as it is sent; None if it is infinite."""
-        number = float(value)
-        return None if math.isinf(number) else number
-
     def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         """Run it; if that fails it is left out, and everything here is as before."""
+        if self.is_captured:
+            self._run(microbatch, inputs)
+            return
         snapshot = self.stage.snapshot()
         self._last_snapshot = (microbatch, snapshot)
         try:
@@ -209,8 +257,6 @@ class StageExecutor:
                     microbatch=microbatch,
                 )
         except Exception as error:
-            if not (self.skip_on_error or isinstance(error, NonFiniteError)):
-                raise
             self._skip(microbatch)
             self.forward_errors.append(error)
 
@@ -237,7 +283,7 @@ class StageExecutor:
             action.index,
             outputs or {},
             void=outputs is None,
-            scale=None if self.scaling is None else self._number(self.scaling.take_overflow()),
+            scale=None if self.scaling is None else self.scaling.take_overflow(),
             fingerprint=self.fingerprints.pop(action.index, None),
         )
         self._send(self.index + 1, MessageKind.X, message)
@@ -267,29 +313,86 @@ class StageExecutor:
 
     def _differentiate(self, message: Message) -> Message:
         """The message for the stage before; void if the micro-batch is lost here, or was before."""
-        message = message.resolved()
-        index, scale = message.index, message.scale
-        if message.void:
-            if scale is None:
+        is_captured, stage, index = self.is_captured, self.stage, message.index
+        message = message if is_captured else message.resolved()
+        if message.void and not is_captured:
+            if message.scale is None:
                 self.undo(index)
             else:  # its gradient has overflowed, its forward pass was right: buffers stay
-                self.stage.drop(index)
+                stage.drop(index)
             return message
-        is_exact = message.is_exact and self.stage.rebuilds_exactly(index)
-        snapshot = self.stage.late_snapshot()
-        try:
-            values, gradients = self.stage.backward(
-                index, message.values, message.gradients, scale, is_exact
-            )
-        except NonFiniteError as error:
-            if self.scaling is not None and self.scaling.is_overflow(scale):
-                return Message(index, void=True, scale=scale)
-            self.failures.append(error)
-            self.undo(index)
-            restore(snapshot)
-            return Message(index, void=True)
-        self.contributed += 1
-        return Message(index, values, gradients, scale=scale, is_exact=is_exact)
+        is_exact = not is_captured and message.is_exact and stage.rebuilds_exactly(index)
+        snapshot = [] if is_captured else stage.late_snapshot()
+        given = index, message.values, message.gradients, is_exact
+        passed = stage.differentiate(*given, self._places_of_kept(index))
+        scale = message.scale
+        if scale is not None:
+            scale = scale.to(self.updates.count.device)
+        is_flagged = self.updates.has_flags if is_captured else stage.check_finite
+        flag = self._found_inf(message, passed, scale) if is_flagged else None
+        if not is_captured and flag is not None:
+            if bad := float(flag):
+                return self._left_out(index, passed, scale, bad == OVERFLOW, snapshot)
+            flag = None
+        if not is_captured:
+            stage.finish(index, passed, is_exact)
+        gradients = passed.gradients
+        if flag is not None and (self.updates.is_counted or self.updates.shares_norm):
+            gradients = zero_if(flag, gradients)
+        if scale is not None:
+            gradients = unscaled(gradients, scale)
+        stage.accumulate(gradients, passed.input_gradients)
+        if self.updates.is_counted or not is_captured:
+            self.updates.count.add_(1 if flag is None else (flag == 0).reshape(()))
+        values, of_inputs = passed.values, passed.input_gradients
+        return Message(index, values, of_inputs, scale=scale, found_inf=flag, is_exact=is_exact)
+
+    def _places_of_kept(self, microbatch: int) -> dict[int, Tensor]:
+        """In a captured step: where kept values that are passed on are to be copied."""
+        self._buffers = {}, {}
+        in_order = self.streams is None or self.streams.is_in_order(self.index)
+        if self.is_captured and in_order:
+            route = self.index, self.index - 1, MessageKind.DY
+            self._buffers = self.transport.buffers(route, microbatch)
+        named = self.handed_on.items()
+        return {place: at for place, name in named if (at := self.buffer(0, name)) is not None}
+
+    def _found_inf(self, message: Message, passed: Backward, scale: Tensor | None) -> Tensor:
+        """The flag of a micro-batch."""
+        before = message.found_inf
+        if before is None:
+            before = torch.zeros_like(self.updates.flag)
+            if self.is_captured and self.loss_head is not None and self.stage.check_finite:
+                loss = self.loss_head.losses[message.index]
+                before = (~torch.isfinite(loss)).float().reshape(1)
+        looked_at = [passed.gradients] if self.stage.check_finite else []
+        if looked_at and (self.scaling is not None or not self.is_captured):
+            looked_at.append(passed.input_gradients)
+        tensors = [g for each in looked_at for g in each.values() if g is not None]
+        flag = self.restored = found_inf(tensors, before)
+        if self.scaling is not None and scale is not None:
+            flag = self.scaling.overflowed(flag, before, scale)
+            # The forward pass of what overflowed here was right: it moves running statistics.
+            self.restored = torch.where(flag == OVERFLOW, before, flag)
+        self.updates.flag = flag
+        return flag
+
+    def _left_out(
+        self,
+        microbatch: int,
+        passed: Backward,
+        scale: Tensor | None,
+        has_overflowed: bool,
+        snapshot: Sequence[BufferSnapshot],
+    ) -> Message:
+        """What stands for a micro-batch whose gradient is not finite."""
+        if has_overflowed:
+            return Message(microbatch, void=True, scale=scale)
+        self.undo(microbatch)
+        restore(snapshot)
+        found = passed.gradients, passed.input_gradients, scale
+        self.failures.append(non_finite_error(self.index, microbatch, *found))
+        return Message(microbatch, void=True)
 
     def _send_dx(self, action: Action) -> bool:
         self._send(self.index - 1, MessageKind.DY, self.outgoing.pop(action.index))
@@ -302,108 +405,6 @@ class StageExecutor:
             self.gradient_predictor.train(outputs, message.gradients)
         return True
 
-    # -- update -------------------------------------------------------------------------------
-
-    def _update(self, action: Action) -> bool:
-        gradients = self._mean_gradients()
-        if gradients is None:
-            return False
-        scale: Tensor | None = None
-        if self.clip_grad_norm is not None:
-            squared = _squared_norm(gradients, self.stage)
-            is_synchronous = action.index < self.synchronous
-            if is_synchronous or self.program.method.order is not Order.CONTINUOUS:
-                # All stages update with the same micro-batches: clip the norm over all of them.
-                total = self.transport.sum_squared_norms(self.index, action.index, squared)
-                if total is None:
-                    return False
-                squared = total
-            scale = (self.clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
-        self.set_delay(action.index)
-        with self.stage.updating(self.updater.parameters):
-            self._apply(gradients, scale)
-        if self.scaling is not None and self.loss_head is not None:
-            self._count_update(self.scaling)
-        self.gradients, self.contributed = None, 0
-        return True
-
-    def _apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
-        self.updater.apply(gradients, scale)
-
-    def set_delay(self, update: int) -> None:
-        """Tell the optimizer and the prediction by how many updates the given one is late."""
-        if self.synchronous:
-            delay = 0.0 if update < self.synchronous else self.delay
-            if self.stage.weights.predicted is not None:
-                self.stage.weights.predicted.delay = delay
-            self.updater.set_delay(delay)
-
-    def _count_update(self, scaling: Scaling) -> None:
-        if self.contributed:
-            scaling.updated()
-
-    def _mean_gradients(self) -> dict[str, Tensor] | None:
-        """Once per update: the accumulated gradient's mean; None while other replicas compute."""
-        if self.gradients is None:
-            if self._sums is None:
-                self._sums = self.stage.take_gradients()
-            mean = self.transport.mean(self.index, self._sums, self.contributed)
-            if mean is not None:
-                (self.gradients, self.contributed), self._sums = mean, None
-        return self.gradients
-
-    # -- tied parameters ----------------------------------------------------------------------
-
-    def _send_tied_grad(self, action: Action) -> bool:
-        assert action.peer is not None
-        gradients = self._mean_gradients()
-        if gradients is None:
-            return False
-        message = self.tied_gradients(action.peer, gradients)
-        self._send(action.peer, MessageKind.TIED_GRAD, replace(message, index=action.index))
-        return True
-
-    def tied_gradients(self, owner: int, gradients: dict[str, Tensor]) -> Message:
-        """The message to the owner of tied parameters; their gradients are taken out."""
-        names = self.tied_owners[owner]
-        return Message(0, {}, {name: gradients.pop(name) for name in names if name in gradients})
-
-    def _recv_tied_grad(self, action: Action) -> bool:
-        assert action.peer is not None
-        gradients = self._mean_gradients()
-        if gradients is None:
-            return False
-        message = self._receive(action.peer, MessageKind.TIED_GRAD, action)
-        if message is None:
-            return False
-        for name, gradient in self._gradients_of(message).items():
-            if gradient is not None:
-                own = gradients.get(name)
-                gradients[name] = gradient if own is None else own + gradient
-        return True
-
-    def _gradients_of(self, message: Message) -> Mapping[str, Tensor | None]:
-        """Those of a holder; none if the update is left out, as all micro-batches were here."""
-        return message.resolved().gradients if self.contributed else {}
-
-    def _send_tied_weight(self, action: Action) -> bool:
-        assert action.peer is not None
-        names = self.tied_replicas[action.peer]
-        values = {name: self.stage.parameters[name].detach().clone() for name in names}
-        self._send(action.peer, MessageKind.TIED_WEIGHT, Message(action.index, values))
-        return True
-
-    def _recv_tied_weight(self, action: Action) -> bool:
-        assert action.peer is not None
-        message = self._receive(action.peer, MessageKind.TIED_WEIGHT, action)
-        if message is None:
-            return False
-        self.set_delay(action.index)
-        with torch.no_grad(), self.stage.updating(message.values):
-            for name, value in message.values.items():
-                self.stage.parameters[name].copy_(value)
-        return True
-
     # -- checkpoints --------------------------------------------------------------------------
 
     def reset(self, seed: int, weights: Mapping[str, Tensor]) -> None:
@@ -413,21 +414,23 @@ class StageExecutor:
         self.failures, self.forward_errors = [], []
         if self.scaling is not None:
             self.scaling.load_state_dict(None)
-        self._load_replicas(weights)
+        self.updates.load_copied(weights)
 
     def weights_loaded(self, weights: Mapping[str, Tensor]) -> None:
         """Parameters were written to, with nothing in flight."""
-        self._load_replicas(weights)
+        self.updates.load_copied(weights)
         self.stage.weights.loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Everything of this stage but its parameters and optimizer, which are saved by name."""
         # As they are: updates of theirs that wait are saved as messages, and what predicted and
         # stashed weights make of an update depends on the values before it.
-        replicas: dict[str, Any] = {name: self.stage.parameters[name] for name in self.replicas}
+        replicas: dict[str, Any] = {
+            name: self.stage.parameters[name] for name in self.updates.copied
+        }
         state = {
             **self.stage.state_dict(copy),
-            "contributed": self.contributed,
+            "contributed": int(self.updates.count),
             "needs": self.program.needed_in_flight,
             "replicas": copy(replicas),
             "incoming": [message.state_dict(copy) for message in self.incoming.values()],
@@ -444,8 +447,8 @@ class StageExecutor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of the same stage; `reset` first."""
         self.stage.load_state_dict(state)
-        self.contributed = state["contributed"]
-        self._load_replicas(state["replicas"])
+        self.updates.count.fill_(state["contributed"])
+        self.updates.load_copied(state["replicas"])
         messages = map(Message.from_state_dict, state["incoming"])
         self.incoming = {message.index: message for message in messages}
         self.outputs = {m: clone_tree(values) for m, values in state["outputs"]}
@@ -454,29 +457,13 @@ class StageExecutor:
         if self.gradient_predictor is not None:
             self.gradient_predictor.load_state_dict(state["gradient_predictor"])
 
-    @property
-    def replicas(self) -> list[str]:
-        """Tied parameters that another stage owns and this one has a copy of."""
-        return [name for names in self.tied_owners.values() for name in names]
-
-    def _load_replicas(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name in self.replicas:
-                self.stage.parameters[name].copy_(weights[name])
-
     # -- messages -----------------------------------------------------------------------------
 
     def _send(self, target: int, kind: MessageKind, message: Message) -> None:
         self.transport.send((self.index, target, kind), message)
 
     def _receive(self, source: int, kind: MessageKind, action: Action) -> Message | None:
-        message = self.transport.receive((source, self.index, kind))
-        if message is not None and message.index != action.index:
-            raise VerificationError(
-                f"stage {self.index}: expected {kind.value} of {action.index} from stage "
-                f"{source}, got that of {message.index}"
-            )
-        return message
+        return self.transport.receive_next((source, self.index, kind), action.index)
 
 
 def _apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
@@ -488,13 +475,6 @@ def _apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
 
     used = {*map(memory, others.values())} - {None}
     return {name: v.clone() if memory(v) in used else v for name, v in values.items()}
-
-
-def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
-    if not gradients:
-        return torch.zeros((), device=stage._device())
-    norms = torch._foreach_norm(list(gradients.values()))
-    return torch.stack(norms).square().sum()
 
 
 def restore(snapshot: Sequence[BufferSnapshot]) -> None:

@@ -17,67 +17,8 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import NonFiniteError
-from revcompile.runtime.executor.captured.streams import current_stream
+from revcompile.runtime.executor.streams import current_stream
 from revcompile.runtime.stage.loss_scale import OVERFLOW
-from revcompile.runtime.stage.static_buffers import SMALL
-from revcompile.runtime.stage.tensors import overlaps
-
-
-def found_inf(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
-    """A flag: 1 if `before` is 1, or if an element of the gradients is not finite.
-
-    >>> float(found_inf([torch.tensor([1.0, float("inf")])], torch.zeros(1)))
-    1.0
-    """
-    flag = before.clone()
-    gradients = [gradient for gradient in gradients if gradient.numel()]
-    if not gradients:
-        return flag
-    if gradients[0].is_cuda and not any(map(overlaps, gradients)):
-        unscaled = torch.ones(1, device=flag.device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, unscaled)
-        return flag
-    is_finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()
-    return torch.maximum(flag, (~is_finite).to(flag.dtype))
-
-
-def zero_if(flag: Tensor, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Zeros if the flag is set, else the gradients.
-
-    >>> zero_if(torch.ones(1), {"weight": torch.tensor([1.0, float("nan")]), "bias": None})
-    {'weight': tensor([0., 0.]), 'bias': None}
-    """
-    flag = flag.bool().reshape(())
-    zeros = {g.dtype: g.new_zeros(()) for g in gradients.values() if g is not None}
-    return {
-        name: None if g is None else torch.where(flag, zeros[g.dtype], g)
-        for name, g in gradients.items()
-    }
-
-
-def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tensor]) -> None:
-    """Copy a snapshot back into its tensors, bit for bit, if the flag is set.
-
-    >>> weight = torch.tensor([1.0, 2.0])
-    >>> snapshot = [weight.clone()]
-    >>> restore_if(torch.ones(1), [weight.fill_(torch.nan)], snapshot)
-    >>> weight
-    tensor([1., 2.])
-    """
-    flag = flag.bool().reshape(())
-    small: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-    for tensor, old in zip(tensors, snapshot, strict=True):
-        target = tensor.detach()
-        if target.numel() <= SMALL:
-            small.setdefault((target.device, target.dtype), []).append((target, old))
-        else:
-            torch.where(flag, old, target, out=target)
-    for pairs in small.values():  # all of one type as one tensor: there may be hundreds
-        now, before = (torch.cat([t.flatten() for t in part]) for part in zip(*pairs, strict=True))
-        sizes = [target.numel() for target, _ in pairs]
-        kept = torch.where(flag, before, now).split(sizes)
-        targets = [target for target, _ in pairs]
-        torch._foreach_copy_(targets, [k.view(t.shape) for k, t in zip(kept, targets, strict=True)])
 
 
 class RunningStatistics:

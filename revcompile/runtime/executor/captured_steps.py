@@ -1,0 +1,573 @@
+"""Steps of a full pipeline, which are called, or captured and replayed.
+
+Once the pipeline is full every step performs the same actions. Whatever outlives a step lies in
+memory that stays where it is, from the first micro-batch on, whoever performs the actions:
+
+    entering micro-batch --> inputs ---+          +--> result: loss and output
+    activations (`Stage.ring`) --------+          +--> activations of the entering micro-batch
+    messages (`Transport.slots`) ------+-- step --+--> messages for the next step
+    gradients (`Stage.sums`) ----------+          +--> gradients, counts, flags
+    stashed weights, optimizer states -+          +--> the same, updated
+
+So a step may follow any other. What Python notes of a step (which micro-batches are in flight) is
+the same for every step, and is noted after it: a replay runs no Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+
+from revcompile.errors import NonFiniteError
+from revcompile.ir.coupling_ops import mix
+from revcompile.ir.precision_rewrites import taking_stored
+from revcompile.ir.python_code import compile_graph
+from revcompile.ir.snapshot import Kind, TreeSnapshot
+from revcompile.kernels.repeatable import CUDNN_BENCHMARK
+from revcompile.runtime.executor.boundary import Boundary, StepInputs
+from revcompile.runtime.executor.capturable import has_flags, missing_memory
+from revcompile.runtime.executor.captured.fusion import FusedOps, fuse, write_results
+from revcompile.runtime.executor.executor import StageExecutor
+from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.flags import NonFiniteReports, RunningStatistics
+from revcompile.runtime.executor.graphs import (
+    CaptureUnsupported,
+    EagerReplay,
+    Pass,
+    Section,
+)
+from revcompile.runtime.executor.messages import (
+    Message,
+    MessageKind,
+    Route,
+)
+from revcompile.runtime.executor.scheduler import LocalScheduler
+from revcompile.runtime.executor.streams import StepStreams, large_stages
+from revcompile.runtime.executor.updates import StageUpdates
+from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.slots import (
+    Ring,
+    StaticBuffers,
+    empty_on,
+    free_cached,
+    move,
+    when_copied,
+)
+from revcompile.runtime.stage.tensors import clone_tree
+from revcompile.runtime.stage.update import FixedSettings
+from revcompile.runtime.stage.weights import version
+from revcompile.schedule import Action, Order, Schedule, window
+
+
+class CapturedSteps:
+    """Steps of the stages of one process, which follow each other.
+
+    Args:
+        replay: Calls steps, or captures and replays them.
+        fused: If given, the stages' programs are run with their fusion regions compiled.
+    """
+
+    def __init__(
+        self,
+        executors: Sequence[StageExecutor],
+        loss_head: LossHead,
+        schedule: Schedule,
+        replay: EagerReplay,
+        *,
+        fused: FusedOps | None = None,
+    ) -> None:
+        self.executors, self._loss_head, self._replay = list(executors), loss_head, replay
+        self._transport = executors[0].transport
+        self._is_fused = fused is not None
+        method, count = schedule.method, schedule.stages
+        self._by_stage = {executor.index: executor for executor in executors}
+        self._stages = list(self._by_stage)
+        self._boundary = Boundary(self._stages, count, schedule.ties)
+        self._is_last = not self._boundary.has_next
+        self._held_ties = [tie for tie in schedule.ties if tie.holder in self._stages]
+        self._has_flags = has_flags(executors, schedule)
+        self._accumulate = schedule.accumulate
+        self._windows = [window(method, count, j, schedule.accumulate) for j in range(count)]
+        self._is_continuous = method.order is Order.CONTINUOUS
+        waiting = [
+            slots.count
+            for (_, _, kind), slots in self._transport.slots.items()
+            if kind is MessageKind.DY
+        ]
+        # A message's slot depends on its micro-batch: after so many steps all slots are the same
+        # again, and so is the kind of step.
+        # Messages to other ranks have two, so that a step need not wait until the last are sent.
+        self._period = math.lcm(2 if self._boundary.is_split else 1, *waiting)
+        device = self._device = executors[0].stage._device()
+        # Stages that share parameters exchange them in the order of one stream.
+        uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
+        self._streams = StepStreams(device, count - 1) if uses_streams else None
+        for executor in executors:
+            executor.updates.has_flags, executor.streams = self._has_flags, self._streams
+            executor.updates.average = self._transport.averages.get(executor.index)
+            if fused is not None:
+                programs = _fused_programs(executor, fused)
+                executor.programs, executor.handed_on = programs
+        self._scheduler = LocalScheduler(self.executors)
+        self._cast_weights = [w for e in executors for w in e.stage.cast_weights.weights]
+        self._versions: list[int] | None = None
+        """Of these, in the last step."""
+        self._statistics = RunningStatistics([e.stage.statistics() for e in self.executors])
+        self._reports = NonFiniteReports(self._stages, loss_head.overflow_advice)
+        flags = len(self._stages) + self._boundary.has_next
+        self._flag_rows = torch.zeros(_steps_at_once(device), flags, device=device)
+        """The flags of the last steps, which the host has not seen."""
+        self._slots: list[Any] = []
+        """Those that captured steps use."""
+        self._numbers = torch.empty(0, device=device)
+        """For each ring, and for `_flag_rows`: where the next step writes, and where it reads."""
+        self.is_replaying = False
+        self.is_active = False
+        """Whether the last step was one of these."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._inputs: StaticBuffers | None = None
+        self._loss: StaticBuffers | None = None
+        """The last step's loss and its scale. Apart from the output: whoever collects losses would
+        keep all outputs, too."""
+        self._output: StaticBuffers | None = None
+        self._boundary.clear()
+        self._settings: FixedSettings | None = None
+        self._memory: TreeSnapshot | None = None
+
+    # -- whether the next step can be one of these ----------------------------------------------
+
+    def is_ready(self, schedule: Schedule, batch: StepInputs, alike: int) -> bool:
+        """Whether the pipeline is full of micro-batches alike, all of which lie in slots.
+
+        Args:
+            batch: The micro-batch of the step to come.
+            alike: How many micro-batches of its form have entered last.
+
+        Raises:
+            CaptureUnsupported: There is not enough memory.
+        """
+        if not (self._is_full(schedule, alike) and self._is_in_slots()):
+            return False
+        expected = None
+        if not self.is_active:
+            if not all(executor.updater.has_started for executor in self.executors):
+                return False
+            expected = self._boundary.expected(self._transport, self._flag_rows[0, :1])
+            if expected.void:
+                return False
+        if not self.accepts(batch, expected):
+            if expected is None:  # look at the message of the next rank first
+                self.leave()
+                return self.is_ready(schedule, batch, alike)
+            self.clear()
+            self._allocate(batch, expected)
+            self.hold_fixed()
+        if not self.is_active:
+            for executor in self.executors:
+                executor.updater.count_on_device()
+            self._versions = None
+        return True
+
+    def accepts(self, batch: StepInputs, expected: Message | None = None) -> bool:
+        """Whether captured steps take a micro-batch, and a message of the next rank, like these."""
+        matches = self._inputs is not None and self._inputs.matches(batch.local)
+        return matches and self._boundary.matches(batch, expected)
+
+    def _is_full(self, schedule: Schedule, alike: int) -> bool:
+        in_flight_counts = [len(microbatches) + 1 for microbatches in schedule.outstanding]
+        # One alike must have run action by action: where that fails, a step can be undone.
+        if in_flight_counts != self._windows or alike < max(1, max(in_flight_counts) - 1):
+            return False
+        # The first step of a full pipeline after a drain receives no tied weights of the first
+        # stage, which has not updated since: the only step of its kind, not worth capturing.
+        for tie in () if self.is_active else schedule.ties:
+            waits = schedule.waiting_tied(tie.owner, tie.holder)
+            if not (schedule.accumulated[tie.owner] or waits):
+                return False
+        # One that was left out in its forward pass is not in flight; if all since the last update
+        # were left out, there are no gradients.
+        stages = {executor.index: executor.stage for executor in self.executors}
+        return all(
+            len(stage.in_flight) + 1 == self._windows[index]
+            and (stage.gradients or not (stage.sums and schedule.accumulated[index]))
+            for index, stage in stages.items()
+        )
+
+    def _is_in_slots(self) -> bool:
+        """Whether all that waits lies in slots. If not even the latest does, new slots are made."""
+        stages = [executor.stage for executor in self.executors]
+        routes = self._transport.slots
+        waiting = {route: self._transport.queues.get(route) or () for route in routes}
+        is_found = all(held.is_static for stage in stages for held in stage.in_flight.values())
+        is_found = is_found and all(m.is_in_slot for queue in waiting.values() for m in queue)
+        if not is_found:
+            for stage in stages:
+                if stage.in_flight and not [*stage.in_flight.values()][-1].is_in_slot:
+                    stage.ring = None
+            for route, queue in waiting.items():
+                if queue and not (queue[-1].is_in_slot or queue[-1].void):
+                    routes[route].clear()
+            return False
+        slots = [*(stage.ring for stage in stages), *(each.slots for each in routes.values())]
+        if len(slots) != len(self._slots) or not all(map(is_, slots, self._slots)):
+            self.clear()
+            self._slots = slots
+            numbers = torch.zeros(len(self._rings()) + 1, 2, dtype=torch.int64)
+            self._numbers = numbers.to(self._device)
+        return True
+
+    def _rings(self) -> list[tuple[Ring, Route | None, int]]:
+        """Those of stages, and of messages on some routes."""
+        slots = self._transport.slots
+        found = [
+            *((executor.stage.ring, None, executor.index) for executor in self.executors),
+            *((each.ring, route, route[1]) for route, each in slots.items()),
+        ]
+        return [(ring, route, stage) for ring, route, stage in found if ring is not None]
+
+    def _allocate(self, batch: StepInputs, expected: Message) -> None:
+        # Updates follow each other: one snapshot at a time.
+        largest = max(executor.updater.snapshot_bytes for executor in self.executors)
+        if why := missing_memory([batch.local.value, expected.payload], largest, self._device):
+            raise CaptureUnsupported(why)
+        free_cached(self._device)
+        for executor in self.executors:
+            move(executor.updater.state_tensors)
+            move(executor.stage.cast_weights.copies)
+        self._inputs = StaticBuffers(empty_on(self._device, batch.local.value))
+        if self._streams is not None and 0 in self._by_stage:
+            first = self.executors[0].program.inputs[0].type, batch.local.leaves[0]
+            self._streams.staying |= large_stages([e.program for e in self.executors], *first)
+        self._boundary.allocate(batch, expected, self._by_stage, self._flag_rows[0, :1])
+
+    def hold_fixed(self) -> None:
+        """Let `is_outdated` tell what changes from now on of what captured steps hold fixed."""
+        watched = [each for executor in self.executors for each in executor.stage.watched]
+        self._memory = TreeSnapshot(watched, (Kind.MEMORY,))
+        self._settings = FixedSettings(executor.updater for executor in self.executors)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Has something changed that captured steps hold fixed?"""
+        if self._settings is None or self._memory is None:
+            return False
+        return self._settings.have_changed() or self._memory.first_change() is not None
+
+    def leave(self) -> None:
+        """The step to come is none of these."""
+        self._reports.submit(self._flag_rows)
+        self.is_active = False
+
+    def clear(self) -> None:
+        """Free all captured steps: shapes, or the trainer's tensors, have changed."""
+        self.leave()
+        self._replay.clear()
+        self._reset()
+
+    def failures(self, wait: bool = False) -> list[NonFiniteError]:
+        """Bad micro-batches that have become known since the last call."""
+        return self._reports.collect(wait)
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def step(
+        self, schedule: Schedule, batch: StepInputs, fingerprint: Fingerprint | None = None
+    ) -> None:
+        """The step in which a micro-batch enters. The loss head gets its loss and output.
+
+        Args:
+            batch: What it is given.
+            fingerprint: Of its data, for the next rank.
+
+        Raises:
+            CaptureUnsupported: The step cannot be captured; nothing has changed.
+        """
+        assert self._inputs is not None
+        entering, accumulated = schedule.injected, schedule.accumulated
+        due = {stage: entering - self._windows[stage] + 1 for stage in self._stages}
+        boundary, transport = self._boundary, self._transport
+        before_forward = boundary.before_forward(schedule)
+        before_backward = boundary.before_backward(schedule, due[boundary.last])
+        received = [len(schedule.waiting_tied(tie.owner, tie.holder)) for tie in self._held_ties]
+        ages = [executor.stage.age(due[stage]) for stage, executor in self._by_stage.items()]
+        kind = (accumulated, entering % self._period, *received, *ages)
+        self.is_replaying = self._replay.is_captured(kind)
+        updating = [
+            executor.updates
+            for stage, executor in self._by_stage.items()
+            if executor.updates.average and schedule.is_updating(stage)
+        ]
+        boundary.buffer_key = entering % self._period
+        self._follow_host()
+        messages = before_forward, before_backward
+        planned = self._replay.plan(
+            kind,
+            lambda: self._sections(schedule, due, messages, updating),
+            lambda: self._random_keys(entering, due),
+        )
+        self._set_numbers(schedule, due)
+        boundary.wait_sent()
+        self._inputs.copy_(batch.local)
+        copied = when_copied(batch.local.leaves, self._device)
+        boundary.receive(transport, before_forward, batch)
+        planned[0]()
+        if boundary.has_next:
+            boundary.send_y(transport, entering, fingerprint)
+            boundary.receive(transport, before_backward)
+            planned[1]()
+        boundary.send_dx(transport, due[boundary.first])
+        if updating:
+            for updates in updating:
+                assert updates.average is not None
+                updates.average.reduce()
+            planned[-1]()
+        boundary.send_tied(transport, schedule)
+        self._note(schedule, due, dict(zip(self._held_ties, received, strict=True)))
+        self._report(entering, due)
+        self.is_active = True
+        if copied is not None:
+            copied.synchronize()
+
+    def _follow_host(self) -> None:
+        """Copy weights and learning rates again that were written to since the last step."""
+        versions = list(map(version, self._cast_weights))
+        if versions != self._versions:
+            self._versions = versions
+            for executor in self.executors:
+                executor.stage.cast_weights.refresh_if_changed()
+        for executor in self.executors:
+            executor.updater.follow_rates()
+
+    def _set_numbers(self, schedule: Schedule, due: Mapping[int, int]) -> None:
+        """Tell the device which slots of rings this step writes to and reads from."""
+        updates, places = schedule.updates, []
+        for ring, route, stage in self._rings():
+            new, old = schedule.injected, due[stage]
+            if route is not None:
+                new, old = updates[route[0]], updates[route[1]]
+            places.append((new % ring.count, old % ring.count))
+        places.append((schedule.injected % len(self._flag_rows), 0))
+        self._numbers.copy_(torch.tensor(places), non_blocking=True)
+
+    def _note(
+        self, schedule: Schedule, due: Mapping[int, int], received: Mapping[Any, int]
+    ) -> None:
+        """Note what a step has done, which may have been replayed."""
+        entering, has_updated = (
+            schedule.injected,
+            {s: schedule.is_updating(s) for s in self._stages},
+        )
+        if self._is_continuous:
+            schedule.advance()
+        else:
+            schedule.inject()
+        for stage, executor in self._by_stage.items():
+            tied = sum(count for tie, count in received.items() if tie.holder == stage)
+            executor.stepped(entering, due[stage], tied, has_updated[stage])
+        for route, slots in self._transport.slots.items():
+            indices = self._waiting(schedule, route)
+            self._transport.queues[route] = deque(slots.at(i).message(i) for i in indices)
+
+    def _waiting(self, schedule: Schedule, route: Route) -> Sequence[int]:
+        """The micro-batches, or updates, whose messages wait at the end of a route."""
+        source, target, kind = route
+        if kind is not MessageKind.DY:
+            return schedule.waiting_tied(source, target)
+        return schedule.outstanding[target][: self._transport.slots[route].count]
+
+    def _report(self, entering: int, due: dict[int, int]) -> None:
+        """Hand flags and the loss over to the host."""
+        if self._has_flags:
+            if self._boundary.has_next:
+                due[self._boundary.last + 1] = due[self._boundary.last]
+            self._reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
+        if self._loss is not None and self._output is not None:
+            head = self._loss_head
+            head.losses[entering], head.scale = clone_tree(self._loss.value)
+            head.outputs[entering] = clone_tree(self._output.value)
+
+    # -- what is captured -----------------------------------------------------------------------
+
+    def _sections(
+        self,
+        schedule: Schedule,
+        due: Mapping[int, int],
+        messages: tuple[Mapping[Route, int], Mapping[Route, int]],
+        updating: Sequence[StageUpdates],
+    ) -> list[Section]:
+        """The parts of a step between messages to and from other ranks.
+
+        Args:
+            schedule: Before the step.
+            due: By stage, the micro-batch of its backward pass.
+            messages: Those that forward passes need, and their numbers; those that backward passes
+                and updates need.
+            updating: Those that average their gradients with their replicas before they update.
+        """
+        entering = schedule.injected
+        rest: list[deque[Action]] = []
+        ends: list[Callable[[], None]] = []
+        before_forward, before_backward = messages
+
+        def forward() -> None:
+            self._begin(ends)
+            self._load_inputs(entering)
+            self._boundary.give(before_forward)
+            if self._has_flags:
+                self._statistics.snapshot()
+            # A step that turns out not to be capturable must not advance the schedule.
+            rest[:] = self._scheduler.forward(schedule.copy().inject())
+
+        def backward() -> None:
+            if self._streams is not None and self._boundary.has_next:
+                self._streams.after_all_forward(self._stages)
+            self._boundary.give(before_backward)
+            self._scheduler.finish(rest, may_stop=bool(updating))
+            if self._streams is not None:
+                self._streams.join()
+            if self._has_flags:
+                self._statistics.restore_if(torch.cat([e.restored for e in self.executors]))
+            for updates in updating:
+                updates.begin_average()
+
+        def update() -> None:
+            for updates in updating:
+                updates.is_reduced = True
+            self._scheduler.finish(rest)
+
+        def store() -> None:
+            self._store_results(entering)
+            self._end(ends)
+
+        parts: list[list[Section]] = [[forward], [backward]]
+        if not self._boundary.has_next:
+            parts = [[forward, backward]]
+        if updating:
+            parts.append([update])
+        parts[-1].append(store)
+        return [self._section(part, ends) for part in parts]
+
+    def _section(self, parts: Sequence[Section], ends: list[Callable[[], None]]) -> Section:
+        def run() -> None:
+            try:
+                with self._cudnn_benchmark():
+                    self._transport.captured = self._boundary
+                    for part in parts:
+                        part()
+            except BaseException:
+                self._end(ends)
+                raise
+            finally:
+                self._transport.captured = None
+
+        return run
+
+    def _begin(self, ends: list[Callable[[], None]]) -> None:
+        """Have executors perform a captured step until `_end`."""
+        queues, head = self._transport.queues, self._loss_head
+        rings, targets = [ring for ring, *_ in self._rings()], dict(head.targets)
+        # To the queues of messages from other ranks threads may add some.
+        here = [route for route in queues if {*route[:2]} <= {*self._stages}]
+        waiting = {route: deque(queues[route]) for route in here}
+        for ring, (new, old) in zip(rings, self._numbers, strict=False):
+            ring.ends = new.reshape(1), old.reshape(1)
+
+        def end() -> None:
+            for ring in rings:
+                ring.ends = None
+            queues.update(waiting)
+            self._transport.forget_norms()
+            for each in (head.targets, head.losses, head.outputs):
+                each.clear()
+            head.targets.update(targets)
+
+        ends[:] = [*(executor.begin_captured() for executor in self.executors), end]
+
+    def _end(self, ends: list[Callable[[], None]]) -> None:
+        for end in ends:
+            end()
+        ends.clear()
+        if self._streams is not None:
+            self._streams.clear()
+
+    @contextmanager
+    def _cudnn_benchmark(self) -> Iterator[None]:
+        """Where programs are compiled, choose convolution algorithms by trial: shapes are fixed."""
+        if not self._is_fused:
+            yield
+            return
+        CUDNN_BENCHMARK.want(True)
+        try:
+            yield
+        finally:
+            CUDNN_BENCHMARK.release(True)
+
+    def _random_keys(self, entering: int, due: Mapping[int, int]) -> dict[Pass, int]:
+        return {
+            (executor.index, microbatch - entering): mix(executor.stage.seed, microbatch)
+            for executor in self.executors
+            for microbatch in (entering, due[executor.index])
+        }
+
+    def _load_inputs(self, entering: int) -> None:
+        """Put the batch where stages look for inputs and target."""
+        assert self._inputs is not None
+        values, target = self._inputs.value
+        if values is not None:
+            self.executors[0].inputs[entering] = values
+        if self._is_last:
+            self._loss_head.targets[entering] = target
+
+    def _store_results(self, entering: int) -> None:
+        """Copy flags and the loss to where the host reads them."""
+        if self._has_flags:
+            flags = [executor.updates.flag for executor in self.executors]
+            if self._boundary.has_next:
+                assert self._boundary.flag is not None
+                flags.append(self._boundary.flag)
+            row = self._numbers[-1, :1]
+            self._flag_rows.index_copy_(0, row, torch.cat(flags).unsqueeze(0))
+        if self._is_last:
+            head = self._loss_head
+            loss, output = (head.losses[entering], head.scale), head.outputs[entering]
+            if self._loss is None or self._output is None:
+                self._loss, self._output = StaticBuffers(loss), StaticBuffers(output)
+            self._loss.copy_(loss)
+            self._output.copy_(output)
+            head.add(loss[0])
+
+
+def _fused_programs(executor: StageExecutor, fused: FusedOps) -> tuple[Any, dict[int, str]]:
+    """A stage's programs, compiled; the kept values that backward returns as they are, by name."""
+    stage = executor.stage
+    program, stored = stage.program, stage.activations
+    backward = taking_stored(program, stored.low)
+    is_read_so = stored.are_read_in(stage.autocast)
+    forward, backward = fuse(program.forward, backward, stage.root, fused, is_read_so)
+    write_results(backward, (program.sends_back, program.inputs_with_grad), executor.buffer)
+    _, *kept = backward.find_nodes(op="placeholder")[: 1 + len(program.kept)]
+    (output,) = backward.find_nodes(op="output")
+    returned = zip(output.args[0][0], program.sends_back, strict=True)
+    handed_on = {kept.index(node): name for node, name in returned if node in kept}
+    name = f"stage {program.index}, compiled"
+    programs = (
+        compile_graph(forward, f"{name}, forward"),
+        compile_graph(backward, f"{name}, backward"),
+    )
+    return programs, handed_on
+
+
+def _steps_at_once(device: torch.device) -> int:
+    """Of how many steps the host reads the flags by one copy.
+
+    On a GPU to copy them, and to wait for the copy, takes it about as long as to launch a step.
+    """
+    return 4 if device.type == "cuda" else 1

@@ -1,0 +1,234 @@
+"""Updates of a stage: of the mean of the gradients that backward passes have added up.
+
+Parameters that several stages share are owned by the first of them. The others send it their
+gradients before it updates, and get the new weights after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from revcompile.runtime.executor.messages import Average, Message, MessageKind, Transport
+from revcompile.runtime.stage.loss_scale import Scaling
+from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.update import Updater
+from revcompile.schedule import Action, Order
+
+
+class StageUpdates:
+    """Performs the actions of one stage that concern its updates.
+
+    Args:
+        clip_grad_norm: The largest norm of the gradient.
+        tied_owners: Of parameters shared with other stages, the names of those that other stages
+            own and this one has copies of, by owner.
+        tied_holders: The names of those that this stage owns, by the stage with the copies.
+        delay: By how many updates its gradients are late, on average.
+        synchronous: So many updates at the start have no delay.
+        accumulate: Micro-batches per update.
+        scaling: At the last stage, if the loss is scaled.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        updater: Updater,
+        transport: Transport,
+        *,
+        clip_grad_norm: float | None = None,
+        tied_owners: Mapping[int, tuple[str, ...]] | None = None,
+        tied_holders: Mapping[int, tuple[str, ...]] | None = None,
+        delay: float = 0.0,
+        synchronous: int = 0,
+        accumulate: int = 1,
+        scaling: Scaling | None = None,
+    ) -> None:
+        self.stage, self.updater, self.transport = stage, updater, transport
+        self.index = stage.program.index
+        self._clip_grad_norm, self._scaling = clip_grad_norm, scaling
+        self.tied_owners, self.tied_holders = tied_owners or {}, tied_holders or {}
+        self._delay, self._synchronous, self._accumulate = delay, synchronous, accumulate
+        self._is_continuous = stage.program.method.order is Order.CONTINUOUS
+        self.gradients: dict[str, Tensor] | None = None
+        """The mean gradient of an update that has begun."""
+        self._sums: dict[str, Tensor] | None = None
+        self._contributed = 0
+        """How many micro-batches are in that mean, replicas included."""
+        self.count = torch.zeros((), device=stage._device())
+        """How many micro-batches are in the accumulated gradient: bad ones are left out."""
+        self.flag = torch.zeros(1, device=stage._device())
+        """Whether the last backward pass was of a bad micro-batch (`Message.found_inf`)."""
+        self.is_captured = False
+        """While a captured step is performed."""
+        self.has_flags = stage.check_finite
+        """Whether micro-batches of captured steps have flags."""
+        self.average: Average | None = None
+        """Of gradients over replicas, in captured steps."""
+        self.is_reduced = False
+        """Whether the average of the update that has begun is known."""
+
+    def clear(self) -> None:
+        """No gradient has been accumulated."""
+        self.gradients, self._sums = None, None
+        self.count.zero_()
+
+    def end_captured(self) -> None:
+        self.gradients, self._sums = None, None
+        self.is_captured = self.is_reduced = False
+        self.updater.found_inf = None
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether captured updates divide by the number of micro-batches."""
+        return self._accumulate > 1 or self.average is not None
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether other stages clip their gradients by the norm of this one's, too."""
+        return self._clip_grad_norm is not None and not self._is_continuous
+
+    def update(self, action: Action) -> bool:
+        gradients = self._mean_gradients()
+        if gradients is None:
+            return False
+        scale: Tensor | None = None
+        if self._clip_grad_norm is not None:
+            squared = _squared_norm(gradients, self.stage)
+            is_synchronous = action.index < self._synchronous
+            if is_synchronous or not self._is_continuous:
+                # All stages update with the same micro-batches: clip the norm over all of them.
+                total = self.transport.sum_squared_norms(self.index, action.index, squared)
+                if total is None:
+                    return False
+                squared = total
+            scale = (self._clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
+        self.set_delay(action.index)
+        with self.stage.updating(self.updater.parameters):
+            self.updater.apply(gradients, scale)
+        if not self.is_captured:
+            self.updater.advance()
+        is_counted = self.is_captured or self._contributed > 0
+        if self._scaling is not None and is_counted:
+            self._scaling.updated(self.updater.found_inf)
+        self.gradients = None
+        return True
+
+    def set_delay(self, update: int) -> None:
+        """Tell the optimizer and the prediction by how many updates the given one is late."""
+        if self._synchronous:
+            delay = 0.0 if update < self._synchronous else self._delay
+            if self.stage.weights.predicted is not None:
+                self.stage.weights.predicted.delay = delay
+            self.updater.set_delay(delay)
+
+    def _mean_gradients(self) -> dict[str, Tensor] | None:
+        """Once per update: the accumulated gradient's mean; None while other replicas compute."""
+        if self.gradients is not None:
+            return self.gradients
+        if self.is_captured:
+            self.gradients = self._captured_mean()
+        else:
+            if self._sums is None:
+                self._sums = self.stage.take_gradients()
+                self._contributed = int(self.count)
+                self.count.zero_()
+            mean = self.transport.mean(self.index, self._sums, self._contributed)
+            if mean is not None:
+                (self.gradients, self._contributed), self._sums = mean, None
+        return self.gradients
+
+    def _captured_mean(self) -> dict[str, Tensor] | None:
+        if self.average is not None and not self.is_reduced:
+            return None
+        sums = self.stage.take_gradients() if self._sums is None else self._sums
+        count = self.count if self.average is None else self.average.read(sums)
+        if self.average is None and self._accumulate > 1 and sums:
+            torch._foreach_div_(list(sums.values()), count.clamp(min=1))
+        if self.has_flags:
+            is_empty = count == 0 if self.is_counted else self.flag != 0
+            self.updater.found_inf = is_empty.float().reshape(1)
+        if self.is_counted:
+            self.count.zero_()
+        self._sums = None
+        return sums
+
+    def begin_average(self) -> None:
+        """After all backward passes of a captured step: hand gradients over to be averaged."""
+        assert self.average is not None
+        self._sums = self.stage.take_gradients()
+        self.average.fill(self._sums, self.count)
+
+    # -- tied parameters ----------------------------------------------------------------------
+
+    def send_tied_grad(self, action: Action) -> bool:
+        assert action.peer is not None
+        gradients = self._mean_gradients()
+        if gradients is None:
+            return False
+        names = [name for name in self.tied_owners[action.peer] if name in gradients]
+        taken = {name: gradients.pop(name) for name in names}
+        if self.stage.sums is not None:  # the next micro-batches are summed in their memory
+            taken = {name: gradient.clone() for name, gradient in taken.items()}
+        message = Message(action.index, {}, taken, found_inf=self.updater.found_inf)
+        self.transport.send((self.index, action.peer, MessageKind.TIED_GRAD), message)
+        return True
+
+    def recv_tied_grad(self, action: Action) -> bool:
+        assert action.peer is not None
+        gradients = self._mean_gradients()
+        if gradients is None:
+            return False
+        route = action.peer, self.index, MessageKind.TIED_GRAD
+        message = self.transport.receive_next(route, action.index)
+        if message is None:
+            return False
+        if not self.is_captured:
+            message = message.resolved()
+            if not self._contributed:  # the update is left out, as all micro-batches were here
+                return True
+        for name, gradient in message.gradients.items():
+            if gradient is not None:
+                own = gradients.get(name)
+                gradients[name] = gradient if own is None else own + gradient
+        return True
+
+    def send_tied_weight(self, action: Action) -> bool:
+        assert action.peer is not None
+        names = self.tied_holders[action.peer]
+        values = {name: self.stage.parameters[name].detach().clone() for name in names}
+        route = self.index, action.peer, MessageKind.TIED_WEIGHT
+        self.transport.send(route, Message(action.index, values))
+        return True
+
+    def recv_tied_weight(self, action: Action) -> bool:
+        assert action.peer is not None
+        route = action.peer, self.index, MessageKind.TIED_WEIGHT
+        message = self.transport.receive_next(route, action.index)
+        if message is None:
+            return False
+        self.set_delay(action.index)
+        with torch.no_grad(), self.stage.updating(message.values):
+            for name, value in message.values.items():
+                self.stage.parameters[name].copy_(value)
+        return True
+
+    @property
+    def copied(self) -> list[str]:
+        """Tied parameters that another stage owns and this one has a copy of."""
+        return [name for names in self.tied_owners.values() for name in names]
+
+    def load_copied(self, weights: Mapping[str, Tensor]) -> None:
+        """Let the copies take over these weights."""
+        with torch.no_grad():
+            for name in self.copied:
+                self.stage.parameters[name].copy_(weights[name])
+
+
+def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=stage._device())
+    norms = torch._foreach_norm(list(gradients.values()))
+    return torch.stack(norms).square().sum()
