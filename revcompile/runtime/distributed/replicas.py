@@ -73,9 +73,7 @@ class ReplicaAverage:
         """
         if not self._started:
             self._started = True
-            presence = [float(count), *(float(name in gradients) for name in self._sums)]
-            self._presence.copy_(torch.tensor(presence, dtype=torch.float64))
-            self._fill_sums(gradients)
+            self.fill(gradients, torch.tensor(float(count)))
             on_gpu = self._presence.is_cuda
             self._jobs.put((torch.cuda.current_stream().record_event() if on_gpu else None,))
         if not self._finished.is_set():

@@ -206,11 +206,13 @@ class CapturedSteps:
         stages = [executor.stage for executor in self.executors]
         routes = self._transport.slots
         waiting = {route: self._transport.queues.get(route) or () for route in routes}
-        is_found = all(held.is_static for stage in stages for held in stage.in_flight.values())
+        is_found = all(
+            held.is_in(stage.ring) for stage in stages for held in stage.in_flight.values()
+        )
         is_found = is_found and all(m.is_in_slot for queue in waiting.values() for m in queue)
         if not is_found:
             for stage in stages:
-                if stage.in_flight and not [*stage.in_flight.values()][-1].is_in_slot:
+                if stage.in_flight and [*stage.in_flight.values()][-1].ring is None:
                     stage.ring = None
             for route, queue in waiting.items():
                 if queue and not (queue[-1].is_in_slot or queue[-1].void):

@@ -26,7 +26,6 @@ from revcompile.runtime.executor.graphs import (
     CudaGraphReplay,
     EagerReplay,
 )
-from revcompile.runtime.executor.messages import Transport
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.slots import Flat, empty_on
@@ -99,6 +98,8 @@ class GraphRunner:
         return self.is_active and not self.is_replaying and self._backend is not Backend.STATIC
 
     def _give_up(self, why: str) -> None:
+        if self._captured is not None:
+            self._reported += self._captured.failures(wait=True)
         self.is_on, self._captured = False, None
         use_no_slots(self._executors)
         warnings.warn(
@@ -122,7 +123,6 @@ class GraphRunner:
     def step(
         self,
         schedule: Schedule,
-        transport: Transport,
         batch: tuple[Any, Any],
         allowed: bool,
         fingerprint: Fingerprint | None = None,
@@ -207,12 +207,12 @@ class GraphRunner:
                 self.alike = 0
             self.alike += 1
 
-    def leave(self, schedule: Schedule, transport: Transport) -> None:
+    def leave(self) -> None:
         """Let `failures` tell those of all steps so far."""
         if self._captured is not None:
             self._captured.leave()
 
-    def restart(self, schedule: Schedule, transport: Transport) -> None:
+    def restart(self) -> None:
         """Drop captured steps, for settings of layers have changed, and capture new ones."""
         self._count_change()
         self._last_batch, self.alike = None, 0

@@ -69,13 +69,13 @@ class InFlight:
     """Of the streams that entered its couplings, where their reconstruction can be checked."""
     hooks: HookRecord | None = field(default_factory=dict)
     """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
-    is_in_slot: bool = False
-    """Whether the kept values lie in a slot of the stage's ring."""
+    ring: Ring | None = None
+    """In whose slot the kept values lie."""
 
-    @property
-    def is_static(self) -> bool:
-        """Whether all of it is in a slot, where a captured step finds it."""
-        return self.is_in_slot and not (self.buffers or self.original)
+    def is_in(self, ring: Ring | None) -> bool:
+        """Whether all of it lies in a slot of a ring, where a captured step finds it."""
+        is_there = self.ring is not None and self.ring is ring
+        return is_there and not (self.buffers or self.original)
 
 
 class Backward(NamedTuple):
@@ -224,7 +224,7 @@ class Stage:
             self.ring = Ring(kept, self.slots)
         held = InFlight(kept)
         if self.ring is not None and self.ring.put(microbatch, kept):
-            held = InFlight(self.ring.value(microbatch), is_in_slot=True)
+            held = InFlight(self.ring.value(microbatch), ring=self.ring)
         self.in_flight[microbatch] = held
         return held
 
@@ -242,7 +242,7 @@ class Stage:
         if self.ring is not None:
             used = self.weights.used(self.weights.forward())
             kept = self.ring.value(entered)
-            self.in_flight[entered] = InFlight(kept, used=used, is_in_slot=True)
+            self.in_flight[entered] = InFlight(kept, used=used, ring=self.ring)
             del self.in_flight[left]
         self.gradients = {} if has_updated or self.sums is None else dict(self.sums)
         if has_updated:
@@ -323,8 +323,8 @@ class Stage:
         """
         program, held = self.program, self.in_flight.pop(microbatch)
         stored = held.kept
-        if held.is_in_slot and self.ring is not None:
-            stored = self.ring.take(microbatch, to)  # what backward returns outlives the slot
+        if held.ring is not None:
+            stored = held.ring.take(microbatch, to)  # what backward returns outlives the slot
         else:
             held.kept = ()  # frees what is stored
         is_compiled = self._backward is not self._generated[1]

@@ -155,7 +155,7 @@ class Steps:
         if allowed and self.is_last and fingerprint is not None:
             self._check_data(microbatch, fingerprint)
         batch = values, self.loss_head.targets.get(microbatch)
-        if self.runner.step(schedule, transport, batch, allowed, fingerprint):
+        if self.runner.step(schedule, batch, allowed, fingerprint):
             return True
         if values is not None:
             self.runner.observe(batch)

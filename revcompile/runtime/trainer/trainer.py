@@ -175,8 +175,8 @@ class Trainer(TrainerState):
             scheduler.finish(scheduler.own(actions))
 
     def _sync_stages(self) -> None:
-        """Make the stages hold everything that is in flight, for whoever reads it there."""
-        self.runner.leave(self.schedule, self.transport)
+        """Have bad micro-batches of captured steps become known now."""
+        self.runner.leave()
 
     def _resume_training(self) -> None:
         self._throughput.resume()
@@ -245,7 +245,7 @@ class Trainer(TrainerState):
         """Go on with the settings of layers as they are now."""
         if self._guard.settings.first_change() is not None:
             self._guard.settings.take()
-            self.runner.restart(self.schedule, self.transport)
+            self.runner.restart()
 
     def _check_tree(self, where: str, problem: str | None = None) -> None:
         """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""
@@ -289,8 +289,6 @@ class Trainer(TrainerState):
                 f"trainer.evaluate: {self.partition.rewired.name} computes something else in eval "
                 "mode than in training, which stages on several ranks cannot; use net.module()"
             )
-        if any({tie.owner, tie.holder} <= {*self.placement.stages} for tie in self.schedule.ties):
-            self._sync_stages()  # captured steps have the messages between stages here
         self._finish(self.schedule.receive_tied_weights())
 
     @contextmanager

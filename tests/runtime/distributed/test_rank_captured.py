@@ -92,8 +92,8 @@ def test_captured_ranks_share_weights_after_a_flush(tmp_path: Path) -> None:
             eager_split["evaluated"],
             eager["evaluated"],
         ]
-        assert pattern(split["captured"]) == "---ccc---cccc"
-        assert pattern(whole["captured"]) == "---ccc---c---"  # evaluated before every step
+        for captured in (split["captured"], whole["captured"]):
+            assert pattern(captured) == "---ccc---cccc"  # at the end evaluated before every step
 
 
 def test_captured_ranks_train_as_one_process(tmp_path: Path) -> None:

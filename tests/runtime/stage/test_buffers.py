@@ -139,7 +139,7 @@ def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
         for batch in data:
             trainer.step(*batch)
         assert is_active(trainer) == (backend == "static")
-        trainer.runner.leave(trainer.schedule, trainer.transport)
+        trainer.runner.leave()
         back = [m for queue in trainer.transport.queues.values() for m in queue if m.gradients]
         assert {t.dtype for m in back for t in m.gradients.values()} == {torch.bfloat16}
         values = [t for m in back for t in m.values.values() if t is not None]
@@ -199,7 +199,7 @@ def _compiled(order: str) -> tuple[dict[str, Tensor], Trainer]:
         x = torch.randn(4, 3, 4, 4, generator=generator)
         trainer.step(x, torch.zeros(4, dtype=torch.long))
     assert runner.is_active
-    runner.leave(trainer.schedule, trainer.transport)
+    runner.leave()
     return weights(net), trainer
 
 
