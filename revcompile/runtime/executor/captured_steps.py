@@ -19,23 +19,24 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import torch
 
 from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
-from revcompile.ir.precision_rewrites import taking_stored
-from revcompile.ir.python_code import compile_graph
 from revcompile.ir.snapshot import Kind, TreeSnapshot
 from revcompile.kernels.repeatable import CUDNN_BENCHMARK
 from revcompile.runtime.executor.boundary import Boundary, StepInputs
 from revcompile.runtime.executor.capturable import has_flags, missing_memory
-from revcompile.runtime.executor.captured.fusion import FusedOps, fuse, write_results
+from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.flags import NonFiniteReports, RunningStatistics
+from revcompile.runtime.executor.flags import (
+    NonFiniteReports,
+    RunningStatistics,
+    steps_at_once,
+)
 from revcompile.runtime.executor.graphs import (
     CaptureUnsupported,
     EagerReplay,
@@ -48,11 +49,11 @@ from revcompile.runtime.executor.messages import (
     Route,
 )
 from revcompile.runtime.executor.scheduler import LocalScheduler
+from revcompile.runtime.executor.slot_numbers import SlotNumbers
 from revcompile.runtime.executor.streams import StepStreams, large_stages
 from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.slots import (
-    Ring,
     StaticBuffers,
     empty_on,
     free_cached,
@@ -112,8 +113,7 @@ class CapturedSteps:
             executor.updates.has_flags, executor.streams = self._has_flags, self._streams
             executor.updates.average = self._transport.averages.get(executor.index)
             if fused is not None:
-                programs = _fused_programs(executor, fused)
-                executor.programs, executor.handed_on = programs
+                executor.compile(fused)
         self._scheduler = LocalScheduler(self.executors)
         self._cast_weights = [w for e in executors for w in e.stage.cast_weights.weights]
         self._versions: list[int] | None = None
@@ -121,12 +121,9 @@ class CapturedSteps:
         self._statistics = RunningStatistics([e.stage.statistics() for e in self.executors])
         self._reports = NonFiniteReports(self._stages, loss_head.overflow_advice)
         flags = len(self._stages) + self._boundary.has_next
-        self._flag_rows = torch.zeros(_steps_at_once(device), flags, device=device)
+        self._flag_rows = torch.zeros(steps_at_once(device), flags, device=device)
         """The flags of the last steps, which the host has not seen."""
-        self._slots: list[Any] = []
-        """Those that captured steps use."""
-        self._numbers = torch.empty(0, device=device)
-        """For each ring, and for `_flag_rows`: where the next step writes, and where it reads."""
+        self._numbers = SlotNumbers(executors, self._transport, device)
         self.is_replaying = False
         self.is_active = False
         """Whether the last step was one of these."""
@@ -214,26 +211,15 @@ class CapturedSteps:
             for stage in stages:
                 if stage.in_flight and [*stage.in_flight.values()][-1].ring is None:
                     stage.ring = None
+                    self.clear()
             for route, queue in waiting.items():
                 if queue and not (queue[-1].is_in_slot or queue[-1].void):
                     routes[route].clear()
+                    self.clear()
             return False
-        slots = [*(stage.ring for stage in stages), *(each.slots for each in routes.values())]
-        if len(slots) != len(self._slots) or not all(map(is_, slots, self._slots)):
+        if self._numbers.have_changed():
             self.clear()
-            self._slots = slots
-            numbers = torch.zeros(len(self._rings()) + 1, 2, dtype=torch.int64)
-            self._numbers = numbers.to(self._device)
         return True
-
-    def _rings(self) -> list[tuple[Ring, Route | None, int]]:
-        """Those of stages, and of messages on some routes."""
-        slots = self._transport.slots
-        found = [
-            *((executor.stage.ring, None, executor.index) for executor in self.executors),
-            *((each.ring, route, route[1]) for route, each in slots.items()),
-        ]
-        return [(ring, route, stage) for ring, route, stage in found if ring is not None]
 
     def _allocate(self, batch: StepInputs, expected: Message) -> None:
         # Updates follow each other: one snapshot at a time.
@@ -244,6 +230,7 @@ class CapturedSteps:
         for executor in self.executors:
             move(executor.updater.state_tensors)
             move(executor.stage.cast_weights.copies)
+        self._numbers.follow_slots()
         self._inputs = StaticBuffers(empty_on(self._device, batch.local.value))
         if self._streams is not None and 0 in self._by_stage:
             first = self.executors[0].program.inputs[0].type, batch.local.leaves[0]
@@ -272,6 +259,7 @@ class CapturedSteps:
         """Free all captured steps: shapes, or the trainer's tensors, have changed."""
         self.leave()
         self._replay.clear()
+        self._numbers.clear()
         self._reset()
 
     def failures(self, wait: bool = False) -> list[NonFiniteError]:
@@ -315,7 +303,7 @@ class CapturedSteps:
             lambda: self._sections(schedule, due, messages, updating),
             lambda: self._random_keys(entering, due),
         )
-        self._set_numbers(schedule, due)
+        self._numbers.set(schedule, due, entering % len(self._flag_rows))
         boundary.wait_sent()
         self._inputs.copy_(batch.local)
         copied = when_copied(batch.local.leaves, self._device)
@@ -347,17 +335,6 @@ class CapturedSteps:
                 executor.stage.cast_weights.refresh_if_changed()
         for executor in self.executors:
             executor.updater.follow_rates()
-
-    def _set_numbers(self, schedule: Schedule, due: Mapping[int, int]) -> None:
-        """Tell the device which slots of rings this step writes to and reads from."""
-        updates, places = schedule.updates, []
-        for ring, route, stage in self._rings():
-            new, old = schedule.injected, due[stage]
-            if route is not None:
-                new, old = updates[route[0]], updates[route[1]]
-            places.append((new % ring.count, old % ring.count))
-        places.append((schedule.injected % len(self._flag_rows), 0))
-        self._numbers.copy_(torch.tensor(places), non_blocking=True)
 
     def _note(
         self, schedule: Schedule, due: Mapping[int, int], received: Mapping[Any, int]
@@ -421,7 +398,10 @@ class CapturedSteps:
 
         def forward() -> None:
             self._begin(ends)
-            self._load_inputs(entering)
+            assert self._inputs is not None
+            values, self._loss_head.targets[entering] = self._inputs.value
+            if values is not None:
+                self.executors[0].inputs[entering] = values
             self._boundary.give(before_forward)
             if self._has_flags:
                 self._statistics.snapshot()
@@ -475,16 +455,14 @@ class CapturedSteps:
     def _begin(self, ends: list[Callable[[], None]]) -> None:
         """Have executors perform a captured step until `_end`."""
         queues, head = self._transport.queues, self._loss_head
-        rings, targets = [ring for ring, *_ in self._rings()], dict(head.targets)
+        targets = dict(head.targets)
         # To the queues of messages from other ranks threads may add some.
         here = [route for route in queues if {*route[:2]} <= {*self._stages}]
         waiting = {route: deque(queues[route]) for route in here}
-        for ring, (new, old) in zip(rings, self._numbers, strict=False):
-            ring.ends = new.reshape(1), old.reshape(1)
+        self._numbers.begin_step()
 
         def end() -> None:
-            for ring in rings:
-                ring.ends = None
+            self._numbers.end_step()
             queues.update(waiting)
             self._transport.forget_norms()
             for each in (head.targets, head.losses, head.outputs):
@@ -519,15 +497,6 @@ class CapturedSteps:
             for microbatch in (entering, due[executor.index])
         }
 
-    def _load_inputs(self, entering: int) -> None:
-        """Put the batch where stages look for inputs and target."""
-        assert self._inputs is not None
-        values, target = self._inputs.value
-        if values is not None:
-            self.executors[0].inputs[entering] = values
-        if self._is_last:
-            self._loss_head.targets[entering] = target
-
     def _store_results(self, entering: int) -> None:
         """Copy flags and the loss to where the host reads them."""
         if self._has_flags:
@@ -535,8 +504,7 @@ class CapturedSteps:
             if self._boundary.has_next:
                 assert self._boundary.flag is not None
                 flags.append(self._boundary.flag)
-            row = self._numbers[-1, :1]
-            self._flag_rows.index_copy_(0, row, torch.cat(flags).unsqueeze(0))
+            self._flag_rows.index_copy_(0, self._numbers.row, torch.cat(flags).unsqueeze(0))
         if self._is_last:
             head = self._loss_head
             loss, output = (head.losses[entering], head.scale), head.outputs[entering]
@@ -545,31 +513,3 @@ class CapturedSteps:
             self._loss.copy_(loss)
             self._output.copy_(output)
             head.add(loss[0])
-
-
-def _fused_programs(executor: StageExecutor, fused: FusedOps) -> tuple[Any, dict[int, str]]:
-    """A stage's programs, compiled; the kept values that backward returns as they are, by name."""
-    stage = executor.stage
-    program, stored = stage.program, stage.activations
-    backward = taking_stored(program, stored.low)
-    is_read_so = stored.are_read_in(stage.autocast)
-    forward, backward = fuse(program.forward, backward, stage.root, fused, is_read_so)
-    write_results(backward, (program.sends_back, program.inputs_with_grad), executor.buffer)
-    _, *kept = backward.find_nodes(op="placeholder")[: 1 + len(program.kept)]
-    (output,) = backward.find_nodes(op="output")
-    returned = zip(output.args[0][0], program.sends_back, strict=True)
-    handed_on = {kept.index(node): name for node, name in returned if node in kept}
-    name = f"stage {program.index}, compiled"
-    programs = (
-        compile_graph(forward, f"{name}, forward"),
-        compile_graph(backward, f"{name}, backward"),
-    )
-    return programs, handed_on
-
-
-def _steps_at_once(device: torch.device) -> int:
-    """Of how many steps the host reads the flags by one copy.
-
-    On a GPU to copy them, and to wait for the copy, takes it about as long as to launch a step.
-    """
-    return 4 if device.type == "cuda" else 1

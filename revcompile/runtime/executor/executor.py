@@ -32,13 +32,16 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError, NonFiniteError
+from revcompile.ir.precision_rewrites import taking_stored
 from revcompile.ir.program import StageProgram
+from revcompile.ir.python_code import compile_graph
+from revcompile.runtime.executor.captured.fusion import FusedOps, fuse, write_results
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.messages import Message, MessageKind
 from revcompile.runtime.executor.streams import StepStreams
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.updates import StageUpdates
-from revcompile.runtime.reversible.replay import BufferSnapshot
+from revcompile.runtime.reversible.replay import BufferSnapshot, restore_buffers
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
@@ -93,9 +96,9 @@ class StageExecutor:
         """Set if running statistics have to be as they were before the last backward pass."""
         self.streams: StepStreams | None = None
         """On which actions of captured steps run side by side."""
-        self.programs: Programs | None = None
+        self._programs: Programs | None = None
         """Those of captured steps, if they are not the stage's own."""
-        self.handed_on: dict[int, str] = {}
+        self._handed_on: dict[int, str] = {}
         """Which of the kept values these send to the stage before, and under which names."""
         self._buffers: Sequence[Mapping[str, Tensor | None]] = ({}, {})
         """Where a backward pass may write values and gradients for the stage before."""
@@ -165,7 +168,7 @@ class StageExecutor:
         kept = [dict(each) for each in messages]
         before = dict(stage.in_flight), dict(stage.gradients), stage.weights.noted()
         self.updates.is_captured = True
-        stage.run_with(self.programs)
+        stage.run_with(self._programs)
 
         def end() -> None:
             for each, was in zip(messages, kept, strict=True):
@@ -185,7 +188,25 @@ class StageExecutor:
         if has_updated:
             self.updater.advance()
 
-    def buffer(self, kind: int, name: str) -> Tensor | None:
+    def compile(self, fused: FusedOps) -> None:
+        """Have captured steps run the stage's programs with their fusion regions compiled."""
+        stage = self.stage
+        program, stored = stage.program, stage.activations
+        backward = taking_stored(program, stored.low)
+        is_read_so = stored.are_read_in(stage.autocast)
+        forward, backward = fuse(program.forward, backward, stage.root, fused, is_read_so)
+        write_results(backward, (program.sends_back, program.inputs_with_grad), self._buffer)
+        _, *kept = backward.find_nodes(op="placeholder")[: 1 + len(program.kept)]
+        (output,) = backward.find_nodes(op="output")
+        returned = zip(output.args[0][0], program.sends_back, strict=True)
+        self._handed_on = {kept.index(node): name for node, name in returned if node in kept}
+        name = f"stage {program.index}, compiled"
+        self._programs = (
+            compile_graph(forward, f"{name}, forward"),
+            compile_graph(backward, f"{name}, backward"),
+        )
+
+    def _buffer(self, kind: int, name: str) -> Tensor | None:
         """In a captured step: where a value or gradient for the stage before may be written."""
         return self._buffers[kind].get(name)
 
@@ -273,7 +294,7 @@ class StageExecutor:
         self.stage.drop(microbatch)
         latest, snapshot = self._last_snapshot
         if latest == microbatch:
-            restore(snapshot)
+            restore_buffers(snapshot)
             self._last_snapshot = _NO_SNAPSHOT
 
     def _send_y(self, action: Action) -> bool:
@@ -354,8 +375,8 @@ class StageExecutor:
         if self.is_captured and in_order:
             route = self.index, self.index - 1, MessageKind.DY
             self._buffers = self.transport.buffers(route, microbatch)
-        named = self.handed_on.items()
-        return {place: at for place, name in named if (at := self.buffer(0, name)) is not None}
+        named = self._handed_on.items()
+        return {place: at for place, name in named if (at := self._buffer(0, name)) is not None}
 
     def _found_inf(self, message: Message, passed: Backward, scale: Tensor | None) -> Tensor:
         """The flag of a micro-batch."""
@@ -389,7 +410,7 @@ class StageExecutor:
         if has_overflowed:
             return Message(microbatch, void=True, scale=scale)
         self.undo(microbatch)
-        restore(snapshot)
+        restore_buffers(snapshot)
         found = passed.gradients, passed.input_gradients, scale
         self.failures.append(non_finite_error(self.index, microbatch, *found))
         return Message(microbatch, void=True)
@@ -475,14 +496,3 @@ def _apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
 
     used = {*map(memory, others.values())} - {None}
     return {name: v.clone() if memory(v) in used else v for name, v in values.items()}
-
-
-def restore(snapshot: Sequence[BufferSnapshot]) -> None:
-    """Buffers as they were.
-
-    Written to `.data`, as batch norm does: graphs in flight may have saved these buffers, and
-    autograd would refuse to use them after a write that it sees.
-    """
-    for saved in snapshot:
-        saved.buffer.data.copy_(saved.copy)
-        saved.module._buffers[saved.name] = saved.buffer

@@ -174,6 +174,17 @@ class BufferSnapshot:
     copy: Tensor
 
 
+def restore_buffers(snapshots: Iterable[BufferSnapshot]) -> None:
+    """Buffers as they were.
+
+    Written to `.data`, as batch norm does: graphs in flight may have saved these buffers, and
+    autograd would refuse to use them after a write that it sees.
+    """
+    for saved in snapshots:
+        saved.buffer.data.copy_(saved.copy)
+        saved.module._buffers[saved.name] = saved.buffer
+
+
 def buffer_snapshots(slots: Iterable[tuple[nn.Module, str]]) -> list[BufferSnapshot]:
     """Of those buffers that are not None."""
     present = ((module, name, module._buffers.get(name)) for module, name in slots)

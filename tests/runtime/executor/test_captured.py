@@ -403,7 +403,7 @@ def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
 
 def test_bad_batches_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the host reads the flags of several steps at once."""
-    monkeypatch.setattr(captured_steps, "_steps_at_once", lambda _: 3)
+    monkeypatch.setattr(captured_steps, "steps_at_once", lambda _: 3)
     net, trainer = made("static")
     reported, bad = dict[int | None, int](), (FULL + 2, FULL + 3, FULL + 8)
     for index, (x, y) in enumerate([*even(FULL + 11), odd()]):
