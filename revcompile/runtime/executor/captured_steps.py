@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from revcompile.errors import NonFiniteError
 from revcompile.ir.coupling_ops import mix
 from revcompile.ir.snapshot import Kind, TreeSnapshot
 from revcompile.kernels.repeatable import CUDNN_BENCHMARK
@@ -119,7 +118,7 @@ class CapturedSteps:
         self._versions: list[int] | None = None
         """Of these, in the last step."""
         self._statistics = RunningStatistics([e.stage.statistics() for e in self.executors])
-        self._reports = NonFiniteReports(self._stages, loss_head.overflow_advice)
+        self.reports = NonFiniteReports(self._stages, loss_head.overflow_advice)
         flags = len(self._stages) + self._boundary.has_next
         self._flag_rows = torch.zeros(steps_at_once(device), flags, device=device)
         """The flags of the last steps, which the host has not seen."""
@@ -252,7 +251,7 @@ class CapturedSteps:
 
     def leave(self) -> None:
         """The step to come is none of these."""
-        self._reports.submit(self._flag_rows)
+        self.reports.submit(self._flag_rows)
         self.is_active = False
 
     def clear(self) -> None:
@@ -262,20 +261,12 @@ class CapturedSteps:
         self._numbers.clear()
         self._reset()
 
-    def failures(self, wait: bool = False) -> list[NonFiniteError]:
-        """Bad micro-batches that have become known since the last call."""
-        return self._reports.collect(wait)
-
     # -- one step -------------------------------------------------------------------------------
 
     def step(
         self, schedule: Schedule, batch: StepInputs, fingerprint: Fingerprint | None = None
     ) -> None:
         """The step in which a micro-batch enters. The loss head gets its loss and output.
-
-        Args:
-            batch: What it is given.
-            fingerprint: Of its data, for the next rank.
 
         Raises:
             CaptureUnsupported: The step cannot be captured; nothing has changed.
@@ -367,7 +358,7 @@ class CapturedSteps:
         if self._has_flags:
             if self._boundary.has_next:
                 due[self._boundary.last + 1] = due[self._boundary.last]
-            self._reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
+            self.reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
         if self._loss is not None and self._output is not None:
             head = self._loss_head
             head.losses[entering], head.scale = clone_tree(self._loss.value)
@@ -385,10 +376,7 @@ class CapturedSteps:
         """The parts of a step between messages to and from other ranks.
 
         Args:
-            schedule: Before the step.
-            due: By stage, the micro-batch of its backward pass.
-            messages: Those that forward passes need, and their numbers; those that backward passes
-                and updates need.
+            messages: Those before forward passes; those before backward passes and updates.
             updating: Those that average their gradients with their replicas before they update.
         """
         entering = schedule.injected

@@ -99,7 +99,7 @@ class GraphRunner:
 
     def _give_up(self, why: str) -> None:
         if self._captured is not None:
-            self._reported += self._captured.failures(wait=True)
+            self._reported += self._captured.reports.collect(wait=True)
         self.is_on, self._captured = False, None
         use_no_slots(self._executors)
         warnings.warn(
@@ -218,7 +218,7 @@ class GraphRunner:
         self._last_batch, self.alike = None, 0
         if self._captured is not None:
             self._captured.leave()
-            self._reported += self._captured.failures(wait=True)
+            self._reported += self._captured.reports.collect(wait=True)
             self._captured = None  # programs are fused for the settings there were
 
     def _count_change(self) -> None:
@@ -235,5 +235,5 @@ class GraphRunner:
         """Bad micro-batches that have become known: some steps late, or when captured steps end."""
         found, self._reported = self._reported, []
         if self._captured is not None:
-            found += self._captured.failures(wait=not self._captured.is_active)
+            found += self._captured.reports.collect(wait=not self._captured.is_active)
         return found
