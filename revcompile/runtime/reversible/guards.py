@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile.errors import GuardError
 from revcompile.ir.guards import (
@@ -287,14 +288,22 @@ class _Sizes(fx.Interpreter):
 
     def _extrapolated(self, node: fx.Node) -> Any:
         """The result of a module that needs real data: as captured, but for the batch size."""
-        sources = [n for n in node.all_input_nodes if isinstance(n.meta.get(TYPE), TensorType)]
-        batches = {_batch(n.meta[TYPE], self.env[n]) for n in sources}
-        kind = node.meta.get(TYPE)
-        is_known = len(batches) == 1 and None not in batches and node.op == "call_module"
-        if not is_known or not isinstance(kind, TensorType):
+        if node.op != "call_module":
             return _ABSENT
-        shape, like = kind.at(batches.pop() or 0), self.env[sources[0]]
-        return torch.empty(shape, dtype=kind.dtype, device=like.device)
+        sources = [n for n in node.all_input_nodes if isinstance(n.meta.get(TYPE), TensorType)]
+        like = self.env[sources[0]]
+        if isinstance(self.fetch_attr(str(node.target)), _BatchNorm):
+            return torch.empty_like(like)  # without momentum it reads the number of batches seen
+        pairs = [(n.meta[TYPE], self.env[n]) for n in sources]
+        (batch,) = {_batch(*pair) for pair in pairs if any(pair[0].per_sample)} or {0}
+        is_known = all(kind.at(batch) == tuple(value.shape) for kind, value in pairs)
+
+        def made(kind: Any) -> Any:
+            if isinstance(kind, tuple):
+                return tuple(map(made, kind))
+            return torch.empty(kind.at(batch), dtype=kind.dtype, device=like.device)
+
+        return made(node.meta[TYPE]) if is_known else _ABSENT
 
     def _reshaped(self, node: fx.Node) -> Any:
         """A result whose shape follows from sizes alone: `y.reshape(sizes)` of any y."""
@@ -317,10 +326,7 @@ class _Sizes(fx.Interpreter):
         return called(node, *fx.node.map_arg((node.args, node.kwargs), self._contents))
 
 
-def _batch(kind: TensorType, value: Any) -> int | None:
-    """The batch size at which a captured value has this shape, if there is one."""
-    for size, step, now in zip(kind.shape, kind.per_sample, value.shape, strict=False):
-        if step:
-            batch = kind.batch + (now - size) // step
-            return batch if kind.at(batch) == tuple(value.shape) else None
-    return kind.batch if kind.shape == tuple(value.shape) else None
+def _batch(kind: TensorType, value: Tensor) -> int:
+    """The batch size of a value that is as captured but for that."""
+    sizes = zip(kind.shape, kind.per_sample, value.shape, strict=True)
+    return next(kind.batch + (now - size) // step for size, step, now in sizes if step)
