@@ -558,6 +558,25 @@ def test_what_turns_out_not_to_be_capturable_goes_on_as_before(
     assert same(*found)
 
 
+@pytest.mark.filterwarnings("ignore:backend='static'")
+def test_a_bad_batch_of_the_last_captured_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nothing is captured after it, and the host has not read its flag."""
+    monkeypatch.setattr(runner, "EagerReplay", Refusing)
+    monkeypatch.setattr(runner, "_MOST_FAILURES", 1)
+    monkeypatch.setattr(captured_steps, "steps_at_once", lambda _: 9)
+    bad, reported = -1, list[int | None]()
+    for _ in range(2):
+        _, trainer = made("static")
+        for index, (x, y) in enumerate(even(2 * FULL)):
+            try:
+                trainer.step(x * torch.nan if index == bad else x, y)
+            except NonFiniteError as error:
+                reported.append(error.microbatch)
+            captured = index if is_active(trainer) else bad
+            bad = max(bad, captured)
+    assert reported == [bad]
+
+
 def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_steps, "missing_memory", lambda *_: "9 bytes missing")
     _, trainer = made("static")

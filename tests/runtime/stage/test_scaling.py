@@ -35,7 +35,7 @@ from training import (
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.executor.messages import Message
-from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, Scaling
+from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, Scaling, unscaled
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.trainer.test_trainer import Deep
 
@@ -141,6 +141,12 @@ def test_they_are_those_of_a_scaled_loss_in_a_plain_loop() -> None:
     expected = {name: p.grad / 512 for name, p in model.named_parameters()}
     found = gradients(F.cross_entropy, autocast=torch.float16, loss_scale=512)
     assert worst(expected, found)[0] < 0.01
+
+
+def test_float16_is_divided_by_scales_that_it_cannot_hold() -> None:
+    scaled = {"w": torch.full((2,), 1024.0, dtype=torch.float16)}
+    found = unscaled(scaled, torch.tensor(2.0**17, dtype=torch.float64))["w"]
+    assert found.dtype is torch.float16 and found.tolist() == [2.0**-7] * 2
 
 
 # -- overflows ------------------------------------------------------------------------------------
