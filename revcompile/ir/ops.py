@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
 
-from revcompile.errors import CaptureError
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 
 __all__ = [
@@ -30,7 +27,6 @@ __all__ = [
     "statistics_frozen",
     "store_buffer",
     "with_item",
-    "with_view",
     "writes_self",
 ]
 
@@ -63,50 +59,6 @@ def out_of_place(tensor: Tensor, method: str, *args: Any, **kwargs: Any) -> Tens
     """
     result = tensor.clone()
     getattr(result, method)(*args, **kwargs)
-    return result
-
-
-_CONVERSIONS: Final = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
-
-
-def with_view(
-    base: Tensor,
-    value: Tensor,
-    view: str,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
-    item: int | None = None,
-) -> Tensor:
-    """`base` after `value` is written into a view of it, out of place.
-
-    `view` is a method of tensors, "getattr" for an attribute, or the name of an operator such as
-    "aten.slice.Tensor"; `item` picks one of several views (`chunk`).
-
-    >>> with_view(torch.zeros(2, 2), torch.ones(2), "select", (1, 0))
-    tensor([[1., 0.],
-            [1., 0.]])
-    """
-    result = base.clone()
-    # autograd refuses to write into one of several views made at once: their layout is enough
-    with torch.set_grad_enabled(item is None and torch.is_grad_enabled()):
-        if view == "getattr":
-            part = getattr(result, *args)
-        elif "." in view:
-            part = attribute(torch.ops, view)(result, *args, **kwargs)
-        else:
-            part = getattr(result, view)(*args, **kwargs)
-    if item is not None:
-        layout = part[item].size(), part[item].stride(), part[item].storage_offset()
-        part = result.as_strided(*layout)
-    is_copy = part.untyped_storage()._cdata != result.untyped_storage()._cdata
-    # under autocast streams are float32 where the model's own values may not be
-    if is_copy or (view in _CONVERSIONS and is_autocasting(base.device)):
-        raise CaptureError(
-            f"the model writes in place into the result of {view}, which may be a copy in this "
-            "call, and was a view when the model was captured (in another precision or memory "
-            "layout). Write out of place there (inplace=False, or no trailing underscore)"
-        )
-    part.copy_(value)
     return result
 
 

@@ -459,10 +459,11 @@ def test_check_does_not_run_on_the_users_parameters() -> None:
             self.weight.data.clamp_(max=1.0)
             return x * self.weight
 
-    model = Clamps()
+    model = nn.Sequential(Clamps(), nn.Linear(8, 8))
     captured = capture(model, zoo.rows(2), check="full")
-    assert model.weight.max() == 3.0
-    assert captured.root.weight.max() == 3.0
+    assert captured.leaf_modules == ("0",)
+    assert model[0].weight.max() == 3.0
+    assert captured.root.get_submodule("0").weight.max() == 3.0
 
 
 # -- errors --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""In-place operations on aliases, views, inputs and streams change no output and no gradient."""
+"""In-place operations on aliases, inputs and streams change no output and no gradient."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def silu_after_identity(net: Net, x: Tensor) -> Tensor:
 
 def relu_after_its_own_type(net: Net, x: Tensor) -> Tensor:
     y = net.b(x)
-    return y + net.a(net.relu(y.to(y.dtype).type_as(y)))
+    return y + net.a(net.relu(y.to(y.dtype)))
 
 
 def dropout_after_identity(net: Net, x: Tensor) -> Tensor:
@@ -91,6 +91,13 @@ def chunk_written_without_gradient(net: Net, x: Tensor) -> Tensor:
     second = y.split(4, -1)[1]
     second += 1.0
     return net.a(x * y)
+
+
+def part_assigned(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    y[:, 2:] += x[:, 2:]
+    y[..., 0] *= 2.0
+    return net.a(y) + y
 
 
 def chunks_read_after_a_write(net: Net, x: Tensor) -> Tensor:
@@ -204,7 +211,16 @@ FORWARDS = [
 ]
 
 
-@pytest.mark.parametrize("forward", FORWARDS)
+SEEN_IN_VIEWS = (
+    *(relu_on_a_view, relu_on_a_layers_view, relu_on_a_transpose, relu_on_a_slice),
+    *(functional_relu, chunk_written_without_gradient, chunks_read_after_a_write),
+    *(write_through_an_alias_of_cat, write_a_column, scale_the_first, nested_views),
+    *(base_of_an_expanded_tensor, copies, detached_write),
+)
+"""Write to memory that is read afterwards as another view."""
+
+
+@pytest.mark.parametrize("forward", [f for f in FORWARDS if f not in SEEN_IN_VIEWS])
 def test_captured_is_the_original(forward: Forward) -> None:
     torch.manual_seed(0)
     net = Net(forward).double()
@@ -215,6 +231,16 @@ def test_captured_is_the_original(forward: Forward) -> None:
     given = x.clone()
     run_graph(captured.graph, captured.root, [given])
     assert torch.equal(given, x)
+
+
+@pytest.mark.parametrize("forward", SEEN_IN_VIEWS)
+def test_a_write_that_other_views_see_makes_its_module_a_leaf(forward: Forward) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), Net(forward)).double(), torch.randn(3, 8).double()
+    captured = capture(net, x, check="full")
+    assert captured.leaf_modules == ("1",)
+    with pytest.raises(CaptureError, match=r"read afterwards; write out of place.*test_in_place"):
+        capture(net[1], x)
 
 
 def gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -237,15 +263,14 @@ class Blocks(nn.Module):
         self.same, self.relu = nn.Identity(), nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        skip = h.view(-1, 2, 4)
+        h = skip = self.stem(x)
         for layer in self.layers:
             y = torch.tanh(layer(h))
-            y[..., :2].mul_(2.0)
+            y[..., :2] *= 2.0
             self.relu(self.same(y))
             h = h + y
         skip.add_(1.0)
-        return self.head(h + skip.flatten(1))
+        return self.head(h + skip)
 
 
 def test_reversible_blocks_with_in_place_layers() -> None:
@@ -272,16 +297,15 @@ class Converting(nn.Module):
         return h + self.last(self.silu(h.float() if self.to_float else h.to(h.dtype)))
 
 
-def test_a_conversion_that_is_none_by_precision_alone_is_not_taken_for_a_view() -> None:
+def test_a_conversion_that_is_none_by_precision_alone_is_not_another_name() -> None:
     """Under autocast streams are float32 and layers bfloat16: types of values differ."""
     x = torch.randn(3, 8)
-    own, fixed = (revcompile.reversify(Converting(to_float), x) for to_float in (False, True))
-    fixed(x)
+    with pytest.raises(CaptureError, match="read afterwards; write out of place"):
+        revcompile.reversify(Converting(True), x)
+    net = revcompile.reversify(Converting(False), x)
     with torch.autocast("cpu", torch.bfloat16):
-        low = own(x)
-        with pytest.raises(CaptureError, match=r"of float, which may be a copy .* out of place"):
-            fixed(x)
-    torch.testing.assert_close(low.float(), own(x), rtol=0.1, atol=0.1)
+        low = net(x)
+    torch.testing.assert_close(low.float(), net(x), rtol=0.1, atol=0.1)
 
 
 class Plain(nn.Module):

@@ -648,8 +648,8 @@ class InPlace(nn.Module):
         y += x
         y[:, 0] = 1.0
         z = self.b(y)
-        z[:, 2:4].mul_(2.0)
-        z.view(-1)[0] = 0.5
+        z[:, 2:4] *= 2.0
+        z[0, 0] = 0.5
         mask = z > 0.1
         mask |= x > 1.0
         z.masked_fill_(mask, 0.25).unsqueeze_(0)

@@ -1,23 +1,27 @@
 """functionalize: a graph that computes the same without writing to the memory of its values.
 
-Where values are in memory is known from tracing (`memory.py`). The graph is copied node by node;
-for every storage the time of its last write is known, and for every view its base
-(`out_of_place.py`):
+Where values are in memory is known from tracing (`memory.py`). The graph is copied node by node. A
+write gives all names of the value a new node:
 
-    y = x * 2          has memory of its own
-    v = y[:, :2]       view of y
-    v.mul_(3)          v' = v.mul(3); y' = with_view(y, v', [:, :2])
-    y.sum()            reads y'
-    v.sum()            reads v'; any other view of y is taken anew, from y'
+    y = x * 2
+    z = layer(y)       a dropout in eval mode: another name of y
+    y.mul_(3)          y' = y.mul(3)
+    z.sum()            reads y'
 
-So every name of written memory reads the new contents, and gradients are those of autograd for
-the original. Buffers are written once, at the end, with the contents that the graph has computed
-(`store_buffer`). What cannot be rewritten exactly is refused: `NotFunctional` names the nodes.
+A write that is seen through another view of the memory is refused, `NotFunctional` names the nodes:
+
+    v = y[:, :2]
+    v.mul_(3)
+    y.sum()            but y[:, :2] *= 3 is fine: Python assigns the part to y
+
+The module around them becomes a leaf module. Buffers are written once, at the end, with the
+contents that the graph has computed (`store_buffer`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +40,14 @@ from revcompile.compiler.capture.memory import (
     works_in_place,
 )
 from revcompile.compiler.capture.out_of_place import (
-    View,
-    ViewCall,
     is_structured,
     location_of,
+    other_name_of,
     out_of_place_call,
     promotes,
-    view_of,
     written_argument,
 )
-from revcompile.ir.ops import attribute, batch_norm, read_buffer, store_buffer, with_item, with_view
+from revcompile.ir.ops import attribute, batch_norm, read_buffer, store_buffer, with_item
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
 
@@ -77,16 +79,14 @@ def forbid_inplace(graph: fx.Graph, root: nn.Module) -> None:
 
 @dataclass(eq=False)
 class _Value:
-    """An original node's value: the new node that has it, and the time at which that was true."""
+    """An original node's value, and the new node that has its contents now."""
 
     node: fx.Node
     new: fx.Node
-    time: int
     storages: frozenset[int]
     location: Location | None
-    source: _Value | None = None
-    base: _Value | None = None
-    view: View | None = None
+    names: list[_Value]
+    """All values that are the same tensor."""
 
 
 class _Functional:
@@ -95,17 +95,11 @@ class _Functional:
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.original, self.root, self.graph = graph, root, fx.Graph()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.now = 0
-        """The number of writes so far."""
-        self.written: dict[int, int] = {}
-        """When each storage was last written to."""
         self.values: dict[fx.Node, _Value] = {}
-        self.owners: dict[int, _Value] = {}
-        """The first single tensor in each storage that is no view of another."""
         self.state = _written_state(graph)
         """Storages of buffers that are written or assigned to."""
-        self.buffers: dict[int, fx.Node] = {}
-        """The new `get_attr` node of each of those."""
+        self.buffers: dict[int, tuple[fx.Node, _Value]] = {}
+        """The new `get_attr` node of each of those, and its contents."""
         self.assigned: dict[int, fx.Node] = {}
         """The original value that a buffer was assigned, by the buffer's storage."""
 
@@ -136,92 +130,51 @@ class _Functional:
         elif node.target is functional.batch_norm:
             self._batch_norm(node)
         elif node.op == "placeholder" or node.target is batch_norm or not is_effect(node):
-            self._define(node, self.graph.node_copy(node, self._reader(node)))
+            self._define(node, self.graph.node_copy(node, self._read))
         elif node.op == "call_module":
             self._layer(node)
         else:
             self._operation(node)
 
-    # -- reading ------------------------------------------------------------------------------
-
     def _read(self, node: fx.Node) -> fx.Node:
         """The new node with the current contents of an original one."""
-        return self._contents(self.values[node])
-
-    def _contents(self, value: _Value) -> fx.Node:
-        if all(self.written.get(storage, -1) <= value.time for storage in value.storages):
-            return value.new
-        view = value.view
-        if value.source is None or view is None or not (view.is_same or view.is_pure):
-            raise NotFunctional(
-                f"{value.node.name} is read after its memory was written", [value.node]
-            )
-        source, before = self._contents(value.source), value.new
-        if view.is_same:
-            value.new = source
-        else:
-            old = _source_argument(before)
-            value.new = self.graph.node_copy(before, lambda n: source if n is old else n)
-        value.time = self.now
-        return value.new
-
-    def _reader(self, node: fx.Node) -> Callable[[fx.Node], fx.Node]:
-        """How a node's inputs are looked up: for a size the original contents are enough."""
-        if node.meta.get(TYPE) is None and not node.meta.get(LOCATIONS):
-            return lambda n: self.values[n].new
-        return self._read
+        return self.values[node].new
 
     def _define(self, node: fx.Node, new: fx.Node) -> _Value:
-        """Note that a new node has an original one's value, and what it is a view of."""
+        """Note that a new node has an original one's value."""
+        source = other_name_of(node, self.root)
+        names = [] if source is None else self.values[source].names
         storages = node.meta.get(STORAGES, frozenset())
-        value = _Value(node, new, self.now, storages, location_of(node))
-        self.values[node] = value
-        view = view_of(node, self.root, lambda n: self.values[n].view)
-        if view is not None:
-            value.view = view
-            value.source, value.base = self.values[view.source], self.values[view.base]
-        elif value.location is not None:
-            owner = self.owners.setdefault(value.location.storage, value)
-            if owner is not value:  # the same item of a tuple, picked twice
-                same = owner.location is not None and owner.location.same_elements(value.location)
-                value.source = value.base = owner
-                value.view = View(owner.node, owner.node, is_same=same, is_pure=False)
+        self.values[node] = value = _Value(node, new, storages, location_of(node), names)
+        names.append(value)
         return value
 
     # -- writing ------------------------------------------------------------------------------
 
     def _write(self, target: _Value, new: fx.Node, node: fx.Node) -> None:
-        """Give the target, and every value that shares its memory, new contents."""
-        chain, below = [], target
-        while below.base is not None:
-            assert below.view is not None
-            chain.append((below, below.base, self._contents(below.base)))
-            below = below.base
-        self.now += 1
-        target.new, target.time = new, self.now
-        for value, base, contents in chain:
-            view = value.view
-            assert view is not None
-            if view.is_same:
-                base.new = value.new
-            elif view.call is None:
-                reason = f"{node.name} writes through {value.node.name}, an unknown kind of view"
-                raise NotFunctional(reason, [node, value.node, base.node])
-            else:
-                base.new = self._with_view(contents, value.new, view.call, node, base.node)
-            base.time = self.now
-        for storage in target.storages:
-            self.written[storage] = self.now
+        """Give the target, under all its names, new contents."""
+        self._refuse_other_readers(node, target.storages, target)
+        for storage, (_, owner) in self.buffers.items():
+            if storage in target.storages and owner not in target.names:
+                raise NotFunctional(f"{node.name} writes to a part of a buffer", [node])
+        for value in target.names:
+            value.new = new
 
-    def _with_view(
-        self, base: fx.Node, value: fx.Node, call: ViewCall, node: fx.Node, like: fx.Node
-    ) -> fx.Node:
-        args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), self._read)
-        rest = (args, kwargs, call.item) if call.item is not None else (args, kwargs)
-        new = self.graph.call_function(with_view, (base, value, call.view, *rest))
-        _describe(new, node, like)
-        new.meta[TYPE] = like.meta.get(TYPE)
-        return new
+    def _refuse_other_readers(
+        self, node: fx.Node, storages: Collection[int], target: _Value | None = None
+    ) -> None:
+        """Refuse a write to memory that other values than the target share, and are read later."""
+        for name, value in self.values.items():
+            if value.storages.isdisjoint(storages) or (target and value in target.names):
+                continue
+            late = [u for u in name.users if self.order[u] > self.order[node] and _reads(u)]
+            late = late[: late.index(end)] if (end := _assignment(node, name, late)) else late
+            if late:
+                what = node.target if node.op == "call_module" else node.name
+                reason = (
+                    f"{what} writes to {name.name}, which is read afterwards; write out of place"
+                )
+                raise NotFunctional(reason, [node, name, *late])
 
     def _operation(self, node: fx.Node) -> None:
         """An in-place function, method or operator."""
@@ -243,11 +196,11 @@ class _Functional:
             self._rename(node, target, new)
             return
         if "out" in node.kwargs:
-            whole: Any = (self._contents(target), ..., new)
+            whole: Any = (target.new, ..., new)
             new = self.graph.call_function(with_item, whole)
             _describe(new, node, target.node)
         elif promotes(target.node, node):
-            new = self.graph.call_method("type_as", (new, self._contents(target)))
+            new = self.graph.call_method("type_as", (new, target.new))
             _describe(new, node, target.node)
         self._write(target, new, node)
         self.values[node] = target
@@ -256,11 +209,8 @@ class _Functional:
         """`y.unsqueeze_(0)`: from here on the tensor is another view of its memory."""
         if "out" in node.kwargs or new.op != "call_method":
             raise NotFunctional(f"{node.name} resizes a tensor in place", [node])
-        call = ViewCall(str(new.target), node.args[1:], node.kwargs)
-        view = View(target.node, target.node, call)
-        value = _Value(
-            node, new, self.now, target.storages, location_of(node), target, target, view
-        )
+        value = _Value(node, new, target.storages, location_of(node), [])
+        value.names.append(value)
         assert target.location is not None
         for name, other in list(self.values.items()):
             if other.location is not None and other.location.tensor == target.location.tensor:
@@ -283,11 +233,7 @@ class _Functional:
 
     def _layer_on_copies(self, node: fx.Node, targets: list[fx.Node]) -> None:
         """Let a layer overwrite copies, if only readers of its result see what it writes."""
-        for member, value in self.values.items():
-            late = [u for u in member.users if self.order[u] > self.order[node]]
-            if value.storages & node.meta[WRITES] and any(u.meta.get(LOCATIONS) for u in late):
-                reason = f"{node.target} writes to {targets[0].name}, which is read afterwards"
-                raise NotFunctional(reason, [node, *late])
+        self._refuse_other_readers(node, node.meta[WRITES])
         if node.meta.get(WRITES_STATE) or self.state & node.meta[WRITES]:
             raise NotFunctional(f"{node.target} writes to a buffer that is its input", [node])
         copies: dict[fx.Node, fx.Node] = {}
@@ -295,8 +241,8 @@ class _Functional:
             copies[target] = self.graph.call_method("clone", (self._read(target),))
             _describe(copies[target], node, target)
         new = self.graph.node_copy(node, lambda n: copies.get(n) or self._read(n))
-        value = _Value(node, new, self.now, node.meta[STORAGES], location_of(node))
-        self.values[node] = value
+        self.values[node] = _Value(node, new, node.meta[STORAGES], location_of(node), [])
+        self.values[node].names.append(self.values[node])
 
     # -- state --------------------------------------------------------------------------------
 
@@ -307,21 +253,21 @@ class _Functional:
             self._define(node, self.graph.node_copy(node))
             return
         if location.storage in self.buffers:
-            owner = self.owners[location.storage]
+            owner = self.buffers[location.storage][1]
             if owner.location is None or not owner.location.same_elements(location):
                 reason = f"the forward pass writes to {node.target}, which overlaps another buffer"
                 raise NotFunctional(reason, [node, *node.users])
             self.values[node] = owner
             return
-        self.buffers[location.storage] = self.graph.node_copy(node)
-        new = self.graph.call_function(read_buffer, (self.buffers[location.storage],))
+        buffer = self.graph.node_copy(node)
+        new = self.graph.call_function(read_buffer, (buffer,))
         new.meta.update({k: node.meta.get(k) for k in (TYPE, PATH, SOURCE, VALUE)})
-        self._define(node, new)
+        self.buffers[location.storage] = buffer, self._define(node, new)
 
     def _store_buffers(self) -> None:
-        for storage, buffer in self.buffers.items():
+        for storage, (buffer, owner) in self.buffers.items():
             given = self.assigned.get(storage)
-            value = self._read(given) if given is not None else self._contents(self.owners[storage])
+            value = self._read(given) if given is not None else owner.new
             node = self.graph.call_function(store_buffer, (buffer, value))
             node.meta.update({k: value.meta.get(k) for k in (PATH, SOURCE)})
             node.meta[TYPE] = None
@@ -371,10 +317,19 @@ def _storages(node: fx.Node) -> frozenset[int]:
     return storages
 
 
-def _source_argument(node: fx.Node) -> fx.Node:
-    """The argument a view was taken of."""
-    first = node.args[0] if node.args else None
-    return first if isinstance(first, fx.Node) else node.all_input_nodes[0]
+def _reads(node: fx.Node) -> bool:
+    """Whether a node reads contents of its inputs, not sizes alone."""
+    return node.op == "output" or bool(node.meta.get(LOCATIONS) or node.meta.get(WRITES))
+
+
+def _assignment(write: fx.Node, base: fx.Node, readers: Sequence[fx.Node]) -> fx.Node | None:
+    """The assignment with which `base[index] += x` ends, after the write to the part."""
+    part = write.args[0] if write.args else None
+    for node in readers:
+        is_item = isinstance(part, fx.Node) and part.target is operator.getitem
+        if is_item and node.target is operator.setitem and node.args[2] is write:
+            return node if node.args[:2] == (base, part.args[1]) else None  # type: ignore[union-attr]
+    return None
 
 
 def _describe(new: fx.Node, node: fx.Node, target: fx.Node) -> None:

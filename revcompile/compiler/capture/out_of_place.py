@@ -1,6 +1,6 @@
 """The parts of functionalization that concern single operations.
 
-view_of             which value a value is a view of, and how the view is taken
+other_name_of       which value a value is another name of
 out_of_place_call   the out-of-place form of an in-place operation
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,38 +19,10 @@ from torch.nn import functional
 from revcompile.compiler.capture.memory import (
     INPLACE_OPERATORS,
     LOCATIONS,
-    STORAGES,
     Location,
 )
 from revcompile.ir.ops import op_name, out_of_place, with_item
 from revcompile.ir.types import TYPE, TensorType
-
-
-@dataclass(frozen=True)
-class ViewCall:
-    """How a view is taken, in the form of `ops.with_view`; arguments are traced nodes."""
-
-    view: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    item: int | None = None
-
-
-@dataclass(frozen=True)
-class View:
-    """What a node is a view of.
-
-    `source` is the input from whose new contents the node is computed again; `base` is the tensor
-    that changes when the node is written, and of which `call` takes the view. Without a call the
-    node has the same elements (`is_same`), or it is not known how the view is taken.
-    """
-
-    source: fx.Node
-    base: fx.Node
-    call: ViewCall | None = None
-    is_same: bool = False
-    is_pure: bool = True
-    """May the node be computed again?"""
 
 
 def location_of(node: fx.Node) -> Location | None:
@@ -64,24 +36,18 @@ def is_structured(node: fx.Node) -> bool:
     return isinstance(node.meta.get(TYPE), (tuple, dict))
 
 
-def view_of(node: fx.Node, root: nn.Module, known: Callable[[fx.Node], View | None]) -> View | None:
-    """What a node that writes nothing is a view of; None if it has memory of its own.
-
-    `known` gives the views of nodes before it.
-    """
-    storages = node.meta.get(STORAGES, frozenset())
-    sharing = [n for n in node.all_input_nodes if n.meta.get(STORAGES, frozenset()) & storages]
-    if not sharing:
+def other_name_of(node: fx.Node, root: nn.Module) -> fx.Node | None:
+    """The input of which the value of a node that writes nothing is another name, if it is."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
         return None
-    first = node.args[0] if node.args else None
-    source = first if isinstance(first, fx.Node) and first in sharing else sharing[0]
-    if node.op == "call_module":
-        return _view_by_layer(node, source, root)
-    if is_structured(source):
-        return _item(node, source, known(source))
-    if source is first and _converts_to_itself(node):
-        return View(source, source, is_same=True)
-    return View(source, source, _call(node) if source is first else None)
+    if node.op != "call_module":
+        return source if _converts_to_itself(node) else None
+    result, given = location_of(node), location_of(source)
+    if result is None or given is None or not result.same_elements(given):
+        return None
+    of_torch = type(root.get_submodule(str(node.target))).__module__.startswith("torch.nn")
+    return source if of_torch or result.tensor == given.tensor else None  # no layer detaches
 
 
 def _converts_to_itself(node: fx.Node) -> bool:
@@ -95,47 +61,6 @@ def _converts_to_itself(node: fx.Node) -> bool:
 
     converts = node.op == "call_method" and node.target in ("to", "type", "type_as")
     return converts and all(map(is_own, (*rest, *node.kwargs.values())))
-
-
-def _item(node: fx.Node, source: fx.Node, outer: View | None) -> View | None:
-    """One item of a structured value: one of several views (`chunk`), or memory of its own."""
-    if outer is None:
-        return None
-    index = node.args[1] if node.target is operator.getitem else None
-    if not isinstance(index, int) or outer.call is None or outer.call.item is not None:
-        return View(source, outer.base)
-    call = ViewCall(outer.call.view, outer.call.args, outer.call.kwargs, index)
-    return View(source, outer.base, call)
-
-
-def _view_by_layer(node: fx.Node, source: fx.Node, root: nn.Module) -> View:
-    module = root.get_submodule(str(node.target))
-    result, given = location_of(node), location_of(source)
-    if result is not None and given is not None and result.same_elements(given):
-        of_torch = type(module).__module__.startswith("torch.nn")  # none of which detaches
-        if of_torch or result.tensor == given.tensor:
-            return View(source, source, is_same=True)
-    if type(module) is nn.Flatten:
-        return View(source, source, ViewCall("flatten", (module.start_dim, module.end_dim)))
-    if type(module) is nn.Unflatten:
-        return View(source, source, ViewCall("unflatten", (module.dim, module.unflattened_size)))
-    return View(source, source, is_pure=False)
-
-
-def _call(node: fx.Node) -> ViewCall | None:
-    """The view that a function or method takes of its first argument."""
-    args, kwargs, name = node.args[1:], node.kwargs, op_name(node)
-    if name == "as_strided":  # its result depends on the strides of the base
-        return None
-    if node.op == "call_method":
-        return ViewCall(name, args, kwargs)
-    if node.target is getattr:
-        return ViewCall("detach") if args == ("data",) else ViewCall("getattr", args)
-    if node.target is operator.getitem:
-        return ViewCall("__getitem__", args)
-    if isinstance(node.target, torch._ops.OpOverload):
-        return ViewCall(str(node.target), args, kwargs)
-    return ViewCall(name, args, kwargs) if hasattr(torch.Tensor, name) else None
 
 
 _FILLS: Final[dict[str, Callable[..., Any]]] = {

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
+import dis
 import functools
 import inspect
-import linecache
+import itertools
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
@@ -20,12 +19,14 @@ from torch.fx.proxy import TraceError
 
 _TORCH: Final = torch.__path__[0]
 _TRACERS: Final = (str(Path(__file__).parent), str(Path(_TORCH, "fx")))
-_LAYERS: Final = str(Path(_TORCH, "nn", "modules"))
 _COMPILERS: Final = (_TORCH, str(Path(__file__).parents[2]), "<frozen")
 _GENERATED: Final = ("<frozen", "<string>", "<eval_with_key>", "<attrs", "<__array_function__")
 _NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parent), *_GENERATED)
 """How the paths of files begin that no user wrote; `<stdin>` and `<ipython-input-…>` are theirs."""
 
+
+_ENDS: Final = ("POP_TOP", "POP_JUMP", "JUMP", "RAISE", "RETURN", "STORE", "YIELD", "FOR_ITER")
+"""Instructions that use a result, or drop it."""
 
 AUTOCAST: Final = "an autocast region, which no graph can hold"
 _AUTOCAST: Final = str(Path(_TORCH, "amp", "autocast_mode.py"))
@@ -103,21 +104,6 @@ def is_torch_code() -> bool:
     return frame.f_code.co_filename.startswith(_TORCH)
 
 
-def is_model_code() -> bool:
-    """Is the code that reads an attribute the model's, or a layer of torch.nn that it calls?
-
-    Not code of torch or of the compiler that looks through the modules, or through all parameters.
-    """
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_code.co_filename.startswith(_LAYERS):
-        if frame.f_code.co_name == "forward":
-            return True
-        if frame.f_code.co_name in ("_named_members", "__getattr__"):
-            return False
-        frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(_COMPILERS)
-
-
 def is_users_file(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(_COMPILERS)
 
@@ -136,65 +122,33 @@ def _user_frame() -> FrameType | None:
 
 
 def in_bare_call() -> bool:
-    """Is the user's code in a statement without a result: a bare call, `raise` or `assert`?
+    """Whether the user's code is in a call without a result, or in a `raise` or `assert`.
 
     Text made there goes into a message and decides nothing.
     """
     frame = _user_frame()
-    if frame is None:
-        return True
-    around = [s for s in _statements(frame.f_code.co_filename) if s[0] <= frame.f_lineno <= s[1]]
-    return max(around, default=(0, 0, False))[2]
+    for code in () if frame is None else dis.get_instructions(frame.f_code):
+        if code.offset > frame.f_lasti and code.opname.startswith(_ENDS):  # type: ignore[union-attr]
+            return code.opname in ("POP_TOP", "RAISE_VARARGS")
+    return True
 
 
 def compares_types_by_identity() -> bool:
-    """Does the user's function compare a dtype or layout by `is`?
+    """Whether the user's function compares objects by `is`, other than constants.
 
-    A proxy is never the object that it represents.
+    A proxy of a dtype or layout is never the object that it represents.
     """
     frame = _user_frame()
-    if frame is None:
-        return False
-    line = frame.f_lineno
-    return any(a <= line <= b for a, b in _comparing_functions(frame.f_code.co_filename))
+    return frame is not None and _compares_by_identity(frame.f_code)
 
 
-@functools.lru_cache(maxsize=64)
-def _comparing_functions(file: str) -> list[tuple[int, int]]:
-    """First and last line of every function of a file that compares types by identity."""
-    return [
-        (node.lineno, node.end_lineno or 0)
-        for node in _syntax(file)
-        if isinstance(node, ast.FunctionDef)
-        and any(isinstance(n, ast.Compare) and _is_of_types(n) for n in ast.walk(node))
-    ]
-
-
-def _is_of_types(compare: ast.Compare) -> bool:
-    if not any(isinstance(op, (ast.Is, ast.IsNot)) for op in compare.ops):
-        return False
-    names = [s.attr for s in (compare.left, *compare.comparators) if isinstance(s, ast.Attribute)]
-    types = (torch.dtype, torch.layout)
+@functools.lru_cache(maxsize=1024)
+def _compares_by_identity(code: CodeType) -> bool:
+    steps = [*dis.get_instructions(code)]
     return any(
-        n in ("dtype", "layout") or isinstance(getattr(torch, n, None), types) for n in names
+        step.opname == "IS_OP" and before.opname != "LOAD_CONST"
+        for before, step in itertools.pairwise(steps)
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _statements(file: str) -> list[tuple[int, int, bool]]:
-    """First and last line of every statement of a file, and whether it has no result."""
-    return [
-        (node.lineno, node.end_lineno or 0, isinstance(node, (ast.Expr, ast.Raise, ast.Assert)))
-        for node in _syntax(file)
-        if isinstance(node, ast.stmt)
-    ]
-
-
-def _syntax(file: str) -> Iterator[ast.AST]:
-    try:
-        return ast.walk(ast.parse("".join(linecache.getlines(file))))
-    except SyntaxError:
-        return iter(())
 
 
 def _source(error: Exception) -> str:
