@@ -2,64 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import TextWrapper
-from typing import Final
 
-from torch import fx, nn
+from torch import fx
 
-from revcompile.inspect.function_text import python_text
-from revcompile.inspect.source import SourceText
+from revcompile.inspect.source import code_text
 from revcompile.inspect.tables import text_width
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.schedule import Action, Keep, Op
-
-_RESULTLESS: Final = re.compile(r"( +)_\w* = ((?:recording|reseed)\([^)]*\));  (.*)")
-_PREFIX: Final = re.compile(r"\brevcompile_ir_(?:coupling_)?ops_")
-
-
-def code_text(partition: Partition, program: StageProgram, *, verbose: bool = False) -> str:
-    """A stage's generated programs as Python.
-
-    Args:
-        partition: The stages.
-        program: The program of one of them.
-        verbose: Show the graphs exactly as they run, with branches inlined, autograd switched on
-            and off, and values freed. Otherwise each branch is a function, called in a few lines
-            that compute the same.
-    """
-    if verbose:
-        head = _head(program, {})
-        programs = {"forward": program.forward, "inverse": program.inverse}
-        graphs = {**programs, "backward": program.backward}
-        code = [_flat(n, g, partition.rewired.root) for n, g in graphs.items() if g is not None]
-        return "\n\n".join([head, *code])
-    source = SourceText(partition, program)
-    return "\n\n".join([_head(program, source.variables), *source.parts])
-
-
-def _head(program: StageProgram, variables: Mapping[str, str]) -> str:
-    lines = [f"# stage {program.index} of {program.stages}, {program.method.name}"]
-    for word, ports in (("takes", program.inputs), ("gives", program.outputs)):
-        for port in ports:
-            variable = variables.get(port.name, port.name)
-            renamed = "" if variable == port.name else f"{variable} = "
-            lines.append(f"#   {word}  {renamed}{port}")
-    return "\n".join([*lines, f"#   keeps  {', '.join(program.kept) or 'nothing'}"])
-
-
-def _flat(name: str, graph: fx.Graph, root: nn.Module) -> str:
-    text, _ = python_text(graph, root)
-    text = _RESULTLESS.sub(_without_result, _PREFIX.sub("", text))
-    return text.replace("def forward(", f"def {name}(", 1)
-
-
-def _without_result(call: re.Match[str]) -> str:
-    """`_ = reseed(key, 0);  key = _ = None` without the variable that is never read."""
-    freed = [name for name in call[3].split(" = ") if not name.startswith("_")]
-    return f"{call[1]}{call[2]}" + (f";  {' = '.join(freed)}" if len(freed) > 1 else "")
 
 
 class ActionList(tuple[Action, ...]):

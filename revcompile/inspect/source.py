@@ -1,204 +1,328 @@
-"""A stage's code as Python text that can be executed.
-
-Statements are printed as they are in `ir.stage_code`, after the functions that they call. Variables
-are used again as soon as their value is not read any more, which turns
-
-    x2, x3 = x1, x0 + F(x1)              a, b = b, a + F(b)
-    x4, x5 = x3, x2 + G(x3)      into    a, b = b, a + G(b)
-"""
+"""A stage's code as Python text that can be executed: its functions, and the programs that run."""
 
 from __future__ import annotations
 
+import ast
 import keyword
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import operator
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Final
 
 import torch
+from torch import fx, nn
+from torch.nn import functional as F
 
-from revcompile.inspect.function_text import Listing, commented
-from revcompile.ir.program import Partition, StageProgram, legal
-from revcompile.ir.stage_code import (
-    KEY,
-    SELF,
-    Call,
-    Function,
+from revcompile.ir import coupling_ops, ops
+from revcompile.ir.coupling_ops import HELPERS
+from revcompile.ir.program import (
     GraphFunction,
-    ParameterGradients,
-    Program,
-    Statement,
-    Value,
-    live_statements,
+    Partition,
+    StageProgram,
+    commented,
+    legal,
 )
-from revcompile.ir.types import Coupling
+from revcompile.ir.python_code import path_expression, python_code
+from revcompile.ir.types import PATH, TYPE, Coupling, TensorType
 
-_GRADS = "grads"
-"""The variable in which gradients of parameters are added up."""
+_NN_FUNCTION: Final = re.compile(r"\btorch\._C\._nn\.(\w+)")
+_WORD: Final = re.compile(r"(?<![\w.\"'])[A-Za-z_]\w*")
+_GRID: Final = "unit of the fixed-point grid of a and b, or None"
+_INLINED: Final = "revcompile_inlined_"
+_RESULTLESS: Final = re.compile(r"( +)_\w* = ((?:recording|reseed)\([^)]*\));  (.*)")
+_PREFIX: Final = re.compile(r"\brevcompile_ir_(?:coupling_)?ops_")
 
 
-class SourceText:
-    """Imports, functions and programs of a stage; the variables of its inputs and outputs."""
+def code_text(partition: Partition, program: StageProgram, *, verbose: bool = False) -> str:
+    """A stage's generated programs as Python.
 
-    def __init__(self, partition: Partition, program: StageProgram) -> None:
-        self.listing = Listing(
-            partition.rewired.root, ["forward", "inverse", "backward", "self", "torch", _GRADS]
-        )
-        self.hints = _hints(partition)
-        self.has_key = any(unit.random for unit in program.units)
-        self._named: dict[Function, str] = {}
-        code = program.code
-        held = self._print(code.forward, "forward")
-        for other in filter(None, (code.inverse, code.backward)):
-            self._print(other, other.name)
-        ports = [*program.inputs, *program.outputs]
-        ends = [*code.forward.arguments[1:], *code.forward.result[0]]
-        self.variables = {p.name: held[value] for p, value in zip(ports, ends, strict=True)}
+    Args:
+        partition: The stages.
+        program: The program of one of them.
+        verbose: Show the graphs that were traced from this code, exactly as they run: branches
+            inlined, autograd switched on and off, and values freed.
+    """
+    root, code = partition.rewired.root, program.code
+    if verbose:
+        graphs = [("forward", program.forward), ("inverse", program.inverse)]
+        graphs = [*graphs, ("backward", program.backward)]
+        flat = [_flat(name, graph, root) for name, graph in graphs if graph is not None]
+        return "\n\n".join([_head(partition, program, {}), *flat])
+    listing = Listing(root)
+    functions = [listing.function(function) for function in code.functions]
+    for helper in sorted(HELPERS):
+        if any(re.search(rf"\b{helper}\(", text) for text in code.programs):
+            listing.imports[helper] = (coupling_ops.__name__, helper)
+    if any("torch." in text for text in code.programs):
+        listing.imports["torch"] = ("", "torch")
+    parts = [*listing.import_text(), *functions, *code.programs]
+    return "\n\n".join([_head(partition, program, code.variables), *parts])
 
-    @property
-    def parts(self) -> list[str]:
-        """The text of the imports and of each function."""
-        return [*self.listing.import_text(), *self.listing.functions]
 
-    # -- functions ----------------------------------------------------------------------------
+def _head(partition: Partition, program: StageProgram, variables: Mapping[str, str]) -> str:
+    lines = [f"# stage {program.index} of {program.stages}, {program.method.name}"]
+    pieces = [piece for part in partition.parts for piece in part.pieces]
+    grids = {piece.grid for piece in pieces if isinstance(piece, Coupling)}
+    for word, ports in (("takes", program.inputs), ("gives", program.outputs)):
+        for port in ports:
+            variable = variables.get(port.name, port.name)
+            renamed = "" if variable == port.name else f"{variable} = "
+            text = f"{port.name}: {_GRID}" if port.name in grids else str(port)
+            lines.append(f"#   {word}  {renamed}{text}")
+    return "\n".join([*lines, f"#   keeps  {', '.join(program.kept) or 'nothing'}"])
 
-    def function(self, function: Function) -> str:
-        """The name of a function, which is printed at its first use."""
-        if function not in self._named:
-            if isinstance(function, Program):
-                name = self.listing.name(function.name)
-                self._print(function, name)
-            else:
-                name = self._print_graph(function)
-            self._named[function] = name
-        return self._named[function]
 
-    def _print_graph(self, function: GraphFunction) -> str:
-        segment, role = function.segment, function.role
-        name = segment.name if role == "run" else f"{segment.name}_{role}"
-        if role in ("arrange", "restore"):
-            comment = f"a stream {'back from' if role == 'restore' else 'in'} the arrangement of "
-            return self.listing.add_graph(name, function.graph, comment + segment.name)
-        if isinstance(segment, Coupling):
-            comment = f"F of {segment.name}, {self._class(function) or segment.kind.value}"
+def _flat(name: str, graph: fx.Graph, root: nn.Module) -> str:
+    text, _ = _python_text(graph, root)
+    text = _RESULTLESS.sub(_without_result, _PREFIX.sub("", text))
+    return text.replace("def forward(", f"def {name}(", 1)
+
+
+def _without_result(call: re.Match[str]) -> str:
+    """`_ = reseed(key, 0);  key = _ = None` without the variable that is never read."""
+    freed = [name for name in call[3].split(" = ") if not name.startswith("_")]
+    return f"{call[1]}{call[2]}" + (f";  {' = '.join(freed)}" if len(freed) > 1 else "")
+
+
+# -- paths of modules ------------------------------------------------------------------------------
+
+
+def module_path(root: nn.Module, path: str, of: str = "self") -> str:
+    """How Python reads a dotted path.
+
+    >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ModuleDict({"0": nn.ReLU()}))
+    >>> module_path(net, "0.0.weight"), module_path(net, "1.0")
+    ('self[0][0].weight', "self[1]['0']")
+    """
+    module: Any = root
+    for name in path.split("."):
+        value = getattr(module, name)
+        if name.isidentifier() and not keyword.iskeyword(name):
+            of += f".{name}"
+        elif isinstance(module, nn.ModuleDict | nn.ParameterDict):
+            of += f"[{name!r}]"
+        elif name.isdigit() and int(name) < _length(module) and module[int(name)] is value:
+            of += f"[{name}]"
         else:
-            comment = self._class(function) or f"not reversible: {segment.reason}"
-        if role == "again":
-            comment += ", run again"
-        arguments = [legal(self.hints.get(argument, argument)) for argument in function.arguments]
-        return self.listing.add_graph(name, function.graph, comment, arguments)
-
-    def _class(self, function: GraphFunction) -> str:
-        """The class of the module that a segment is named after, if it runs only that module."""
-        name = function.segment.name
-        called = function.segment.graph.find_nodes(op="call_module")
-        inside = all(f"{node.target}.".startswith(f"{name}.") for node in called)
-        modules = dict(self.listing.root.named_modules())
-        return type(modules[name]).__name__ if inside and name in modules else ""
-
-    # -- programs -----------------------------------------------------------------------------
-
-    def _print(self, program: Program, name: str) -> dict[Value, str]:
-        """Print a program; returns the variable that each value was last seen in."""
-        statements = live_statements(program)
-        for statement, _ in statements:
-            for function in _functions(statement.values):
-                self.function(function)
-        arguments = [value for value in program.arguments if value != KEY or self.has_key]
-        variables = {SELF: "self"}
-        for argument in arguments:
-            variables[argument] = self._variable(argument, variables.values())
-        lines = [commented(f"def {name}({', '.join(variables.values())}):", program.comment)]
-        if any(isinstance(item, ParameterGradients) for item in program.result):
-            lines.append(f"    {_GRADS} = {{}}")
-        for statement, live in statements:
-            line = self._statement(statement, live, variables)
-            if line:
-                lines.append(commented(f"    {line}", statement.comment))
-        result = ", ".join(self._text(item, variables) for item in program.result)
-        comment = f"  # {program.result_comment}" if program.result_comment else ""
-        self.listing.functions.append("\n".join([*lines, f"    return {result}{comment}"]))
-        return variables
-
-    def _statement(
-        self, statement: Statement, live: set[Value], variables: dict[Value, str]
-    ) -> str:
-        right = ", ".join(self._text(value, variables) for value in statement.values)
-        in_use = [variables[value] for value in variables if value in live]
-        left = []
-        for target in statement.targets:
-            name = "_"
-            if target is not None and target in live:
-                variables[target] = name = self._variable(target, in_use)
-                in_use.append(name)
-            left.append(name)
-        if not any(name != "_" for name in left):
-            return right
-        targets = f"({left[0]},)" if statement.unpacks and len(left) == 1 else ", ".join(left)
-        return f"{targets} = {right}" if targets != right else ""
-
-    def _text(self, expression: Any, variables: Mapping[Value, str]) -> str:
-        match expression:
-            case Value():
-                return variables[expression]
-            case tuple():
-                texts = [self._text(item, variables) for item in expression]
-                return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
-            case ParameterGradients():
-                return _GRADS
-            case GraphFunction() | Program():
-                return self.function(expression)
-            case Call(target=target, arguments=arguments, options=options):
-                if isinstance(target, GraphFunction | Program):
-                    name = self.function(target)
-                else:
-                    name = self.listing.use(target.__name__)
-                texts = [self._text(argument, variables) for argument in arguments]
-                texts += [f"{option}={self._text(v, variables)}" for option, v in options.items()]
-                return f"{name}({', '.join(texts)})"
-            case torch.dtype():
-                self.listing.imports["torch"] = ("", "torch")
-        return str(expression)
-
-    def _variable(self, value: Value, in_use: Iterable[str]) -> str:
-        """A variable that holds nothing that is still read, if possible one that reads well."""
-        taken = {*in_use, *self.listing.taken}
-        hint = legal(self._hint(value))
-        names = (hint, *(f"{hint}_{number}" for number in range(1, len(taken) + 2)))
-        return next(name for name in names if name not in taken and not keyword.iskeyword(name))
-
-    def _hint(self, value: Value) -> str:
-        hint = self.hints.get(value.name, value.name)
-        match value.role:
-            case "gradient":
-                return f"d{hint}" if hint in ("a", "b") else f"d_{hint}"
-            case "leaf" | "graph":
-                return f"{hint}_{value.role}"
-            case "shapes" | "sign" | "lost":
-                return value.role
-            case "branch":
-                return "f"
-        return hint
+            of = path_expression(name, of)
+        module = value
+    return of
 
 
-def _functions(expression: Any) -> Iterator[Function]:
-    """The stage's own functions that an expression calls or passes on."""
-    match expression:
-        case GraphFunction() | Program():
-            yield expression
-        case tuple():
-            for item in expression:
-                yield from _functions(item)
-        case Call():
-            yield from _functions((expression.target, *expression.arguments))
+def _length(module: Any) -> int:
+    indexed = isinstance(module, nn.Sequential | nn.ModuleList | nn.ParameterList)
+    return len(module) if indexed else 0
 
 
-def _hints(partition: Partition) -> dict[str, str]:
-    """Variables: `a` and `b` for streams, `grid` for grids; others have their value's name."""
-    hints: dict[str, str] = {}
-    for part in partition.parts:
-        for piece in part.pieces:
-            if isinstance(piece, Coupling):
-                for streams in (piece.streams_in, piece.streams_out):
-                    hints |= dict(zip(streams, "ab", strict=True))
-                if piece.grid is not None:
-                    hints[piece.grid] = "grid"
-    return hints
+def _functional(name: re.Match[str]) -> str:
+    """`torch._C._nn.gelu` under the name that people know it by."""
+    known = getattr(F, name[1], None)
+    return f"torch.nn.functional.{name[1]}" if known is getattr(torch._C._nn, name[1]) else name[0]
+
+
+def _python_text(graph: fx.Graph, root: nn.Module) -> tuple[str, dict[str, Any]]:
+    """A graph's code with readable module paths, and the globals it uses."""
+    code = python_code(graph)
+    paths = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
+    text = _NN_FUNCTION.sub(_functional, code.src.strip())
+    for path in sorted(paths, key=lambda path: (-len(path), path)):
+        pattern = re.escape(path_expression(path)) + r"(?![\w.\"])"
+        text = re.sub(pattern, module_path(root, path).replace("\\", r"\\"), text)
+    used = set(_WORD.findall(text))
+    return text, {name: value for name, value in code.globals.items() if name in used}
+
+
+# -- functions of graphs ---------------------------------------------------------------------------
+
+
+class Listing:
+    """Prints graphs as functions, and collects what these import."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.imports: dict[str, tuple[str, str]] = {}
+
+    def function(self, function: GraphFunction) -> str:
+        """The text of a function."""
+        graph = _readable(function.graph, function.arguments)
+        text, used = _python_text(graph, self.root)
+        imported = {alias: self._imported(alias, value) for alias, value in used.items()}
+        (definition,) = ast.parse(text).body
+        assert isinstance(definition, ast.FunctionDef)
+        owners = {node.name: _owner(node) for node in graph.nodes}
+        head = f"def {function.name}({ast.unparse(definition.args)}):"
+        lines = [ast.unparse(one) for one in _Tidy(imported).body(definition.body)]
+        body = (f"    {line}" for line in _with_paths(lines, owners))
+        return "\n".join([commented(head, self._comment(function)), *body])
+
+    def _comment(self, function: GraphFunction) -> str:
+        segment, role = function.segment, function.role
+        if role in ("arrange", "restore"):
+            way = "back from" if role == "restore" else "in"
+            return f"a stream {way} the arrangement of {segment.name}"
+        # the class of the module that a segment is named after, if it runs only that module
+        called = segment.graph.find_nodes(op="call_module")
+        inside = all(f"{node.target}.".startswith(f"{segment.name}.") for node in called)
+        modules = dict(self.root.named_modules()) if inside else {}
+        kind = type(modules[segment.name]).__name__ if segment.name in modules else ""
+        if isinstance(segment, Coupling):
+            comment = f"F of {segment.name}" + (f", {kind}" if kind else "")
+        else:
+            comment = kind or f"not reversible: {segment.reason}"
+        return f"{comment}, run again" if role == "again" else comment
+
+    def _imported(self, alias: str, value: Any) -> str:
+        """The name under which a global of generated code is imported."""
+        if alias == "torch":
+            self.imports[alias] = ("", "torch")
+            return alias
+        method = getattr(value, "__name__", "")
+        if getattr(torch.Tensor, method, None) is value:
+            self.imports["torch"] = ("", "torch")
+            return f"torch.Tensor.{method}"
+        if alias in ("device", "inf", "nan"):
+            self.imports[alias] = ("torch", alias)
+            return alias
+        module = getattr(value, "__module__", None) or ""
+        name = getattr(value, "__qualname__", "")
+        if module == "builtins":
+            return alias
+        if getattr(sys.modules.get(module), name, None) is not value:
+            return alias  # not importable: has to be provided where the text is executed
+        # variables avoid the short names of our own functions; FX keeps them off other aliases
+        short = name if module in (ops.__name__, coupling_ops.__name__) else alias
+        self.imports[short] = (module, name)
+        return short
+
+    def import_text(self) -> list[str]:
+        """The import statements of all functions, if there are any."""
+        lines = [f"import {name}" for module, name in self.imports.values() if not module]
+        modules: dict[str, list[str]] = {}
+        for alias, (module, name) in sorted(self.imports.items()):
+            if module:
+                modules.setdefault(module, []).append(
+                    name if name == alias else f"{name} as {alias}"
+                )
+        for module, names in sorted(modules.items()):
+            lines += _wrapped(f"from {module} import ", names)
+        return ["\n".join(lines)] if lines else []
+
+
+def _wrapped(start: str, names: Sequence[str]) -> list[str]:
+    line = start + ", ".join(names)
+    if len(line) <= 100:
+        return [line]
+    inside = textwrap.wrap(", ".join(names) + ",", 96, break_long_words=False)
+    return [f"{start}(", *(f"    {row}" for row in inside), ")"]
+
+
+def _readable(graph: fx.Graph, arguments: Sequence[str]) -> fx.Graph:
+    """A copy with the names that are printed: of nodes to be inlined, stand-ins."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    prefix, names = _common_parent(graph), list(arguments)
+    for place, node in enumerate(graph.nodes):
+        if node.op == "output":
+            result = _as_tuples(fx.map_arg(node.args[0], copies.__getitem__))
+            is_single = isinstance(result, tuple) and len(result) == 1
+            new.output(result[0] if is_single else result)
+            continue
+        copy = copies[node] = new.node_copy(node, copies.__getitem__)
+        copy.type = None
+        name = copy.name.removeprefix(prefix)
+        if node.op == "placeholder" and names:
+            name = names.pop(0)
+        elif _is_inlined(node):
+            name = f"{_INLINED}{place}"
+        if name != copy.name and name.isidentifier() and not keyword.iskeyword(name):
+            copy._rename(name)
+        if copy.name in HELPERS:
+            copy._rename(f"{copy.name}_value")
+        if node.op == "placeholder":
+            copy.target = copy.name
+    return new
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """Is a node a plain read, printed where it is used? Of a tensor's parts those with one user."""
+    if node.op == "get_attr" or node.target is getattr:
+        return True
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return False
+    source = node.args[0].meta
+    return len(node.users) == 1 or (TYPE in source and not isinstance(source[TYPE], TensorType))
+
+
+class _Tidy(ast.NodeTransformer):
+    """Puts expressions in place of names, and writes `x[:, 0]` for `x[(slice(None), 0)]`."""
+
+    def __init__(self, imported: Mapping[str, str]) -> None:
+        self.names = {name: ast.parse(text, mode="eval").body for name, text in imported.items()}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.names.get(node.id, node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.slice, ast.Tuple):
+            node.slice.elts = [*map(_slice, node.slice.elts)]
+        node.slice = _slice(node.slice)
+        return node
+
+    def body(self, statements: Iterable[ast.stmt]) -> list[ast.stmt]:
+        """The statements without those that free values (`x = None`), or only read."""
+        kept = []
+        for statement in statements:
+            tidied = self.visit(statement)
+            if isinstance(tidied, ast.Assign):
+                (target,) = tidied.targets[:1]
+                if isinstance(tidied.value, ast.Constant) and tidied.value.value is None:
+                    continue
+                if isinstance(target, ast.Name) and target.id.startswith(_INLINED):
+                    self.names[target.id] = tidied.value
+                    continue
+            kept.append(tidied)
+        return kept
+
+
+def _slice(index: ast.expr) -> ast.expr:
+    match index:
+        case ast.Call(func=ast.Name(id="slice"), args=[*args]) if len(args) == 3:
+            given = [None if isinstance(a, ast.Constant) and a.value is None else a for a in args]
+            return ast.Slice(*given)
+    return index
+
+
+def _common_parent(graph: fx.Graph) -> str:
+    """How the node names of layers begin that are all in one module: `layer1_0_`."""
+    called = [str(node.target).split(".")[:-1] for node in graph.find_nodes(op="call_module")]
+    together = zip(*called, strict=False)
+    shared = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, together)]
+    return f"{legal('.'.join(shared))}_" if shared else ""
+
+
+def _as_tuples(result: Any) -> Any:
+    return tuple(map(_as_tuples, result)) if isinstance(result, list | tuple) else result
+
+
+def _owner(node: fx.Node) -> str:
+    """Path of the module whose `forward` made a node."""
+    path = str(node.meta.get(PATH, ""))
+    is_layer = node.op == "call_module" or node.target is coupling_ops.call_norm
+    return path.rpartition(".")[0] if is_layer else path
+
+
+def _with_paths(lines: Sequence[str], owners: Mapping[str, str]) -> list[str]:
+    """A comment wherever the code of another module begins, if there are several."""
+    named = [owners.get(line.split(" ")[0], "") for line in lines]
+    several = len(set(filter(None, named))) > 1
+    result, current = [], ""
+    for line, owner in zip(lines, named, strict=True):
+        if several and owner and owner != current:
+            current = owner
+            result.append(f"# {current}")
+        result.append(line)
+    return result

@@ -3,9 +3,9 @@
     couple      plus(a, F(b), grid)
     uncouple    x = stream_leaf(b), F(x) with autograd on; minus(y, F(x), grid); branch_vjp(x, ...)
 
-Programs start with autograd off and running statistics frozen. The code of a stage
-(`ir.stage_code`), as it is printed, calls the functions of the last section. In the flat graphs
-that run their steps are inlined, with `recording` to switch autograd and statistics.
+Programs start with autograd off and running statistics frozen. The code of a stage, as it is
+printed, calls the functions of the last section. `compiler.lower.trace` goes through these, so that
+the flat graphs that run have their steps, with `recording` to switch autograd and statistics.
 """
 
 from __future__ import annotations
@@ -422,21 +422,21 @@ def accumulate_vjp(
     outputs: Sequence[Any],
     gradients: Sequence[Tensor | None],
     inputs: Sequence[Any],
-    grads: dict[str, Tensor],
+    grads: dict[str, Tensor | None],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs; those of the model's parameters are added to `grads`, by name."""
     parameters = dict(model.named_parameters())
-    results = vjp(outputs, gradients, inputs, list(parameters.values()))
+    results = vjp(outputs, gradients, inputs, tuple(parameters.values()))
     _accumulate(parameters, results[len(inputs) :], grads)
     return results[: len(inputs)]
 
 
 def _accumulate(
-    names: Iterable[str], gradients: Sequence[Tensor | None], grads: dict[str, Tensor]
+    names: Iterable[str], gradients: Sequence[Tensor | None], grads: dict[str, Tensor | None]
 ) -> None:
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None:
-            grads[name] = grads[name] + gradient if name in grads else gradient
+            grads[name] = total(grads[name], gradient) if name in grads else gradient
 
 
 def recompute_vjp(
@@ -444,7 +444,7 @@ def recompute_vjp(
     model: nn.Module,
     inputs: Sequence[Any],
     gradients: Sequence[Tensor | None],
-    grads: dict[str, Tensor],
+    grads: dict[str, Tensor | None],
 ) -> tuple[Tensor | None, ...]:
     """Run `function` again from its kept inputs, and pull the gradients of its outputs back."""
     outputs = record(function, model, *inputs)
@@ -460,7 +460,7 @@ def uncouple(
     da: Tensor | None,
     db: Tensor | None,
     grid: Tensor | None,
-    grads: dict[str, Tensor],
+    grads: dict[str, Tensor | None],
     *sides: Any,
     extras: Sequence[Tensor | None] = (),
     averaged: tuple[Tensor, Tensor] | None = None,
@@ -488,7 +488,7 @@ def uncouple(
     Returns:
         `a, b, da, db` before the coupling, then a gradient (or None) for each side.
     """
-    x, parameters = stream_leaf(a), dict(model.named_parameters())
+    x = stream_leaf(a)
     outputs = record(branch, model, x, *sides)
     outputs = outputs if extras else (outputs,)
     of_branch = db
@@ -500,7 +500,20 @@ def uncouple(
         rebuilt = uncouple_average(b, a, outputs[0], sign, grid, lost)
         if db is not None:
             db, da, of_branch = average_gradients(da, db, sign)
-    given = of_branch, *extras
-    of_x, _, *results = branch_vjp(x, da, outputs, given, sides, list(parameters.values()))
+    given, parameters = (of_branch, *extras), dict(model.named_parameters())
+    of_x, _, *results = branch_vjp(x, da, outputs, given, sides, tuple(parameters.values()))
     _accumulate(parameters, results[len(sides) :], grads)
     return rebuilt, a, db, of_x, *results[: len(sides)]
+
+
+HELPERS: Final = frozenset([*ops.__all__, *__all__])
+"""Functions that printed code calls by these names: no variable may have one."""
+COMPOSED: Final = (record, accumulate_vjp, _accumulate, recompute_vjp, uncouple)
+"""Functions that are traced through; all others are single nodes of the graphs that run."""
+PURE: Final = frozenset(
+    [
+        *(average_gradients, couple_average, uncouple_average, enter_average, enter_chain),
+        *(detached, leaf, stream_leaf, plus, minus, total, zeros_if_none),
+    ]
+)
+"""Functions without side effects: a call whose result is not read can be left out."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx
 
-from revcompile.ir.stage_code import StageCode
 from revcompile.ir.types import Cost, Coupling, Rewired, Segment, TensorType
 from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.schedule import Keep, Method, Order, Tie, Weights
@@ -30,6 +29,14 @@ def legal(name: str) -> str:
     """
     spelled = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
     return spelled if spelled.isidentifier() else f"_{spelled}"
+
+
+COMMENT_COLUMN: Final = 60
+
+
+def commented(line: str, comment: str) -> str:
+    """A line of code with a comment at its end."""
+    return f"{line:<{COMMENT_COLUMN}}  # {comment}" if comment else line
 
 
 @dataclass(frozen=True)
@@ -151,16 +158,47 @@ class Unit:
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
 
 
+@dataclass(frozen=True, eq=False)
+class GraphFunction:
+    """A function that computes what a graph does: F, an opaque piece, or a rearrangement.
+
+    `again`: without the buffers it writes, for backward. Casts of inputs and calls of batch norms
+    are part of the graph.
+    """
+
+    name: str
+    segment: Segment
+    role: Literal["run", "again", "arrange", "restore"]
+    graph: fx.Graph
+    arguments: tuple[str, ...]
+    """What they are called in printed code, where not as in the graph."""
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """A stage's code as Python: functions of graphs, and the text of the programs that call them.
+
+    The graphs that run are traced from this text.
+    """
+
+    functions: tuple[GraphFunction, ...]
+    programs: tuple[str, ...]
+    variables: Mapping[str, str]
+    """In `forward`, those of the stage's inputs and outputs."""
+
+
 @dataclass(frozen=True)
 class StageProgram:
     """One stage for one method.
 
-    The graphs that run are flat, with branches inlined; `code` is what they were made of:
+    The graphs that run are flat, with branches inlined; `code` is what they were traced from:
 
         forward   (key, *inputs)                          -> (outputs, kept)
         backward  (key, *kept, *needs_back, *gradients)   -> (values sent back, gradients of inputs,
                                                               gradients of parameters)
         inverse   (key, *kept, *needs_back)               -> input streams
+
+    The functions of `code` take `needs_back` before `kept`, so that streams come before their grid.
 
     `inverse` exists for stages that are reversible as a whole. Random numbers are drawn from seeds
     made of `key`, which identifies stage and micro-batch.

@@ -267,7 +267,7 @@ class Coupling(_Segment):
     def inputs(self) -> tuple[str, ...]:
         """Every live value the segment reads."""
         shared = (self.grid,) if self.grid and not self.opens else ()
-        return (*dict.fromkeys((*self.streams_in, *self.all_sides)), *shared)
+        return tuple(dict.fromkeys((*self.streams_in, *shared, *self.all_sides)))
 
     @property
     def outputs(self) -> tuple[str, ...]:

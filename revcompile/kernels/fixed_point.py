@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.loading import average_kernels
@@ -297,26 +297,20 @@ def average_gradients(
 # there, multiples of the unit, 2**-13 of the largest input, below 2**24 of it.
 
 
-def _is_training(mode: nn.Module | bool) -> bool:
-    return mode if isinstance(mode, bool) else mode.training
-
-
-def draw_sign(mode: nn.Module | bool, b: Tensor, dim: int | None) -> Tensor | None:
+def draw_sign(is_training: bool, b: Tensor, dim: int | None) -> Tensor | None:
     """A block's 2 gamma, one for each sample; None for gamma = 0, in eval mode."""
-    if not _is_training(mode):
+    if not is_training:
         return None
     shape = [b.shape[d] if d == dim else 1 for d in range(b.ndim)]
     return random_signs(shape, b.device, wide_dtype(b.dtype))
 
 
-def enter_average(
-    mode: nn.Module | bool, a: Tensor, b: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def enter_average(is_training: bool, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """The streams of a chain, in float32 at least, as multiples of a unit; in eval mode unchanged.
 
     The third result is the unit.
     """
-    if not _is_training(mode):
+    if not is_training:
         return a, b, None
     a, b = a.to(wide_dtype(a.dtype)), b.to(wide_dtype(b.dtype))
     unit = unit_of(a, b, _IN_FLOATS).reshape(1)

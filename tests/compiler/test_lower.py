@@ -70,10 +70,10 @@ def test_values_that_cross_stage_boundaries() -> None:
     """The mask from the first stage to the last, the stem's output up to the gated block."""
     assert [crossing(program) for program in programs("petra")] == [
         ["x", "mask"],
-        ["mask", "stem", "stem_a", "stem_b"],
-        ["mask", "stem", "add_a", "add_b", "stem_a_grid"],
-        ["mask", "stem_a_grid", "add_1_a", "add_1_b"],
-        ["mask", "add_2_a", "add_2_b"],
+        ["stem_a", "stem_b", "mask", "stem"],
+        ["add_a", "add_b", "stem_a_grid", "mask", "stem"],
+        ["add_1_a", "add_1_b", "stem_a_grid", "mask"],
+        ["add_2_a", "add_2_b", "mask"],
     ]
 
 
@@ -126,8 +126,8 @@ def test_other_methods_keep_the_stage_as_one(method: str, keep: Keep) -> None:
 def test_data_has_no_gradient() -> None:
     assert [program.inputs_with_grad for program in programs("petra")] == [
         (),
-        ("stem", "stem_a", "stem_b"),
-        ("stem", "add_a", "add_b"),
+        ("stem_a", "stem_b", "stem"),
+        ("add_a", "add_b", "stem"),
         ("add_1_a", "add_1_b"),
         ("add_2_a", "add_2_b"),
     ]
@@ -142,13 +142,13 @@ def test_every_parameter_has_its_gradient_in_one_stage() -> None:
 
 BLOCK: Final = """\
 # stage 3 of 5, petra
-#   takes  mask: float32[B, 1]
-#   takes  grid = stem_a_grid: plain
 #   takes  a = add_1_a: float32[B, 6]
 #   takes  b = add_1_b: float32[B, 6]
-#   gives  mask: float32[B, 1]
+#   takes  grid = stem_a_grid: unit of the fixed-point grid of a and b, or None
+#   takes  mask: float32[B, 1]
 #   gives  a = add_2_a: float32[B, 6]
 #   gives  b = add_2_b: float32[B, 6]
+#   gives  mask: float32[B, 1]
 #   keeps  stem_a_grid
 """
 

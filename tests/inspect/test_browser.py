@@ -10,8 +10,8 @@ import pytest
 from browser import chromium
 from drawn import compiled, four_hundred
 
-from revcompile.inspect.code import code_text
 from revcompile.inspect.drawing.page import page
+from revcompile.inspect.source import code_text
 
 LOAD_MS = 2000
 

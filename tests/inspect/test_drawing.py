@@ -16,7 +16,6 @@ from drawn import SVG, Compiled, compiled, four_hundred, groups, parsed, shown
 
 from revcompile.compiler.lower import lower
 from revcompile.errors import InputError
-from revcompile.inspect.code import code_text
 from revcompile.inspect.drawing import draw, draw_schedule, fragment, picture
 from revcompile.inspect.drawing.details import details, embedded
 from revcompile.inspect.drawing.graph import HEIGHT, drawn_graph, placed
@@ -26,6 +25,7 @@ from revcompile.inspect.drawing.picture import SkipValue
 from revcompile.inspect.drawing.svg import document, width_of
 from revcompile.inspect.drawing.theme import SMALL, TITLE
 from revcompile.inspect.drawing.timeline import timeline_svg
+from revcompile.inspect.source import code_text
 from revcompile.ir.program import StageMemory
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Costs, choose

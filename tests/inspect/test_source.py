@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from zoo import TinyGPT, words
 
 import revcompile
-from revcompile.inspect.code import code_text
+from revcompile.inspect.source import code_text
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
@@ -167,7 +167,7 @@ class Running:
         assert_equal(printed, (outputs, kept))
         values = dict(zip((port.name for port in program.outputs), outputs, strict=True))
         back = [values[name] for name in program.needs_back]
-        given = [*kept, *back], [*printed[1], *back]
+        given = [*kept, *back], [*back, *printed[1]]
         if program.inverse is not None:
             streams, text = self.both("inverse", program.inverse, given)
             assert_equal(text, streams)

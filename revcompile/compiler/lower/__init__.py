@@ -6,18 +6,22 @@ back, and that is what the next stage's has to send.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import fx
+
 from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.compiler.lower.backward import BackwardWriter
-from revcompile.compiler.lower.flatten import flatten
+from revcompile.compiler.lower.code import Printed, Printer, Program, Value
 from revcompile.compiler.lower.forward import forward_program, inverse_program
+from revcompile.compiler.lower.trace import trace
 from revcompile.compiler.lower.units import units_of
 from revcompile.compiler.lower.writer import StageUnits
 from revcompile.errors import InputError
-from revcompile.ir.program import Partition, Port, StageProgram
-from revcompile.ir.stage_code import StageCode
+from revcompile.ir import coupling_ops
+from revcompile.ir.program import GraphFunction, Partition, Port, StageCode, StageProgram
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Keep, Method, Order, Weights
 
@@ -57,8 +61,9 @@ def lower(
         stage = StageUnits(partition, part, units)
         walk = BackwardWriter(stage)
         backward = walk.write(sends_back)
-        kept, needs_back = tuple(walk.kept.values()), tuple(walk.needs_back.values())
-        forward, inverse = forward_program(stage, kept), inverse_program(stage, kept, needs_back)
+        forward = forward_program(stage, walk.kept.values())
+        inverse = inverse_program(stage, walk.given)
+        code, graphs = _code(stage, walk.parameters, forward, inverse, backward)
         programs.append(
             StageProgram(
                 index=part.index,
@@ -72,14 +77,38 @@ def lower(
                 sends_back=sends_back,
                 parameters=walk.parameters,
                 trained=trained.intersection(walk.parameters),
-                code=StageCode(forward, inverse, backward),
-                forward=flatten(forward, partition),
-                backward=flatten(backward, partition),
-                inverse=None if inverse is None else flatten(inverse, partition),
+                code=code,
+                **graphs,
             )
         )
         sends_back = tuple(walk.needs_back)
     return tuple(programs)
+
+
+def _code(
+    stage: StageUnits, parameters: Sequence[str], *programs: Program | None
+) -> tuple[StageCode, dict[str, fx.Graph]]:
+    """The programs as text, and the graphs traced from it by their names."""
+    written = list(filter(None, programs))
+    functions, runs = stage.functions.made, list(stage.runs.values())
+    pure = {function.__name__ for function in coupling_ops.PURE}
+    pure |= {function.name for function in functions if function.role in ("arrange", "restore")}
+    has_key = any(unit.random for unit in stage.units)
+    printer = Printer(stage.partition, stage.functions.names, pure, has_key)
+    printed = {program: printer.print(program) for program in (*runs, *written)}
+    called: list[GraphFunction | Printed] = [*functions, *(printed[run] for run in runs)]
+    graphs = {
+        program.name: trace(
+            printed[program], program.arguments, called, stage.partition, parameters
+        )
+        for program in written
+    }
+    texts = tuple(one.text for one in printed.values())
+    held = printed[written[0]].variables
+    ports = (*stage.part.inputs, *stage.part.outputs)
+    variables = {name: held[Value(name)] for name in ports}
+    used = tuple(f for f in functions if any(re.search(rf"\b{f.name}\b", t) for t in texts))
+    return StageCode(used, texts, variables), graphs
 
 
 def _refuse_amplified_errors(partition: Partition, method: Method, keeps: Sequence[Keep]) -> None:

@@ -11,14 +11,18 @@ sent back by the next stage (`needs_back`), everything else is kept from forward
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Final
 
+from revcompile.compiler.lower.code import GRADS, KEY, Program, Value, listed, tupled
 from revcompile.compiler.lower.writer import StageUnits, Writer, is_piece
-from revcompile.ir import coupling_ops
 from revcompile.ir.program import Unit
-from revcompile.ir.stage_code import KEY, SELF, Call, ParameterGradients, Program, Value, call
 from revcompile.ir.types import Coupling, Segment
 from revcompile.schedule import Keep
+
+_EQUATIONS: Final = (
+    "PETRA, Eq. 4: a, b = b - F(a), a   Eq. 5: da, db = db, da + db dF/da; grads += db dF/dw"
+)
+_AVERAGED: Final = "undoes couple_average, and differentiates through the same graph of F"
 
 
 class BackwardWriter(Writer):
@@ -38,7 +42,7 @@ class BackwardWriter(Writer):
             self.gradients[gradient.name] = [gradient]
 
     def write(self, sends_back: Iterable[str]) -> Program:
-        """The program, which takes `(key, *kept, *needs_back, *gradients)`.
+        """The program, which takes `(key, *needs_back, *kept, *gradients)`.
 
         `sends_back` are the inputs whose values the stage before needs.
         """
@@ -50,14 +54,18 @@ class BackwardWriter(Writer):
                 self._uncouple(piece, unit)
             else:
                 self._vjp(unit, index)
-        values = tuple(self.value(name) for name in sends_back)
+        values = tupled([self.value(name) for name in sends_back])
         inputs = [name for name in self.part.inputs if self.partition.requires_grad(name)]
-        of_inputs = tuple(self.gradient(name) for name in inputs)
-        of_parameters = ParameterGradients(self.parameters)
-        arguments = (KEY, *self.kept.values(), *self.needs_back.values(), *self.arriving)
+        of_inputs = tupled([self.gradient(name) for name in inputs])
         comment = "sent back: values, gradients; gradients of parameters"
-        result = (values, of_inputs, of_parameters)
+        arguments = (KEY, *self.given, *self.arriving)
+        result = f"{values}, {of_inputs}, {GRADS}"
         return self.program("backward", arguments, result, result_comment=comment)
+
+    @property
+    def given(self) -> tuple[Value, ...]:
+        """What the program takes but for gradients."""
+        return *self.needs_back.values(), *self.kept.values()
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -88,7 +96,7 @@ class BackwardWriter(Writer):
         terms = self.gradients.get(name, [])
         if len(terms) > 1:
             summed = self.new_gradient(name)
-            self.assign((summed,), call(coupling_ops.total, *terms))
+            self.assign((summed,), f"total({listed(terms)})")
             self.gradients[name] = terms = [summed]
         return terms[0] if terms else None
 
@@ -97,14 +105,10 @@ class BackwardWriter(Writer):
             if gradient is not None and self.partition.requires_grad(gradient.name):
                 self.gradients.setdefault(gradient.name, []).append(gradient)
 
-    def leaves(self, names: Iterable[str]) -> tuple[Call | Value, ...]:
+    def leaves(self, names: Iterable[str]) -> list[str]:
         """Values, as leaves of a new autograd graph where they have a gradient."""
-        return tuple(
-            call(coupling_ops.leaf, self.value(name))
-            if self.partition.requires_grad(name)
-            else self.value(name)
-            for name in names
-        )
+        has_grad = self.partition.requires_grad
+        return [f"leaf({self.value(n)})" if has_grad(n) else str(self.value(n)) for n in names]
 
     def gradient_targets(self, names: Iterable[str]) -> list[Value | None]:
         """What the gradients of values are assigned to; None where there are none."""
@@ -117,26 +121,25 @@ class BackwardWriter(Writer):
         gradients = {name: self.gradient(name) for name in self.stage.outputs(unit)}
         if not any(gradients.values()):
             return
-        of_parameters = ParameterGradients(unit.parameters)
         targets = self.gradient_targets(unit.inputs)
         if unit.keep is Keep.GRAPH:
             given = {name: gradient for name, gradient in gradients.items() if gradient}
-            ends = tuple(self.keep(Value(name, "graph")) for name in given)
+            ends = tupled([self.keep(Value(name, "graph")) for name in given])
             with_grad = [target for target in targets if target is not None]
-            leaves = tuple(self.keep(Value(t.name, "leaf", index)) for t in with_grad)
-            graph = (SELF, ends, tuple(given.values()), leaves, of_parameters)
-            vjp = call(coupling_ops.accumulate_vjp, *graph)
-            self.assign(with_grad, vjp, unpacks=True, comment=unit.name)
+            leaves = tupled([self.keep(Value(t.name, "leaf", index)) for t in with_grad])
+            vjp = f"accumulate_vjp(self, {ends}, {tupled(given.values())}, {leaves}, {GRADS})"
+            to: Sequence[Value | None] = with_grad
         else:
             self.values |= {name: self.keep(Value(name, "kept")) for name in unit.inputs}
             if is_piece(unit):
                 self.reseed(unit.pieces[0])
             key = self.stage.key(unit)
-            inputs = (*key, *self.leaves(unit.inputs))
-            function = self.stage.function(unit, again=True)
-            again = (function, SELF, inputs, tuple(gradients.values()), of_parameters)
-            vjp = call(coupling_ops.recompute_vjp, *again)
-            self.assign((*(None for _ in key), *targets), vjp, unpacks=True, comment=unit.name)
+            inputs = tupled([*key, *self.leaves(unit.inputs)])
+            function = self.stage.function(unit, again=True).name
+            given_back = tupled(gradients.values())
+            vjp = f"recompute_vjp({function}, self, {inputs}, {given_back}, {GRADS})"
+            to = [*(None for _ in key), *targets]
+        self.assign(to, vjp, unpacks=True, comment=unit.name, parameters=unit.parameters)
         self.add_gradients(targets)
 
     def _uncouple(self, piece: Segment, unit: Unit) -> None:
@@ -145,21 +148,27 @@ class BackwardWriter(Writer):
         self.reseed(piece)
         b, y = map(self.value, piece.streams_out)
         of_b, of_y = map(self.gradient, piece.streams_out)
-        extras = tuple(self.gradient(name) for name in piece.extras)
+        extras = [self.gradient(name) for name in piece.extras]
         grid, sides = self.value(piece.grid), self.leaves(piece.sides)
-        function = self.functions.of_piece(piece, again=True)
-        arguments = (b, y, of_b, of_y, grid, ParameterGradients(unit.parameters), *sides)
-        options: dict[str, tuple[Any, ...]] = {"extras": extras} if extras else {}
+        function = self.functions.of_piece(piece, again=True).name
+        arguments = [function, "self", b, y, of_b, of_y, grid, GRADS, *sides]
+        if extras:
+            arguments.append(f"extras={tupled(extras)}")
         sign = self.sign(piece, b)
         if sign is not None:
-            options["averaged"] = sign, self.keep(Value(piece.name, "lost"))
-        uncoupled = call(coupling_ops.uncouple, function, SELF, *arguments, **options)
+            arguments.append(f"averaged=({sign}, {self.keep(Value(piece.name, 'lost'))})")
         streams: Sequence[Value] = [Value(name) for name in piece.streams_in]
         if piece.rearrange is not None:
             streams = [Value(name, "arranged") for name in piece.streams_in]
         gradients = [self.new_gradient(name) for name in piece.streams_in]
         of_sides = self.gradient_targets(piece.sides)
-        self.assign((*streams, *gradients, *of_sides), uncoupled, comment=piece.name)
+        self.assign(
+            (*streams, *gradients, *of_sides),
+            f"uncouple({listed(arguments)})",
+            comment=piece.name,
+            note=_EQUATIONS if sign is None else _AVERAGED,
+            parameters=unit.parameters,
+        )
         if piece.rearrange is not None:
             gradients = self._restore(piece, streams, gradients)
         self.values |= {name: Value(name) for name in piece.streams_in}
@@ -170,12 +179,12 @@ class BackwardWriter(Writer):
         self, piece: Segment, streams: Sequence[Value], gradients: Sequence[Value]
     ) -> list[Value]:
         """A rearrangement only moves elements, so gradients go back as values do."""
-        restore = self.functions.rearrangement(piece, back=True)
+        restore = self.functions.rearrangement(piece, back=True).name
         shapes = self.keep(Value(piece.name, "shapes"))
         restored = [self.new_gradient(gradient.name) for gradient in gradients]
         for target, gradient in zip(restored, gradients, strict=True):
-            present = call(coupling_ops.zeros_if_none, gradient, streams[1])
-            self.assign((target,), call(restore, present, shapes))
+            present = f"zeros_if_none({gradient}, {streams[1]})"
+            self.assign((target,), f"{restore}(self, {present}, {shapes})")
         for stream in streams:
-            self.assign((Value(stream.name),), call(restore, stream, shapes))
+            self.assign((Value(stream.name),), f"{restore}(self, {stream}, {shapes})")
         return restored

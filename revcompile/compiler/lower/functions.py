@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import fx, nn
 
+from revcompile.compiler.lower.code import GRADS, hints
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.module_tree import has_batch_norm
-from revcompile.ir.program import Partition, legal
-from revcompile.ir.stage_code import FunctionRole, GraphFunction
+from revcompile.ir.program import GraphFunction, Part, Partition, legal
 from revcompile.ir.types import Coupling, Segment
 
 
 class Functions:
-    """Makes each function of a stage once."""
+    """Makes each function of a stage once. No variable may have one of the `names`."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, part: Part) -> None:
         self.partition = partition
+        self.places = {id(piece): place for place, piece in enumerate(part.pieces)}
+        programs = ("forward", "inverse", "backward")
+        self.names = {*coupling_ops.HELPERS, *programs, "self", "torch", GRADS}
+        self._hints = hints(partition)
         self._made: dict[tuple[int, str], GraphFunction] = {}
+
+    @property
+    def made(self) -> tuple[GraphFunction, ...]:
+        """All of them, in the order of the stage's pieces."""
+        return tuple(sorted(self._made.values(), key=lambda f: self.places[id(f.segment)]))
+
+    def name(self, wanted: str) -> str:
+        """A name for a function that nothing else has."""
+        name = legal(wanted)
+        while name in self.names or keyword.iskeyword(name):
+            name += "_"
+        self.names.add(name)
+        return name
 
     def of_piece(self, piece: Segment, *, again: bool = False) -> GraphFunction:
         """F of a coupling, or an opaque piece; `again`: without the buffers it writes."""
-        role: FunctionRole = "again" if again and writes_buffers(piece) else "run"
+        role: Literal["again", "run"] = "again" if again and writes_buffers(piece) else "run"
         if (id(piece), role) not in self._made:
             root = self.partition.rewired.root
-            arguments = piece.inputs
-            if isinstance(piece, Coupling):
-                arguments = ("x", *piece.sides)
+            name = self.name(piece.name if role == "run" else f"{piece.name}_again")
+            inputs = ("x", *piece.sides) if isinstance(piece, Coupling) else piece.inputs
+            arguments = tuple(legal(self._hints.get(given, given)) for given in inputs)
             graph = _prepared(piece.graph, root, self._casts(piece), stores=role == "run")
-            self._made[id(piece), role] = GraphFunction(piece, role, graph, arguments)
+            self._made[id(piece), role] = GraphFunction(name, piece, role, graph, arguments)
         return self._made[id(piece), role]
 
     def _casts(self, piece: Segment) -> dict[int, torch.dtype]:
@@ -45,11 +64,12 @@ class Functions:
 
     def rearrangement(self, piece: Segment, *, back: bool) -> GraphFunction:
         """Rearranges a stream for a coupling, and gives shapes; `back`: undoes it, given those."""
-        role: FunctionRole = "restore" if back else "arrange"
+        role: Literal["restore", "arrange"] = "restore" if back else "arrange"
         if (id(piece), role) not in self._made:
             assert isinstance(piece, Coupling) and piece.rearrange is not None
             graph = piece.rearrange.inverse if back else piece.rearrange.forward
-            self._made[id(piece), role] = GraphFunction(piece, role, graph, ())
+            name = self.name(f"{piece.name}_{role}")
+            self._made[id(piece), role] = GraphFunction(name, piece, role, graph, ())
         return self._made[id(piece), role]
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
+from revcompile.compiler.lower.code import KEY, Program, Statement, Value, listed
 from revcompile.compiler.lower.functions import Functions, writes_buffers
-from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import convolves
-from revcompile.ir.program import Part, Partition, Unit
-from revcompile.ir.stage_code import KEY, SELF, Call, Function, Program, Statement, Value, call
+from revcompile.ir.program import GraphFunction, Part, Partition, Unit
 from revcompile.ir.types import Coupling, Segment, TensorType
+
+_SEEDS: Final = (
+    "dropout etc.: seeded by micro-batch and place, so that backward draws what forward drew"
+)
+_GRID: Final = "grid: the unit of which a and b become multiples, so that sums are exact; or None"
 
 
 class StageUnits:
@@ -18,29 +22,29 @@ class StageUnits:
 
     def __init__(self, partition: Partition, part: Part, units: Sequence[Unit]) -> None:
         self.partition, self.part, self.units = partition, part, units
-        self.functions = Functions(partition)
-        self.places = {id(piece): place for place, piece in enumerate(part.pieces)}
+        self.functions = Functions(partition, part)
         self.random = {id(p) for unit in units for p in unit.pieces if p.name in unit.random}
-        self._made: dict[tuple[int, bool], Program] = {}
+        self.runs: dict[tuple[int, bool], Program] = {}
+        """Programs that compute several pieces."""
 
-    def function(self, unit: Unit, *, again: bool = False) -> Function:
+    def function(self, unit: Unit, *, again: bool = False) -> GraphFunction | Program:
         """A unit that is differentiated at once as one function of its inputs."""
         if is_piece(unit):
             return self.functions.of_piece(unit.pieces[0], again=again)
         again = again and any(map(writes_buffers, unit.pieces))
-        if (id(unit), again) not in self._made:
+        if (id(unit), again) not in self.runs:
             whole = len(self.units) == 1
             name = f"stage_{self.part.index}" if whole else "_to_".join(unit.name.split(" .. "))
             writer = Writer(self, unit.inputs)
             for piece in unit.pieces:
                 writer.compute(piece, again=again)
-            self._made[id(unit), again] = writer.program(
-                f"{name}_again" if again else name,
+            self.runs[id(unit), again] = writer.program(
+                self.functions.name(f"{name}_again" if again else name),
                 (*self.key(unit), *map(Value, unit.inputs)),
-                tuple(writer.values[name] for name in self.outputs(unit)),
+                listed(writer.values[name] for name in self.outputs(unit)),
                 comment=unit.name,
             )
-        return self._made[id(unit), again]
+        return self.runs[id(unit), again]
 
     def key(self, unit: Unit) -> tuple[Value, ...]:
         """`key`, if the unit's function has to seed random numbers itself."""
@@ -75,21 +79,29 @@ class Writer:
         *values: Any,
         unpacks: bool = False,
         comment: str = "",
+        note: str = "",
+        parameters: tuple[str, ...] = (),
     ) -> None:
-        self.statements.append(Statement(tuple(targets), values, unpacks, comment))
+        texts = tuple(map(str, values))
+        self.statements.append(Statement(tuple(targets), texts, unpacks, comment, note, parameters))
 
     def program(
-        self, name: str, arguments: Iterable[Value], result: tuple[Any, ...], **comments: str
+        self, name: str, arguments: Iterable[Value], result: str, **comments: str
     ) -> Program:
         """What was written, as a program."""
         return Program(name, tuple(arguments), tuple(self.statements), result, **comments)
+
+    def called(self, function: GraphFunction | Program, names: Iterable[str], *first: Any) -> str:
+        """A call of one of the stage's functions."""
+        return f"{function.name}({listed(['self', *first, *(self.values[n] for n in names)])})"
 
     # -- pieces -------------------------------------------------------------------------------
 
     def reseed(self, piece: Segment) -> None:
         """Seed a piece by its place in the stage, so that all methods draw the same numbers."""
         if id(piece) in self.stage.random:
-            self.assign((), call(coupling_ops.reseed, KEY, self.stage.places[id(piece)]))
+            place = self.functions.places[id(piece)]
+            self.assign((), f"reseed({KEY}, {place})", note=_SEEDS)
 
     def compute(self, piece: Segment, *, again: bool = False) -> None:
         """Run a piece; `again`: in backward, where buffers are not written."""
@@ -98,30 +110,29 @@ class Writer:
         if isinstance(piece, Coupling):
             self._couple(piece, function)
         else:
-            inputs = [self.values[name] for name in piece.inputs]
-            self.assign(map(Value, piece.outputs), call(function, *inputs))
+            self.assign(map(Value, piece.outputs), self.called(function, piece.inputs))
         self.values |= {name: Value(name) for name in piece.outputs}
 
-    def _couple(self, piece: Coupling, function: Function) -> None:
+    def _couple(self, piece: Coupling, function: GraphFunction) -> None:
         """`(a, b) -> (b, a + F(b))`."""
         assert piece.grid is not None
         a, b = (self.values[name] for name in piece.streams_in)
         if piece.opens:
             cast = self.partition.low_precision(piece.streams_in[0])
             is_conv = convolves(piece.branch, self.partition.rewired.root)
-            entered = call(coupling_ops.enter_chain, a, b, cast=cast, convolves=is_conv)
+            entered = f"enter_chain({a}, {b}, cast={cast}, convolves={is_conv})"
             if piece.averaged:
-                entered = call(coupling_ops.enter_average, SELF, a, b)
+                entered = f"enter_average(self.training, {a}, {b})"
             a, b = (Value(name, "entered") for name in piece.streams_in)
             self.values[piece.grid] = Value(piece.grid)
-            self.assign((a, b, Value(piece.grid)), entered)
+            self.assign((a, b, Value(piece.grid)), entered, note=_GRID)
         if piece.rearrange is not None:
-            sides = [self.values[name] for name in piece.rearrange.sides]
             shapes: Value | None = Value(piece.name, "shapes")
             arrange = self.functions.rearrangement(piece, back=False)
             arranged = [Value(name, "arranged") for name in piece.streams_in]
             for stream, target in zip((a, b), arranged, strict=True):
-                self.assign((target, shapes), call(arrange, stream, *sides))
+                arranging = self.called(arrange, piece.rearrange.sides, stream)
+                self.assign((target, shapes), arranging)
                 shapes = None
             a, b = arranged
         sign = self.sign(piece, b)
@@ -129,10 +140,9 @@ class Writer:
         before, after = map(Value, piece.streams_out)
         grid = self.values[piece.grid]
         if sign is None:
-            y = call(coupling_ops.plus, a, addend, grid)
-            self.assign((before, after), b, y, comment=piece.name)
+            self.assign((before, after), b, f"plus({a}, {addend}, {grid})", comment=piece.name)
         else:
-            y = call(coupling_ops.couple_average, a, b, addend, sign, grid)
+            y = f"couple_average({a}, {b}, {addend}, {sign}, {grid})"
             self.assign((after, Value(piece.name, "lost")), y, comment=piece.name)
             self.assign((before,), b)
 
@@ -143,14 +153,14 @@ class Writer:
         kind = self.partition.types.get(piece.streams_out[1])
         dim = kind.batch_dim if isinstance(kind, TensorType) else None
         sign = Value(piece.name, "sign")
-        self.assign((sign,), call(coupling_ops.draw_sign, SELF, b, dim))
+        self.assign((sign,), f"draw_sign(self.training, {b}, {dim})")
         return sign
 
     def branch(
-        self, piece: Coupling, b: Value, function: Function, extras: Sequence[Value | None]
-    ) -> Call | Value:
+        self, piece: Coupling, b: Value, function: GraphFunction, extras: Sequence[Value | None]
+    ) -> Value | str:
         """F(b); where it has more results, they are assigned to `extras`."""
-        called = call(function, b, *(self.values[name] for name in piece.sides))
+        called = self.called(function, piece.sides, b)
         if not extras:
             return called
         addend = Value(piece.name, "branch")

@@ -9,13 +9,13 @@ from torch import fx, nn
 
 from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.ops import read_buffer, store_buffer
-from revcompile.ir.types import Live, Rewired, Segment, TensorType
+from revcompile.ir.types import Coupling, Live, Rewired, Segment, TensorType
 
 
 def live_at_cuts(rewired: Rewired, pieces: Sequence[Segment]) -> list[tuple[str, ...]]:
     """The live values at every cut: entry `i` lists what is alive before piece `i`.
 
-    The last entry holds the model's results.
+    Streams come first, then grids. The last entry holds the model's results.
     """
     last_use: dict[str, int] = {}
     for index, piece in enumerate(pieces):
@@ -24,12 +24,15 @@ def live_at_cuts(rewired: Rewired, pieces: Sequence[Segment]) -> list[tuple[str,
     for leaf in rewired.body.result:
         if isinstance(leaf, Live):
             last_use[leaf.name] = len(pieces)
+    couplings = [piece for piece in pieces if isinstance(piece, Coupling)]
+    grids = {piece.grid for piece in couplings}
+    streams = {name for piece in couplings for name in (*piece.streams_in, *piece.streams_out)}
     alive: dict[str, None] = dict.fromkeys(rewired.signature.placeholders)
     cuts = [tuple(alive)]
     for index, piece in enumerate(pieces):
         alive |= dict.fromkeys(piece.outputs)
         alive = {name: None for name in alive if last_use.get(name, -1) > index}
-        cuts.append(tuple(alive))
+        cuts.append(tuple(sorted(alive, key=lambda n: 0 if n in streams else 1 + (n not in grids))))
     return cuts
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from revcompile.inspect.code import code_text
 from revcompile.inspect.drawing.graph import Drawn, drawn_graph, operation, placed
 from revcompile.inspect.drawing.picture import Picture
 from revcompile.inspect.formatting import amount, listed, share, size, span
+from revcompile.inspect.source import code_text
 from revcompile.inspect.views import StageView
 from revcompile.ir.program import Port, StageProgram
 from revcompile.ir.types import PATH

@@ -87,7 +87,7 @@ def test_gradients_are_compared_when_it_is_compiled() -> None:
     net = staged(torch.float32, check="full")
     assert net.method.name == "petra_stashed" and [s.reversible for s in net.stages][1]
     code = str(net.stages[1].code)
-    assert "sign = draw_sign(self, b, 0)" in code and "# blocks.2" in code
+    assert "sign = draw_sign(self.training, b, 0)" in code and "# blocks.2" in code
     assert "averaged coupling" in str(net.explain("blocks.2"))
 
 
