@@ -16,16 +16,21 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint docs clean
+.PHONY: help train test test-all lint docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 train: $(INSTALLED) ## train a reversible model on digits (ARGS="--help" lists the options)
 	$(BIN)/python examples/train_compiled.py $(ARGS)
 
-test: lint ## lint, then run the tests on JOBS processes (ARGS="-m slow" runs the slow ones)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
+test: $(INSTALLED) ## the core of the tests, on JOBS processes (ARGS="tests/plan -k budget" runs some)
+	$(PYTEST) $(ARGS)
+
+test-all: $(INSTALLED) ## every test that needs no GPU (ARGS="-m slow" runs the slow ones alone)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .

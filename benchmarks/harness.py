@@ -1,4 +1,4 @@
-"""What all benchmarks use: interleaved timing, peak memory, growth, tables.
+"""What the scripts share: options and JSON, interleaved timing, peak memory, tables.
 
 Times are compared only within one run: the variants take turns, round by round, and a ratio is the
 median of the rounds' own ratios, so that a machine that slows down slows all of them.
@@ -6,43 +6,75 @@ median of the rounds' own ratios, so that a machine that slows down slows all of
 
 from __future__ import annotations
 
+import argparse
 import gc
-import math
+import json
+import platform
+import subprocess
 import time
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-__all__ = [
-    "LiveStorages",
-    "Memory",
-    "Ratio",
-    "autocast",
-    "count_flops",
-    "device_bytes",
-    "exponent",
-    "interleave",
-    "measure_memory",
-    "measure_peak",
-    "mib",
-    "ratio",
-    "show",
-    "slope",
-    "synchronize",
-]
+from tests.support.measuring import LiveStorages
 
-MIB = 2**20
+Row = dict[str, Any]
+
+
+# -- scripts ---------------------------------------------------------------------------------------
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The docstring as it is, and every option's default."""
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """With the options that every script has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    return parser
+
+
+def save(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows with device, versions and commit; a reader never sees half of a file."""
+    if args.json is None:
+        return
+    device = torch.device(getattr(args, "device", None) or "cpu")
+    record = {
+        "options": {name: value for name, value in vars(args).items() if name != "json"},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "rows": rows,
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    beside = args.json.with_name(f"{args.json.name}.tmp")
+    beside.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
+    beside.replace(args.json)
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with a `+` if something has changed since; None outside of git."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        ended = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return ended.stdout.strip() or None
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 # -- time ------------------------------------------------------------------------------------------
@@ -56,8 +88,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Seconds of every variant in every round; who goes first moves on by one each round.
 
-    One thread on the CPU is timed by the processor time it takes: other people's load on the
-    machine then matters less.
+    One thread on the CPU is timed by the processor time it takes: other load on the machine then
+    matters less.
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
@@ -100,31 +132,6 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     return Ratio(median(each), low, high)
 
 
-def count_flops(run: Callable[[], object]) -> int:
-    """Floating-point operations of matrix products, convolutions and attention in one run."""
-    with _Flops() as counter:
-        run()
-    total: int = counter.total
-    return total
-
-
-class _Flops(TorchDispatchMode):
-    """torch's formulas; `FlopCounterMode` itself forbids `autograd.grad` in a backward."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if formula := flop_registry.get(func.overloadpacket):
-            self.total += formula(*args, **kwargs, out_val=out)
-        return out
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done everything asked of it."""
     if device.type == "cuda":
@@ -132,47 +139,6 @@ def synchronize(device: torch.device) -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes one training step takes on top of parameters, their gradients and the batch.
-
-    `held` is what the forward pass leaves behind for the backward pass, `peak` the most there is at
-    any moment of the two. `largest` is what is alive at the peak by origin, on the CPU only.
-    """
-
-    held: int
-    peak: int
-    largest: tuple[tuple[str, int], ...] = ()
-
-
-def measure_memory(forward: Callable[[], Tensor], device: torch.device) -> Memory:
-    """The memory of `forward().backward()`.
-
-    A step runs first, unmeasured: it creates the parameters' gradients (which then stay, and so do
-    not count) and the libraries' workspaces.
-    """
-    forward().backward()
-    if device.type == "cuda":
-        return _measure_cuda(forward, device)
-    with LiveStorages() as storages:
-        loss = forward()
-        held = storages.live
-        loss.backward()
-    return Memory(held, storages.peak, tuple(storages.largest))
-
-
-def _measure_cuda(forward: Callable[[], Tensor], device: torch.device) -> Memory:
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    loss = forward()
-    held = torch.cuda.memory_allocated(device) - before
-    loss.backward()
-    torch.cuda.synchronize(device)
-    return Memory(held, torch.cuda.max_memory_allocated(device) - before)
 
 
 def measure_peak(run: Callable[[], object], device: torch.device) -> int:
@@ -201,108 +167,16 @@ def device_bytes(device: torch.device) -> int:
     return total - free
 
 
-class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operations under it create, while they are alive.
-
-    What was there before does not count, nor do views of it. Scratch space inside a kernel is not
-    seen. Counting bytes rather than asking the operating system makes the result exact and the same
-    in every run.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
-        self.peak = 0
-        self._known: dict[int, tuple[str, int]] = {}
-        self._at_peak: list[tuple[str, int]] = []
-
-    @property
-    def largest(self) -> list[tuple[str, int]]:
-        """What was alive at the peak: bytes by the operation and shape that made them."""
-        total: Counter[str] = Counter()
-        for origin, size in self._at_peak:
-            total[origin] += size
-        return total.most_common()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _tensors((*args, *kwargs.values())):
-            self._watch(tensor, "", counts=False)
-        out = func(*args, **kwargs)
-        for tensor in _tensors((out,)):
-            self._watch(tensor, f"{func} {tuple(tensor.shape)}", counts=True)
-        if self.live > self.peak:
-            self.peak = self.live
-            self._at_peak = [entry for entry in self._known.values() if entry[1]]
-        return out
-
-    def _watch(self, tensor: Tensor, origin: str, counts: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        size = storage.nbytes() if counts else 0
-        self._known[key] = (origin, size)
-        self.live += size
-        weakref.finalize(storage, self._forget, key).atexit = False
-
-    def _forget(self, key: int) -> None:
-        _, size = self._known.pop(key)
-        self.live -= size
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors among an operator's arguments or results, which may be lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def slope(depths: Sequence[float], values: Sequence[float]) -> float:
-    """Growth per added block: the least-squares line through all depths.
-
-    >>> slope([2, 4, 8], [7.0, 11.0, 19.0])
-    2.0
-    """
-    mean_depth, mean_value = sum(depths) / len(depths), sum(values) / len(values)
-    covariance = sum(
-        (d - mean_depth) * (v - mean_value) for d, v in zip(depths, values, strict=True)
-    )
-    return covariance / sum((d - mean_depth) ** 2 for d in depths)
-
-
-def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The power that `values` grow with: 1 in proportion, 2 as the square, 0 not at all.
-
-    The slope of the least-squares line through the logarithms.
-
-    >>> round(exponent([1, 2, 4], [3.0, 12.0, 48.0]), 3)
-    2.0
-    """
-    return slope([math.log(size) for size in sizes], [math.log(value) for value in values])
-
-
 def mib(size: float) -> str:
     """Bytes for a table.
 
     >>> mib(3 * 2**19)
     '1.50 MiB'
     """
-    return f"{size / MIB:,.2f} MiB"
+    return f"{size / 2**20:,.2f} MiB"
 
 
-# -- settings, tables ------------------------------------------------------------------------------
-
-
-def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
-    """Mixed precision if `dtype` is "bf16"; nothing for "fp32"."""
-    if dtype == "bf16":
-        return torch.autocast(device.type, torch.bfloat16)
-    return nullcontext()
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -10,11 +10,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from benchmarks.stacks import KINDS, Stack
 from examples.recipe import small_stem
 from revcompile.errors import InputError
-
-__all__ = ["Case", "create", "of_depth", "sgd"]
+from tests.support.stacks import KINDS, Stack
 
 STACK = re.compile(r"(\w+)-(\d+)x(\d+)")
 """Kind, depth and width."""
@@ -76,20 +74,6 @@ def create(name: str, size: int, classes: int = 10, *, small: bool = False) -> n
         small_stem(model)
     made: nn.Module = model
     return made
-
-
-def of_depth(name: str, depth: int | None) -> str:
-    """A stack of another depth.
-
-    >>> of_depth("conv-6x32", 12)
-    'conv-12x32'
-    """
-    if depth is None:
-        return name
-    match = STACK.fullmatch(name)
-    if match is None:
-        raise InputError(f"depth {depth}: {name} has its own; use a stack such as conv-{depth}x32")
-    return f"{match[1]}-{depth}x{match[3]}"
 
 
 class Patches(nn.Module):

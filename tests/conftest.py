@@ -1,7 +1,9 @@
 """What every test runs under: few threads, a fixed seed, deterministic kernels on the CPU."""
 
 import gc
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import pytest
 import torch
@@ -21,6 +23,106 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(5000, 20, 20)
+
+
+TABLE: Final = 4
+"""Tests with more cases than this are products of parameters, or long lists of models."""
+
+NIGHTLY: Final[dict[str, Sequence[str]]] = {
+    "test_balance.py::test_no_partition_is_better": ("200", "400"),
+    "test_reversible.py::test_gradients_equal_stored_activations": (
+        "resnet18",
+        "vit_tiny_patch16_224",
+        "swin_tiny_patch4_window7_224",
+        "convnext_atto",
+        "xcit_nano_12_p8_224",
+    ),
+    "test_reversible.py::test_torch_compile_gives_the_same_gradients": (),
+    "compiler/test_capture.py::test_timm": ("test_vit",),
+    "compiler/test_families.py": ("test_resnet", "test_vit"),
+    "compiler/test_fuzz.py::test_random_nets_are_right_or_refused": ("0-10",),
+    "compiler/test_fuzz.py::test_what_was_found_is_right_or_refused": (
+        "custom function",
+        "dict of an opaque module",
+        "complex",
+        "in place behind an identity",
+        "average within a loop",
+        "frozen batch norm",
+        "two streams",
+        "length",
+        "step",
+        "layer drop, off and on",
+    ),
+    "compiler/test_fuzz.py::test_nets_that_outgrow_their_precision_are_stopped": ("11-764",),
+    "compiler/test_fuzz.py::test_every_part_is_a_net_that_trains": (),
+    "compiler/test_fuzz.py::test_a_net_is_its_repr_and_its_seed": ("0", "1"),
+    "compiler/test_lower.py::test_statistics_move_once_a_micro_batch": (),
+    "inspect/test_browser.py": (),
+    "interop/test_huggingface.py::test_two_layers_at_two_lengths_in_four_stages": ("gpt2",),
+    "interop/test_pipelining.py::test_a_schedule_of_torch_trains_as_ours": (),
+    "repository/test_docs.py::test_a_command_can_be_given": (),
+    "repository/test_docs.py::test_a_tutorial_runs": (),
+    "repository/test_docs.py::test_the_code_of_a_page_runs_in_order": (
+        "README.md",
+        "docs/start.md",
+    ),
+    "repository/test_examples.py": ("test_train_compiled_learns",),
+    "repository/test_models.py": (
+        "test_compiled_resnets_are_petras_revnets",
+        "test_a_compiled_vit_is_rev_vit",
+    ),
+    "runtime/distributed/test_distributed.py::test_four_ranks_train_as_one_process": (),
+    "runtime/distributed/test_distributed.py::test_a_run_goes_on_in_another_layout": (),
+    "runtime/distributed/test_distributed.py::test_training_goes_on_after_a_lost_micro_batch": (
+        "petra",
+    ),
+    "runtime/distributed/test_rank_data.py::"
+    "test_padded_batches_of_a_llama_in_four_stages_have_autograd_s_gradients": (),
+    "runtime/distributed/test_restart.py": (
+        "test_after_a_kill_every_step_is_the_undisturbed_runs[petra]",
+        "test_a_kill_in_a_save_leaves_a_whole_checkpoint[no index yet]",
+        "test_four_ranks_then_two_then_one_then_a_module",
+    ),
+    "runtime/executor/test_captured.py::test_a_scaled_loss": ("petra",),
+    "runtime/executor/test_captured_tied.py": (),
+    "runtime/executor/test_updates.py::test_the_same_updates_as_a_device_takes_them": (),
+    "runtime/trainer/test_trainer_state.py::"
+    "test_methods_that_keep_graphs_are_saved_after_a_flush": (),
+}
+"""Files and tests of the nightly run, with what of them is in the core: ids of cases, or tests."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what repeats a promise of the core with more models, methods or settings.
+
+    Of a product of parameters the core has every value once: a case stays if one of its values has
+    not been met before. What else is left to the nightly run is in `NIGHTLY`.
+    """
+    cases = Counter(item.nodeid.partition("[")[0] for item in items)
+    met: dict[str, set[tuple[str, Any]]] = defaultdict(set)
+    for item in items:
+        test, _, case = item.nodeid.removeprefix("tests/").partition("[")
+        file, _, name = test.partition("::")
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        values = {(argument, _key(value)) for argument, value in parameters.items()}
+        is_new = bool(values - met[test])
+        if test in NIGHTLY:
+            in_core = case.removesuffix("]") in NIGHTLY[test]
+        elif file in NIGHTLY:
+            labels = {name, f"{name}[{case}", case.removesuffix("]")}
+            in_core = not labels.isdisjoint(NIGHTLY[file])
+        else:
+            in_core = is_new or cases[item.nodeid.partition("[")[0]] <= TABLE
+        if in_core:
+            met[test] |= values
+        else:
+            item.add_marker("nightly")
+
+
+def _key(value: Any) -> Any:
+    """What tells values of a parameter apart."""
+    return value if isinstance(value, str | int | float | None) else repr(value)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,10 @@
-"""A dozen families petrafied; `python -m benchmarks run families` does all of timm's."""
+"""A dozen families petrafied; `python -m benchmarks.families` does all of timm's."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.compiler.families import examine
+from tests.support.comparing import examine_timm
 
 MODELS = [
     "test_byobnet",
@@ -24,5 +24,5 @@ MODELS = [
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_four_stages_equal_autograd(name: str) -> None:
-    row = examine(name, stages=4, steps=3, double=60, side=64)
+    row = examine_timm(name, stages=4, steps=3, double=60, side=64)
     assert row["dtype"] == "float64" and row["error"] < 1e-10

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.compiler.families import Recorder, gradient_error, loss
+from tests.support.comparing import Recorder, gradient_error, loss
 
 WIDTH = 8
 

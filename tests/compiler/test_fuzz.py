@@ -1,13 +1,13 @@
-"""Random residual nets against autograd: a fixed share in every run, more by `benchmarks run fuzz`.
+"""Random residual nets against autograd: a few in every run, thousands by `python -m tests.fuzz`.
 
-The grammar, the oracle and the shrinker are in `benchmarks/fuzz`; here Hypothesis draws the nets
-and makes failing ones small. What fails prints as a script of its own.
+The grammar and the oracle are in `tests/fuzz`; here Hypothesis draws the nets and makes failing
+ones small. What fails prints as source.
 """
 
 from __future__ import annotations
 
+import json
 import linecache
-import runpy
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +19,13 @@ import torch
 from fuzzed_nets import FOUND, plain
 from hypothesis import strategies as st
 
-from benchmarks.fuzz.campaign import net_of
-from benchmarks.fuzz.module import arguments, build, source
-from benchmarks.fuzz.net import CATALOGUE, Net, Part, draw_net, simpler
-from benchmarks.fuzz.oracle import METHODS, Report, examine
-from benchmarks.fuzz.shrink import script, shrink
 from revcompile.errors import InputError
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible
+from tests.fuzz.campaign import main
+from tests.fuzz.module import arguments, build, source
+from tests.fuzz.net import CATALOGUE, Net, Part, draw_net, net_of, simpler
+from tests.fuzz.oracle import METHODS, Report, examine, shrink
 
 T = TypeVar("T")
 
@@ -52,11 +51,11 @@ def nets(draw: Any) -> Net:
 
 
 def described(net: Net, report: Report) -> str:
-    """Every finding, and the first as a script."""
+    """Every finding, and the net."""
     if report.discarded:
         return f"{net!r} fails by itself: {report.discarded}"
     lines = [f"{f.kind}, {f.check}: {f.what}" for f in report.findings]
-    return "\n".join(["", *lines, "", repr(net), "", script(net, report.findings[0])])
+    return "\n".join(["", *lines, "", repr(net), "", source(net)])
 
 
 # -- nets -----------------------------------------------------------------------------------------
@@ -223,18 +222,18 @@ def test_a_net_that_fails_by_itself_is_discarded() -> None:
     assert "view" in (examine(net).discarded or "")
 
 
-def test_shrinking_leaves_what_fails() -> None:
-    parts = (plain("residual"), plain("table", how="pair", home="list"), plain("parallel"))
-    net = Net("rows", parts, result="dict", extra="unused", stages=4)
-    smallest = shrink(net, lambda one: any(p.kind == "table" for p in one.parts), trials=100)
-    assert smallest == Net("rows", (plain("table"),))
+def test_findings_are_made_small_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Reversible, *args: Any, **kwargs: Any) -> Any:
+        raise KeyError("h")
 
-
-def test_a_finding_is_a_script_that_runs(tmp_path: Path) -> None:
-    from benchmarks.fuzz.oracle import Finding
-
-    net = Net("tokens", (plain("masked"), plain("modulated")), call="keywords")
-    for check in ("capture", "reversify, step 0", "other size", "petrafy petra"):
-        file = tmp_path / "finding.py"
-        file.write_text(script(net, Finding("wrong", check, "gradients: it differs")))
-        runpy.run_path(str(file))
+    monkeypatch.setattr(Reversible, "_run", fails)
+    net = Net("rows", (plain("residual"), plain("parallel")), result="dict", stages=4)
+    (finding, *_) = examine(net, ["petra"], ["reversify"]).findings
+    assert shrink(net, finding) == Net("rows", (plain("parallel"),))
+    file = tmp_path / "findings.json"
+    assert main(["--count", "1", "--json", str(file)]) == 1
+    found = json.loads(file.read_text())
+    assert found["summary"]["foreign tracebacks"] == 1
+    assert found["findings"][0]["findings"][0]["what"] == "KeyError: 'h'"

@@ -13,9 +13,9 @@ from helpers import gradients, worst
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.compiler.families import Recorder
 from revcompile.compiler.dataflow import holds_tensor, is_plain, tensor_type
 from revcompile.ir.types import TensorType
+from tests.support.comparing import Recorder
 
 WIDTH, BLOCKS = 8, 3
 

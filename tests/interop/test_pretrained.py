@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
-from benchmarks.compiler.architectures import ARCHITECTURES
 from revcompile.errors import InputError, OriginalMethodError
+from tests.support.architectures import ARCHITECTURES
 
 VISION: dict[str, tuple[str, dict[str, Any], int]] = {
     "vit": ("vit_tiny_patch16_224", {"img_size": 32, "patch_size": 8, "depth": 4}, 32),

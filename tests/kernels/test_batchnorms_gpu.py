@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.one_device.whole import capture_step
 from revcompile.kernels import batch_norm as batchnorms
 from revcompile.kernels import triton_batch_norm as batch_kernels
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.loading import MIN_ELEMENTS
 from tests.kernels.test_batchnorms import _Convs
+from tests.support.measuring import capture_step
 
 pytestmark = [
     pytest.mark.gpu,

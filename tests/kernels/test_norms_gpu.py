@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.one_device.whole import capture_step
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as gradients
 from revcompile.kernels import layer_norm as norms
@@ -22,6 +21,7 @@ from revcompile.kernels import triton_kernels as kernels
 from revcompile.kernels.gradient_sum import GradientSum
 from revcompile.kernels.layer_norm import call_layer_norm, layer_norm
 from revcompile.runtime.reversible import stream_sums
+from tests.support.measuring import capture_step
 
 pytestmark = [
     pytest.mark.gpu,

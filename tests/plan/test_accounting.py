@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 import revcompile
-from benchmarks.stages.accounting import ROWS, revnet50, table3
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.compiler.lower import lower
 from revcompile.compiler.partition import partition
@@ -28,6 +27,7 @@ from revcompile.ir.types import (
     TensorType,
 )
 from revcompile.schedule import Keep, Method, Weights, choose, window
+from tests.support.accounting import ROWS, revnet50, table3
 
 EMPTY = fx.Graph()
 BATCH = 3

@@ -19,9 +19,6 @@ from torch import nn
 
 import revcompile
 import tests.plan.test_stage_memory as models
-from benchmarks.harness import LiveStorages
-from benchmarks.stages.holding import Bytes, CpuMeter, Watch
-from benchmarks.stages.stage_memory import images
 from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageMemory
@@ -39,6 +36,8 @@ from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
 from tests.compiler.test_partition import HEAVY_HEAD, Chain
+from tests.support.measuring import LiveStorages
+from tests.support.stage_memory import Bytes, CpuMeter, Watch, images
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
 PETRA: Final = Workload(choose("petra"), batch_size=8)

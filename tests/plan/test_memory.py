@@ -5,9 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.harness import LiveStorages, Memory, measure_memory, slope
-from benchmarks.one_device.memory import step_memory
-from benchmarks.stacks import KINDS, Sizes, batch_of
+from tests.support.measuring import LiveStorages, Memory, measure_memory, slope, step_memory
+from tests.support.stacks import KINDS, Sizes, batch_of
 
 CPU = torch.device("cpu")
 DEPTHS = (2, 6)

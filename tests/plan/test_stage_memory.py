@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.stages.holding import Bytes
-from benchmarks.stages.stage_memory import BAR, Measured, Setting, images, measure
 from revcompile.errors import InputError
 from revcompile.staged import StagedModel
+from tests.support.stage_memory import BAR, Bytes, Measured, Setting, images, measure
 
 CPU = torch.device("cpu")
 BATCH = 24

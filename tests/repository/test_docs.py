@@ -24,8 +24,6 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from traitlets.config import Config
 
 import revcompile
-from benchmarks.__main__ import options_of
-from benchmarks.registry import entry
 from revcompile import cli
 
 PACKAGE = ROOT / "revcompile"
@@ -106,7 +104,8 @@ def test_the_newest_release_in_the_changelog_is_the_version() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     releases = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", changes, re.MULTILINE)
     assert releases[0] == revcompile.__version__
-    assert releases == sorted(set(releases), reverse=True)
+    numbers = [tuple(map(int, release.split("."))) for release in releases]
+    assert numbers == sorted(set(numbers), reverse=True)
 
 
 # -- Python ---------------------------------------------------------------------------------------
@@ -218,10 +217,16 @@ def commands() -> Iterator[tuple[Path, str]]:
                 if command and command not in seen:
                     seen.add(command)
                     yield page, command
+        text = page.read_text(encoding="utf-8")
+        for inline in re.findall(r"`(python -m (?:benchmarks|tests)\.[^`]+)`", text):
+            command = " ".join(re.sub(r"[\[\]]", "", inline).split())
+            if command not in seen:
+                seen.add(command)
+                yield page, command
 
 
 def check_make(page: Path, words: list[str]) -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     assert words[1] in targets
 
 
@@ -237,9 +242,9 @@ def check_revcompile(page: Path, words: list[str]) -> None:
 
 
 def check_python(page: Path, words: list[str]) -> None:
-    if words[1:4] == ["-m", "benchmarks", "run"]:
-        chosen = entry(words[4])
-        options_of(chosen, chosen.load(), words[5:])
+    if words[1] == "-m":
+        module = f"{words[2]}.campaign" if words[2] == "tests.fuzz" else words[2]
+        importlib.import_module(module).parse_args(words[3:])
     elif words[1] == "train.py":
         assert "Saved as `train.py`" in page.read_text(encoding="utf-8")
     else:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import networkx
 import pytest
+from paths import ROOT
 
 import revcompile
+from tests.conftest import NIGHTLY
 
 LAYERS = (
     {"errors"},
@@ -213,3 +215,19 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
             "revcompile.schedule",
         ]
     ]
+
+
+def test_tests_import_no_benchmark() -> None:
+    """Benchmarks share the tests' helpers; the other way round neither could be changed alone."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    found = [f for f in files for _, target in imports(f, ROOT / "tests") if "benchmarks" in target]
+    assert files and not found
+
+
+@pytest.mark.parametrize("name", NIGHTLY)
+def test_what_the_core_leaves_out_exists(name: str) -> None:
+    file, _, test = name.partition("::")
+    text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+    tests = [test] if test else [n.split("[")[0] for n in NIGHTLY[name] if n[:5] == "test_"]
+    is_case = file == "compiler/test_families.py"  # its cases are called like tests
+    assert is_case or all(f"def {one}(" in text for one in tests)

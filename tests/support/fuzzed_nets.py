@@ -1,14 +1,14 @@
 """Nets that the fuzzer found, made small: what was once wrong, or refused without need.
 
-Each is a description of `benchmarks.fuzz`; `print(source(net))` shows it as Python.
+Each is a description of `tests.fuzz`; `print(source(net))` shows it as Python.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-import benchmarks.fuzz.parts  # noqa: F401 - fills the catalogue
-from benchmarks.fuzz.net import CATALOGUE, Net, Part
+import tests.fuzz.parts  # noqa: F401 - fills the catalogue
+from tests.fuzz.net import CATALOGUE, Net, Part
 
 __all__ = ["FOUND", "plain"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import revcompile
-from benchmarks.compiler.architectures import ARCHITECTURES
-from benchmarks.compiler.families import Recorder
+from tests.support.architectures import ARCHITECTURES
+from tests.support.comparing import Recorder
 
 LENGTHS = (5, 9, 4, 11, 7, 3)
 

@@ -6,11 +6,13 @@ The same function trains in one process: that run is what the ranks' steps are c
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import multiprocessing
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +24,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks.ranks.victim import at_every_touch, digests
 from examples.interrupts import until_stopped
+from revcompile.runtime.checkpoint.tree import encode_tree
+from revcompile.runtime.distributed.rank_weights import owning_stages
+from revcompile.runtime.stage.tensors import detach_tree
+from revcompile.runtime.trainer.trainer import Trainer
 
 Note = Callable[[dict[str, Any]], None]
 
@@ -96,6 +101,35 @@ def doom(end: End | None, step: int, folder: Path) -> None:
         register_optimizer_step_pre_hook(strike)
     else:
         at_every_touch(folder, lambda name: strike() if name == end.file else None)
+
+
+def digests(trainer: Trainer) -> dict[str, str]:
+    """For each stage that is here: parameters, buffers, gradients and its optimizer's state."""
+    state, found = trainer.model.state_dict(), {}
+    owners = owning_stages(trainer.model, trainer.programs)
+    for executor in trainer.executors:
+        own = {n: state[n] for n, owner in owners.items() if owner == executor.index and n in state}
+        updater = executor.updater.state_dict(detach_tree)
+        settings = [updater["groups"], updater["lr_schedule"], trainer.schedule.injected]
+        gathered = executor.stage.gradients
+        tree = {"model": own, "optimizer": updater["state"], "gradients": gathered}
+        tensors = encode_tree(tree)[1]
+        total = hashlib.sha256(json.dumps(settings).encode())
+        for name in sorted(tensors):
+            total.update(name.encode() + tensors[name].detach().cpu().numpy().tobytes())
+        found[str(executor.index)] = total.hexdigest()[:16]
+    return found
+
+
+def at_every_touch(folder: Path, act: Callable[[str], None]) -> None:
+    """From now on, before this process does anything to a file there, with the file's name."""
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        touches = event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+        if touches and str(arguments[0]).startswith(str(folder)):
+            act(Path(arguments[0]).name)
+
+    sys.addaudithook(watch)
 
 
 def undisturbed(course: Course, folder: Path) -> list[dict[str, Any]]:

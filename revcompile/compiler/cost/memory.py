@@ -12,7 +12,7 @@ At the last stage backward follows forward at once: with "nothing" its opaque ru
 graphs as well, all of them.
 
 Beside the graph being differentiated there are the gradients inside it, and, where a stage goes
-backward piece by piece, what one piece hands to the one before. `benchmarks/stages/stage_memory.py`
+backward piece by piece, what one piece hands to the one before. `benchmarks/stage_memory.py`
 compares all of it with what is really allocated.
 
 Captured steps keep the same inputs and messages, in static buffers. They add the batch that enters

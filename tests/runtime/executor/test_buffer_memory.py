@@ -11,7 +11,6 @@ import torch
 from torch.nn.functional import cross_entropy
 from training import momentum
 
-from benchmarks.stages.stage_memory import BAR, Setting, images, measure
 from revcompile.cli import main
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.runtime.stage.slots import StaticBuffers
@@ -19,6 +18,7 @@ from revcompile.schedule import choose, window
 from tests.plan.test_accounting import BATCH as FEW
 from tests.plan.test_accounting import COSTS, MIDDLE, SIDED, STREAM, TYPES
 from tests.plan.test_stage_memory import BATCH, CPU, SIZE, staged
+from tests.support.stage_memory import BAR, Setting, images, measure
 
 
 @pytest.mark.parametrize("name", ["resnet", "vit", "vgg"])

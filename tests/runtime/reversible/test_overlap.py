@@ -15,9 +15,9 @@ from helpers import gradients
 from torch import Tensor, nn
 
 import revcompile
-from benchmarks.one_device.memory import step_memory
-from benchmarks.stacks import KINDS, Sizes, batch_of
 from revcompile.runtime.reversible.overlap import SMALL, Overlap
+from tests.support.measuring import step_memory
+from tests.support.stacks import KINDS, Sizes, batch_of
 
 DEPTH = 6
 

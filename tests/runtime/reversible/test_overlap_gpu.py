@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from benchmarks.one_device.whole import capture_step
-from benchmarks.stacks import KINDS, Sizes, batch_of
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.runtime.reversible import overlap
 from revcompile.runtime.reversible.overlap import Overlap
+from tests.support.measuring import capture_step
+from tests.support.stacks import KINDS, Sizes, batch_of
 
 pytestmark = [
     pytest.mark.gpu,

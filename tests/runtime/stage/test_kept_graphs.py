@@ -23,7 +23,6 @@ from transcription import Row, Transcription
 
 import revcompile
 import tests.test_equivalence as spine
-from benchmarks.stages.holding import saved_by
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.stage.weights import at_versions
 from revcompile.runtime.trainer.placement import Placement
@@ -31,6 +30,7 @@ from revcompile.runtime.trainer.settings import Settings, Task
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 from tests.runtime.trainer.test_trainer_state import RootFirst
+from tests.support.stage_memory import saved_by
 from tests.test_equivalence import EXACT, assert_same, batches, copied, fresh, momentum, stage_of
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741

@@ -1,1 +1,0 @@
-"""Every family of timm: what is captured and rewired, and whether gradients are right."""

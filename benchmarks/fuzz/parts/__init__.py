@@ -1,5 +1,0 @@
-"""The catalogue: importing this package enters every kind of part."""
-
-from benchmarks.fuzz.parts import blocks, control, gradients, inplace, sides, skips, state
-
-__all__ = ["blocks", "control", "gradients", "inplace", "sides", "skips", "state"]

@@ -1,1 +1,0 @@
-"""Whole trainings: what delay does to accuracy."""

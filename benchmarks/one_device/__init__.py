@@ -1,1 +1,0 @@
-"""One process, one model: what reversible training costs and saves beside its peers."""

@@ -1,0 +1,512 @@
+"""Transformers under delay: a character-level GPT by method, weights and optimizer.
+
+    python -m benchmarks.text --data input.txt --out out/text --table weights --jobs 6
+    python -m benchmarks.text --out out/text --table weights --show
+
+Twelve pre-norm blocks of width 384, 256 characters of context, 64 sequences an update, 1,200
+updates; the last tenth of the text is for validation, every 50 updates. What has a result in the
+folder is not trained again. Every row is the best validation loss of its run; where several
+learning rates of a setting were trained, `--show` gives the best one and says which.
+
+Tables: weights (8 stages, an update every micro-batch), averaged (the same with averaged
+couplings), start (with a tenth of the updates without delay first), accumulated (micro-batches of 8
+and an update every 8), orders (12 stages, and the paper's order), wide (GPT-2 small's sizes).
+`--max-drift` trains rows of `DelayAwareMuon` with another limit to how far matrices move during the
+delay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+import revcompile
+from benchmarks.harness import parser_of, save, show
+from benchmarks.trainings import OutOfTime, Result, add_options, gather, train
+from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, muon_groups
+
+MAX_DRIFT = 0.0075
+"""The default of `DelayAwareMuon`, which names of trainings leave out."""
+SEQUENCES = 64
+"""In an update, at any `accumulate`."""
+WARM_UP = 0.05
+LAST_RATE = 0.1
+"""Share of the peak learning rate at the end of the cosine."""
+FEEDBACK = "muon-feedback"
+"""`DelayAwareMuon` as it is; without error feedback it is called muon."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One row: everything that distinguishes a run."""
+
+    method: str
+    optimizer: str
+    rate: float
+    stages: int = 8
+    accumulate: int = 1
+    order: str | None = None
+    weights: str | None = None
+    synchronous: int = 0
+    """Updates without delay at the start."""
+    updates: int = 1200
+    seed: int = 0
+    size: str = "char"
+    until: int | None = None
+    """Stop after so many updates, with the learning rates of a training to the end."""
+    policy: str = "paper"
+    max_drift: float | None = MAX_DRIFT
+    """Of `DelayAwareMuon`."""
+
+    @property
+    def setting(self) -> str:
+        """Its name without learning rate and seed."""
+        order = f"-{self.order}" if self.order else ""
+        weights = f"-{self.weights}" if self.weights else ""
+        start = f"-sync{self.synchronous}" if self.synchronous else ""
+        where = f"{self.size}-{self.stages}stages-k{self.accumulate}"
+        policy = f"-{self.policy}" if self.policy != "paper" else ""
+        optimizer = self.optimizer
+        if self.max_drift != MAX_DRIFT:
+            optimizer += "-unlimited" if self.max_drift is None else f"-drift{self.max_drift:g}"
+        return f"{where}{policy}-{self.method}{weights}{order}{start}-{optimizer}"
+
+    @property
+    def name(self) -> str:
+        """Its name: of its folder, and in tables."""
+        until = f"-until{self.until}" if self.until else ""
+        return f"{self.setting}-lr{self.rate:g}-{self.updates}u{until}-s{self.seed}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Characters as numbers."""
+
+    train: Tensor
+    validation: Tensor
+    vocabulary: int
+
+    def to(self, device: torch.device) -> Text:
+        """The same on another device."""
+        return Text(self.train.to(device), self.validation.to(device), self.vocabulary)
+
+    def batches(
+        self, count: int, sequences: int, context: int, seed: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Random places of the text, the same for every row with a seed."""
+        device = self.train.device
+        generator = torch.Generator().manual_seed(seed)
+        along = torch.arange(context + 1, device=device)
+        for _ in range(count):
+            starts = torch.randint(len(self.train) - context, (sequences, 1), generator=generator)
+            window = self.train[starts.to(device) + along]
+            yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    def validation_batches(self, context: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The held-out text from its beginning, the same part of it for every row.
+
+        Its last 12,000 characters are harder than the rest: with batches of another size, which
+        leave fewer of them out, a loss would be larger by some hundredths.
+        """
+        count = (len(self.validation) - 1) // (context * SEQUENCES)
+        used = count * SEQUENCES * context
+        x = self.validation[:used].view(count, SEQUENCES, context)
+        y = self.validation[1 : used + 1].view(count, SEQUENCES, context)
+        yield from zip(x, y, strict=True)
+
+
+def load(file: Path) -> Text:
+    """From a text file."""
+    text = file.read_text()
+    numbers = {character: number for number, character in enumerate(sorted(set(text)))}
+    encoded = torch.tensor([numbers[character] for character in text])
+    cut = len(encoded) * 9 // 10
+    return Text(encoded[:cut], encoded[cut:], len(numbers))
+
+
+def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
+    """Train to the end; writes the result and gives it in a line.
+
+    What was measured so far is in the folder's `log.json` at any time.
+
+    Raises:
+        OutOfTime: the deadline has come before; there is no result then.
+    """
+    torch.manual_seed(training.seed)
+    sizes, device = SIZES[training.size], text.train.device
+    sequences = SEQUENCES // training.accumulate
+    model = GPT(text.vocabulary, sizes).to(device)
+    example = torch.zeros(2, sizes.context, dtype=torch.long, device=device)
+    policy = revcompile.Policy.named(training.policy)
+    net = revcompile.petrafy(model, training.stages, example, policy=policy, check="off")
+    trainer = _trainer(net, model, training, device)
+    folder.mkdir(parents=True, exist_ok=True)
+    log: list[dict[str, float]] = []
+    losses: list[Tensor] = []
+    start = time.monotonic()
+    count = (training.until or training.updates) * training.accumulate
+    every = max(1, training.updates * training.accumulate // 24)
+    batches = text.batches(count, sequences, sizes.context, 1 + training.seed)
+    for number, (x, y) in enumerate(batches, 1):
+        loss = trainer.step(x, y).loss_tensor
+        if loss is not None:
+            losses.append(loss.detach().clone())
+        if number % every:
+            continue
+        if number == count:
+            trainer.flush()
+        validation = trainer.evaluate(text.validation_batches(sizes.context)).loss
+        trained = torch.stack(losses).mean().item()
+        losses.clear()
+        log.append(
+            {
+                "update": number // training.accumulate,
+                "train_loss": trained,
+                "validation_loss": validation,
+                "seconds": round(time.monotonic() - start, 1),
+            }
+        )
+        (folder / "log.json").write_text(json.dumps(log))
+        best = min(line["validation_loss"] for line in log)
+        if time.monotonic() > deadline and number < count:
+            raise OutOfTime(f"after {log[-1]['update']} updates, best so far {best:.3f}")
+    result = {"training": asdict(training), "name": training.name, "log": log}
+    (folder / "result.json").write_text(json.dumps(result))
+    last = log[-1]
+    return f"{best:.3f} (train {last['train_loss']:.3f}) in {last['seconds']:.0f} s"
+
+
+def rate_factor(update: int, updates: int) -> float:
+    """The share of the peak learning rate at an update: warm-up, then a cosine."""
+    done = update / updates
+    if done < WARM_UP:
+        return (update + 1) / (WARM_UP * updates)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return LAST_RATE + (1 - LAST_RATE) * cosine
+
+
+def split_parameters(model: nn.Module) -> Callable[[Any], list[dict[str, Any]]]:
+    """`param_groups=` of a GPT for Muon: its output layer and positions are AdamW's."""
+    return muon_groups(model, adamw=["head", "positions"])
+
+
+def _trainer(
+    net: revcompile.StagedModel, model: nn.Module, training: Training, device: torch.device
+) -> Any:
+    is_muon = "muon" in training.optimizer
+    on_gpu = device.type == "cuda"
+    chosen = {"weights": training.weights} if training.weights else {}
+    factor = functools.partial(rate_factor, updates=training.updates)
+    return net.trainer(
+        lambda params: OPTIMIZERS[training.optimizer](params, training, on_gpu),
+        next_character_loss,
+        method=training.method,
+        order=training.order,
+        accumulate=training.accumulate,
+        lr_schedule=lambda optimizer: LambdaLR(optimizer, factor),
+        param_groups=split_parameters(model) if is_muon else None,
+        autocast=torch.bfloat16 if on_gpu else None,
+        seed=training.seed,
+        synchronous=training.synchronous,
+        **chosen,
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[Any, Training, bool], torch.optim.Optimizer]] = {
+    "adamw": lambda params, training, on_gpu: torch.optim.AdamW(
+        params, lr=training.rate, betas=(0.9, 0.99), capturable=on_gpu
+    ),
+    "delay-aware-adamw": lambda params, training, on_gpu: DelayAwareAdamW(
+        params, lr=training.rate, betas=(0.9, 0.99)
+    ),
+    "muon": lambda params, training, on_gpu: DelayAwareMuon(
+        params,
+        lr=training.rate,
+        feedback=0.0,
+        max_drift=training.max_drift,
+        capturable=on_gpu,
+    ),
+    FEEDBACK: lambda params, training, on_gpu: DelayAwareMuon(
+        params, lr=training.rate, max_drift=training.max_drift, capturable=on_gpu
+    ),
+}
+"""From parameters, the row and "on a GPU?" to an optimizer."""
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+_RATES = {"adamw": (1e-3, 3e-4), "delay-aware-adamw": (3e-4,)}
+_MUON_RATES = (0.02, 0.015, 0.012, 0.01, 0.007, 0.005)
+
+
+def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]:
+    """Each `(method, weights, optimizer)` at the learning rates of its optimizer."""
+    for method, weights, optimizer in rows:
+        # Without delay, an update of several micro-batches is one of all of them together.
+        own = same | {"accumulate": 1} if method == "backprop" else same
+        for rate in _RATES.get(optimizer, _MUON_RATES):
+            yield Training(method, optimizer, rate, weights=weights, **own)
+
+
+def _weights(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra_stashed", None, FEEDBACK),
+        ("petra", None, FEEDBACK),
+        ("petra", "predicted", FEEDBACK),
+        ("backprop", None, "adamw"),
+        ("backprop", None, "muon"),
+        ("petra_stashed", None, "muon"),
+        ("petra_stashed", None, "adamw"),
+        ("petra", None, "adamw"),
+        updates=updates,
+        size=size,
+    )
+
+
+def _start(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra_stashed", None, FEEDBACK),
+        ("petra", "predicted", FEEDBACK),
+        updates=updates,
+        size=size,
+        synchronous=updates // 10,
+    )
+
+
+def _averaged(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra_stashed", None, FEEDBACK),
+        ("backprop", None, "muon"),
+        updates=updates,
+        size=size,
+        policy="pretrained",
+    )
+
+
+def _accumulated(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra_stashed", None, FEEDBACK),
+        ("petra", None, FEEDBACK),
+        ("petra", "predicted", FEEDBACK),
+        ("backprop", None, "muon"),
+        ("petra", None, "adamw"),
+        updates=updates,
+        size=size,
+        accumulate=8,
+    )
+
+
+def _orders(updates: int, size: str) -> Iterator[Training]:
+    for stages, order in ((12, None), (8, "paper")):
+        same = {"updates": updates, "size": size, "stages": stages, "order": order}
+        stashed, latest = ("petra_stashed", None, FEEDBACK), ("petra", None, FEEDBACK)
+        for accumulate in (1, 8):
+            yield from _rows(stashed, latest, accumulate=accumulate, **same)
+        yield from _rows(stashed, policy="pretrained", **same)
+
+
+def _wide(updates: int, size: str) -> Iterator[Training]:
+    yield from _rows(
+        ("petra", None, FEEDBACK),
+        ("petra_stashed", None, FEEDBACK),
+        ("backprop", None, "muon"),
+        updates=updates,
+        size=size if size == "tiny" else "wide",
+        accumulate=8,
+    )
+
+
+TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
+    "weights": _weights,
+    "averaged": _averaged,
+    "start": _start,
+    "accumulated": _accumulated,
+    "orders": _orders,
+    "wide": _wide,
+}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Its options."""
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--table", nargs="+", choices=TABLES, default=["weights"])
+    add("--data", type=Path, help="a text file", default=Path("data/input.txt"))
+    add_options(parser, seeds=1, jobs=6)
+    add(
+        "--max-drift",
+        nargs="+",
+        type=lambda given: None if given == "none" else float(given),
+        default=[MAX_DRIFT],
+        help="train rows of DelayAwareMuon with each of these; none: any distance",
+    )
+    add("--reach", type=float, metavar="LOSS", help="say when a validation loss was reached")
+    add("--updates", type=int, default=1200)
+    add("--until", type=int, help="stop after so many of them")
+    add("--size", choices=SIZES, default="char")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what is missing, show the best of every setting."""
+    args = parse_args(argv)
+    rows = [
+        replace(row, seed=seed, until=args.until, max_drift=limit)
+        for seed, table in itertools.product(range(args.seeds), args.table)
+        for row in TABLES[table](args.updates, args.size)
+        for limit in (args.max_drift if row.optimizer == FEEDBACK else [MAX_DRIFT])
+    ]
+    trainings = [row for row in rows if any(part in row.name for part in args.only)]
+    known = gather(args.out)
+    if not args.show:
+        missing = [training for training in trainings if training.name not in known]
+        text = load(args.data)
+        train(run, missing, text, args.device, args.out, args.jobs, 60 * args.minutes)
+        known = gather(args.out)
+    results = [known[training.name] for training in trainings if training.name in known]
+    if not results:
+        there = ", ".join(sorted(known)) or "none"
+        raise SystemExit(f"{args.out} has no results of these rows; there are: {there}")
+    best: dict[str, tuple[float, Result]] = {}
+    for result in results:
+        loss = min(line["validation_loss"] for line in result["log"])
+        setting = Training(**result["training"]).setting
+        if setting not in best or loss < best[setting][0]:
+            best[setting] = loss, result
+    lines = [
+        (
+            setting,
+            f"{result['training']['rate']:g}",
+            f"{loss:.3f}",
+            f"{result['log'][-1]['train_loss']:.3f}",
+            f"{result['log'][-1]['seconds']:.0f}",
+            *([updates_to(args.reach, result["log"])] if args.reach else ()),
+        )
+        for setting, (loss, result) in best.items()
+    ]
+    columns = ["setting", "learning rate", "validation loss", "last training loss", "seconds"]
+    columns += [f"updates to {args.reach:g}"] if args.reach else []
+    show(f"character-level GPT, {args.updates} updates", columns, lines)
+    save(args, results)
+
+
+def updates_to(loss: float, log: Sequence[Mapping[str, float]]) -> str:
+    """When a validation loss was reached, between two evaluations in proportion.
+
+    >>> updates_to(1.5, [{"update": n, "validation_loss": 2 - n / 100} for n in (40, 60)])
+    '50'
+    """
+    before: Mapping[str, float] | None = None
+    for line in log:
+        now = line["validation_loss"]
+        if now <= loss:
+            if before is None:
+                return f"{line['update']:.0f}"
+            done = (before["validation_loss"] - loss) / (before["validation_loss"] - now)
+            return f"{before['update'] + done * (line['update'] - before['update']):.0f}"
+        before = line
+    return "never"
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a GPT."""
+
+    blocks: int = 12
+    width: int = 384
+    heads: int = 6
+    context: int = 256
+
+
+SIZES = {"char": Sizes(), "wide": Sizes(12, 768, 12, 512), "tiny": Sizes(4, 32, 2, 16)}
+
+
+class Attention(nn.Module):
+    """Causal self-attention behind a layer norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, tokens, width)` to the same."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        out: Tensor = self.proj(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, tokens, width)` to the same."""
+        x = x + self.attention(x)
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class GPT(nn.Module):
+    """Characters to logits of the next ones."""
+
+    def __init__(self, vocabulary: int, sizes: Sizes) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, sizes.width)
+        self.positions = nn.Parameter(torch.zeros(sizes.context, sizes.width))
+        self.blocks = nn.Sequential(*(Block(sizes.width, sizes.heads) for _ in range(sizes.blocks)))
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, vocabulary, bias=False)
+        self.apply(self._initialise)
+        for block in self.blocks:
+            for last in (block.attention.proj, block.mlp[-1]):
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * sizes.blocks))
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`(batch, tokens)` to `(batch, tokens, vocabulary)`."""
+        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def next_character_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy in nats a character."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""PETRA's Table 3: the memory of RevNet-50 under each choice of buffers.
+
+The paper counts the model, the input buffers and the parameter buffers of all 18 stages, and does
+not say how in detail. The reading below is the one under which our stages give its figures, in
+units of 10^9 bytes:
+
+- A stage with an input buffer holds every micro-batch in flight, the one at work included. One
+  without (a reversible stage, or the last) holds the input of the one at work.
+- A reversible stage needs one of its two streams, the one its branch reads.
+- A parameter buffer holds the versions in flight besides the latest.
+- The first stage gets its input from the dataset where inputs are not buffered. The paper's text
+  leaves that buffer out altogether, but its two figures with input buffers have it in: without
+  it they would be 43.1 and 42.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import timm
+import torch
+
+import revcompile
+from revcompile.compiler.cost import MemoryModel, Workload, segment_costs
+from revcompile.ir.types import Rewired
+from revcompile.schedule import Keep, Method, Weights, choose
+
+STAGES: Final = 18
+BATCH: Final = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration: what is buffered, in which order, and the bytes of all stages."""
+
+    inputs: bool
+    parameters: bool
+    order: str
+    expected: float
+    """Gigabytes, as in the paper or in our design."""
+    buffer_dtype: torch.dtype | None = None
+    total: int = 0
+
+    @property
+    def method(self) -> Method:
+        """The method that keeps this."""
+        keep = Keep.INPUT if self.inputs else Keep.NOTHING
+        weights = Weights.STASHED if self.parameters else Weights.LATEST
+        return replace(choose("petra", order=self.order), keep=keep, weights=weights)
+
+
+ROWS: Final = (
+    Row(inputs=True, parameters=True, order="paper", expected=44.5),
+    Row(inputs=True, parameters=False, order="paper", expected=43.6),
+    Row(inputs=False, parameters=True, order="paper", expected=21.2),
+    Row(inputs=False, parameters=False, order="paper", expected=20.3),
+    Row(inputs=False, parameters=False, order="1f1b", expected=11.2),
+    Row(False, False, "1f1b", 6.6, buffer_dtype=torch.bfloat16),
+)
+
+
+def revnet50() -> Rewired:
+    """The model of the paper, on the meta device."""
+    with torch.device("meta"):
+        model = timm.create_model("resnet50")
+    return revcompile.reversify(model, check="off").rewired
+
+
+def table3(rewired: Rewired, batch: int = BATCH) -> Iterator[Row]:
+    """The rows of the table with their totals: one segment a stage."""
+    pieces = rewired.body.segments
+    found = segment_costs(rewired)
+    for row in ROWS:
+        buffer_bytes = row.buffer_dtype.itemsize if row.buffer_dtype else None
+        model = MemoryModel(
+            pieces,
+            rewired.body.types,
+            found,
+            len(pieces),
+            Workload(row.method, batch, buffer_bytes=buffer_bytes),
+            first_input_free=not row.inputs,
+            only_needed_inputs=True,
+        )
+        yield replace(row, total=sum(_counted(model, stage) for stage in range(len(pieces))))
+
+
+def _counted(model: MemoryModel, stage: int) -> int:
+    """Model, parameter buffer and input buffer of one stage; the input at work in any case."""
+    memory = model.stage(stage, stage, stage + 1)
+    at_work = model.read(stage, stage, stage + 1)
+    return memory.parameters + memory.stashed + max(memory.buffers, at_work)

@@ -1,0 +1,263 @@
+"""Models of timm and transformers in stages, compared with the originals and with autograd."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import revcompile
+from revcompile.compiler.capture import capture
+from revcompile.compiler.cost import segment_costs
+from revcompile.compiler.find import Found
+from revcompile.compiler.rewire import rewire
+from revcompile.errors import GuardError
+from revcompile.ir.types import Coupling
+from revcompile.runtime.reversible.module import Reversible
+from tests.support.architectures import ARCHITECTURES, LAYERS, Architecture
+
+TOLERANCE: Final = 1e-10
+EXAMPLE: Final = (2, 8)
+"""Samples and length of what a transformer is captured with."""
+OTHER: Final = (3, 11)
+"""Another batch size and another length."""
+
+
+class Recorder(torch.optim.SGD):
+    """Changes nothing; keeps every gradient it is given."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.seen: list[list[Tensor | None]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Keep the gradients."""
+        groups = [p for group in self.param_groups for p in group["params"]]
+        self.seen.append([None if p.grad is None else p.grad.clone() for p in groups])
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    """A weighted mean of everything the model returns."""
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+    terms = [
+        (t * torch.cos(target[0] * torch.arange(t.numel()).to(t).view_as(t))).mean()
+        for t in leaves
+        if t.is_floating_point()
+    ]
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def fixed_randomness(model: nn.Module) -> None:
+    """No dropout: autograd could not draw the same masks."""
+    for module in model.modules():
+        for name in (
+            "p",
+            "drop_prob",
+            "drop_rate",
+            "drop_path_rate",
+            "dropout",
+            "dropout_p",
+            "drop",
+            "attn_drop",
+        ):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def examine_timm(
+    name: str,
+    stages: int,
+    steps: int,
+    double: float,
+    device: str = "cpu",
+    side: int | None = None,
+) -> dict[str, Any]:
+    """Petrafy a model, train some steps at rate 0, compare; `side` of images: the model's own."""
+    torch.manual_seed(0)
+    model: Any = timm.create_model(name)
+    if side is not None and hasattr(model, "set_input_size"):  # transformers are built for one
+        model.set_input_size(img_size=side)
+    fixed_randomness(model)
+    size = sum(p.numel() for p in model.parameters())
+    dtype = torch.float64 if size <= double * 1e6 else torch.float32
+    model = model.to(device, dtype)
+    shape = model.default_cfg.get("input_size", (3, 224, 224))
+    shape = shape if side is None else (shape[0], side, side)
+    batches = [
+        torch.randn(2 if i < steps - 1 else 3, *shape).to(device, dtype) for i in range(steps)
+    ]
+    start = time.perf_counter()
+    net = revcompile.petrafy(model, stages, batches[0], check="off")
+    spent = time.perf_counter() - start
+    del model
+    trainer = net.trainer(Recorder, loss)
+    targets = [torch.tensor([0.1 * (i + 1)], device=device) for i in range(steps)]
+    for x, y in zip(batches, targets, strict=True):
+        trainer.step(x, y)
+    trainer.flush()
+    reference = net.module()
+    reference.reversible = False  # type: ignore[assignment]
+    error = max(
+        gradient_error(trainer, reference.train(), index, x, y)
+        for index, (x, y) in enumerate(zip(batches, targets, strict=True))
+    )
+    work = [sum(c.forward + c.backward for c in part.costs) for part in net.partition.parts]
+    return {
+        "parameters": size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seconds": round(spent, 1),
+        "reversible": sum(part.reversible for part in net.partition.parts),
+        "couplings": sum(p.reversible for part in net.partition.parts for p in part.pieces),
+        "balance": max(work) * len(work) / sum(work),
+        "error": error,
+        "ok": error <= (1e-10 if dtype is torch.float64 else 1e-3),
+    }
+
+
+def gradient_error(trainer: Any, reference: nn.Module, index: int, x: Any, y: Tensor) -> float:
+    """The worst gradient of a micro-batch (a tensor, or keyword arguments) beside autograd's."""
+    reference.zero_grad()
+    output = reference(**x) if isinstance(x, dict) else reference(x)
+    loss(output, y).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    largest = max(float(g.abs().max()) for g in expected.values() if g is not None)
+    worst = 0.0
+    for executor in trainer.executors:
+        if executor.updater.optimizer is None:
+            continue
+        seen = executor.updater.optimizer.seen[index]
+        for name, got in zip(executor.updater.parameters, seen, strict=True):
+            want = expected[name]
+            if got is None and want is None:
+                continue
+            want = torch.zeros_like(got) if want is None else want
+            got = torch.zeros_like(want) if got is None else got
+            # A gradient that is zero in exact arithmetic is noise: measure against the largest.
+            scale = max(float(want.abs().max()), 1e-4 * largest)
+            error = float((got - want).abs().max()) / scale
+            # max() passes over a nan, which would then count as no error at all
+            worst = max(worst, error if math.isfinite(error) else math.inf)
+    return worst
+
+
+# -- transformers ----------------------------------------------------------------------------------
+
+
+def examine_transformer(name: str, stages: int = 4, layers: int = LAYERS) -> dict[str, Any]:
+    """One row: how the capture compares, how the gradients compare, and what is reversible."""
+    torch.manual_seed(0)
+    architecture = ARCHITECTURES[name]
+    model = architecture.build(layers).double().train()
+    fixed_randomness(model)
+    start = time.perf_counter()
+    row: dict[str, Any] = {"captured_error": compare_capture(model, architecture)}
+    net = revcompile.petrafy(
+        model, stages, example_kwargs=architecture.inputs(*EXAMPLE), check="off"
+    )
+    row["seconds"] = round(time.perf_counter() - start, 1)
+    try:
+        row |= {"lengths": "free", "gradient_error": train(net, architecture, OTHER)}
+    except GuardError as refused:
+        row |= {"lengths": "anew", "guard": refused.expression}
+        same_length = train(net, architecture, (OTHER[0], EXAMPLE[1]))
+        row["gradient_error"] = max(same_length, reversified_error(model, architecture))
+    return row | shares(net)
+
+
+def compare_capture(model: nn.Module, architecture: Architecture) -> float:
+    """The captured graph beside the original: the example's length and another one, padded."""
+    example, other = architecture.inputs(*EXAMPLE), architecture.inputs(*OTHER)
+    net = _as_module(model, example)
+    error = _difference(model, net, example)
+    try:
+        return max(error, _difference(model, net, other))
+    except GuardError:
+        return max(error, _difference(model, _as_module(model, other), other))
+
+
+def reversified_error(model: nn.Module, architecture: Architecture) -> float:
+    """The worst output and gradient at a length for which `reversify`'s net captures anew.
+
+    Beside a net made for that length from the beginning, with stored activations.
+    """
+    other = architecture.inputs(*OTHER)
+    reference: Any = revcompile.reversify(model, None, other, check="off")
+    reference.reversible = False
+    net = revcompile.reversify(model, None, architecture.inputs(*EXAMPLE), check="off")
+    results: list[list[Tensor]] = []
+    for each in (reference, net):
+        output = each.train()(**other)
+        loss(output, torch.tensor([0.1])).backward()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in each.parameters()]
+        results.append([*_tensors(output), *gradients])
+    return max(distance(*pair) for pair in zip(*results, strict=True))
+
+
+def _as_module(model: nn.Module, example: Mapping[str, Any]) -> nn.Module:
+    """The captured graph as a module: no sum is rewired."""
+    captured = capture(model, None, example)
+    plain = rewire(captured, Found((), ()), revcompile.Policy.named("same_parameters"))
+    return Reversible(plain)
+
+
+def _difference(model: nn.Module, net: nn.Module, inputs: Mapping[str, Any]) -> float:
+    worst = 0.0
+    for training in (True, False):
+        twin = copy.deepcopy(model).train(training)
+        with torch.no_grad():
+            expected = twin(**inputs)
+            got = net.train(training)(**inputs)
+        assert type(got) is type(expected), f"{type(got).__name__} is returned"
+        pairs = zip(_tensors(expected), _tensors(got), strict=True)
+        worst = max([worst, *(distance(want, have) for want, have in pairs)])
+    return worst
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def distance(want: Tensor, have: Tensor) -> float:
+    assert want.shape == have.shape, f"{tuple(want.shape)} became {tuple(have.shape)}"
+    scale = float(want.abs().max()) or 1.0
+    error = float((want - have).abs().max()) / scale
+    return error if math.isfinite(error) else math.inf  # max() would pass over a nan
+
+
+def train(net: Any, architecture: Architecture, last: tuple[int, int]) -> float:
+    """The worst gradient of three steps at learning rate 0, the last with a batch of that size."""
+    trainer = net.trainer(Recorder, loss)
+    batches = [architecture.inputs(*size) for size in (EXAMPLE, EXAMPLE, last)]
+    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(len(batches))]
+    for x, y in zip(batches, targets, strict=True):
+        trainer.step(x, y)
+    trainer.flush()
+    reference = net.module().train()
+    reference.reversible = False
+    return max(
+        gradient_error(trainer, reference, index, x, y)
+        for index, (x, y) in enumerate(zip(batches, targets, strict=True))
+    )
+
+
+def shares(net: Any) -> dict[str, Any]:
+    """What became reversible, and the most frequent reason of what did not."""
+    rewired = net.model.rewired
+    cost = list(zip(rewired.body.segments, segment_costs(rewired), strict=True))
+    inside = [c for segment, c in cost if isinstance(segment, Coupling)]
+    reasons: dict[str, int] = {}
+    for refusal in rewired.refusals:
+        reasons[refusal.reason] = reasons.get(refusal.reason, 0) + 1
+    return {
+        "stages": net.num_stages,
+        "couplings": len(inside),
+        "flops_share": 100 * sum(c.flops for c in inside) / max(sum(c.flops for _, c in cost), 1),
+        "refused": reasons,
+    }
