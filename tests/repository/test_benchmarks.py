@@ -39,7 +39,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 MORE: dict[str, tuple[str, ...]] = {
     "learning": ("--only", "backprop-k4", "--out", "out", "--device", "cpu"),
     "ranks": ("--rounds", "1", "--backends", "eager", "model-parallel", "torch-1f1b"),
-    "text": ("--only", "petra-muon-feedback-lr0.02", "--out", "out", "--device", "cpu"),
+    "text": ("--only", "backprop-muon-lr0.02", "--out", "out", "--device", "cpu"),
 }
 
 
