@@ -41,6 +41,7 @@ class Recompiler:
         self._flags = [flag.name for flag in captured.guards.flags]
         nodes = captured.graph.find_nodes(op="call_module")
         self._called = {str(node.target) for node in nodes}
+        self._guarded = captured.guards.plain
         self._computed: dict[str, set[str]] = {}
         for path, name in captured.computed:
             self._computed.setdefault(path, set()).add(name)
@@ -143,10 +144,14 @@ class Recompiler:
                 modules.pop(path, None)
         memo = {id(modules[path]): own for path, own in model.named_modules() if path in modules}
         for path, module in model.named_modules():
-            is_called = is_leaf(module) and path in self._called  # rewiring may have widened it
-            if path in modules and not is_called:
-                kept = self._computed.get(path, set()) | getattr(modules[path], "own_names", set())
-                _copy_attributes(modules[path], module, kept, memo)
+            if path not in modules:
+                continue
+            kept = self._computed.get(path, set()) | getattr(modules[path], "own_names", set())
+            if is_leaf(module) and path in self._called:
+                if _shapes(module) != _shapes(modules[path]):  # rewiring has widened it
+                    continue
+                kept |= {*attributes_of(module)} - self._guarded.get(path, frozenset())
+            _copy_attributes(modules[path], module, kept, memo)
         return model
 
 
@@ -168,6 +173,10 @@ def _copy_attributes(
             del vars(twin)[name]
         else:
             vars(twin)[name] = copy.deepcopy(value, memo)
+
+
+def _shapes(module: nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in module.parameters()]
 
 
 def _named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

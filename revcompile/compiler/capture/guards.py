@@ -6,10 +6,14 @@ from the inputs of a call. See `ir/guards.py` for the guards themselves.
 
 from __future__ import annotations
 
+import dis
 import enum
+import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -262,7 +266,8 @@ def with_attributes(
 ) -> Guards:
     """Guards on all plain attributes of the modules that graphs do not call.
 
-    Those that they call read their own attributes. `asked` are names that modules were asked for
+    Those that they call read their own attributes; only what the code of other modules reads of
+    them is guarded, too (`self.drop.p`). `asked` are names that modules were asked for
     and that are no plain attributes, `written` are attributes that forward passes set.
     """
     nodes = [node for graph in graphs for node in graph.nodes]
@@ -270,9 +275,20 @@ def with_attributes(
     within = tuple(f"{path}." for path in sorted(called))
     stored = {str(node.args[0].target) for node in nodes if node.target is store_buffer}
 
+    read = {
+        pair
+        for path, module in model.named_modules()
+        if path not in called and not path.startswith(within)
+        for pair in _reads_of_members(type(module))
+    }
+
     def is_watched(path: str, name: str) -> bool:
-        is_called = path in called or path.startswith(within) or child_path(path, name) in called
-        return not is_called and (path, name) not in written and name != "training"
+        if (path, name) in written or name == "training":
+            return False
+        if path in called:
+            member = path.rpartition(".")[2]
+            return any(name == n and (member == m or member.isdigit()) for m, n in read)
+        return not path.startswith(within) and child_path(path, name) not in called
 
     plain: dict[str, frozenset[str]] = {}
     for path, module in model.named_modules():
@@ -283,3 +299,31 @@ def with_attributes(
         if is_watched(path, name) and name not in plain[path]:
             others[path] = others.get(path, frozenset()) | {name}
     return replace(guards, plain={p: names for p, names in plain.items() if names}, asked=others)
+
+
+@functools.cache
+def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:
+    """Attributes that the methods of a class read of what it has: `conv` and `padding`.
+
+    Bytecode says only the name of a variable or an attribute, and the name that is read of it.
+    """
+    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
+    functions = [value for base in own for value in vars(base).values()]
+    codes = [value.__code__ for value in functions if isinstance(value, types.FunctionType)]
+    instructions = (each for code in codes for inner in _nested(code) for each in _loads(inner))
+    return frozenset((a, b) for a, b in instructions if a != "self")
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _loads(code: types.CodeType) -> Iterator[tuple[str, str]]:
+    """Names that follow each other: of a variable or an attribute, and of an attribute of it."""
+    for before, now in pairwise(dis.get_instructions(code)):
+        is_named = before.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR"))
+        if is_named and now.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield str(before.argval), str(now.argval)

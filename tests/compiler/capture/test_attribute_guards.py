@@ -419,6 +419,30 @@ def test_what_was_changed_before_it_was_read_counts() -> None:
     assert torch.equal(net(x), again(x))
 
 
+class ReadsItsLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+        self.layers = nn.Sequential(nn.Softplus(beta=1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers(self.drop(self.fc(x)))
+        h = h * 2 if self.drop.inplace else h
+        return x + sum(layer.beta for layer in self.layers) * h
+
+
+@pytest.mark.parametrize("change", [("drop", "inplace", True), ("layers.0", "beta", 3.0)])
+def test_code_that_reads_a_layer_it_calls(change: tuple[str, str, Any]) -> None:
+    layer, name, value = change
+    x, model = torch.randn(3, WIDTH), nn.Sequential(ReadsItsLayers(), ReadsItsLayers())
+    net = revcompile.reversify(model, x, policy="same_parameters", check="off")
+    net(x)
+    for each in (model, net):
+        setattr(each.get_submodule(f"1.{layer}"), name, value)
+    again = revcompile.reversify(model, x, policy="same_parameters", check="off")
+    assert torch.equal(net(x), again(x))
+
+
 def test_a_change_is_seen_by_copies() -> None:
     setup, steer, change, _ = ROWS["list of objects"]
     x, model = torch.randn(3, WIDTH), model_of(setup, steer)
