@@ -166,7 +166,7 @@ function coloured(text) {
 function mentions(line) {
   // `self.layers[5].down` and `getattr(self, "5").down` are the modules layers.5.down and 5.down;
   // functions are named after them, with underscores.
-  const path = line.replace(/getattr\(([\w.]+), "(\w+)"\)/g, "$1.$2").replace(/\[["']?(\w+)["']?\]/g, ".$1");
+  const path = line.replace(/getattr\(([\w.]+), ["'](\w+)["']\)/g, "$1.$2").replace(/\[["']?(\w+)["']?\]/g, ".$1");
   return word && (path.includes(word) || line.includes(word.replace(/\W/g, "_")));
 }
 

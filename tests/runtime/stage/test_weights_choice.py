@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import pytest
-import test_equivalence as spine
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +16,7 @@ from revcompile import staged
 from revcompile.errors import InputError, RevcompileWarning
 from revcompile.optim import DelayAwareMuon, ErrorFeedback
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
+from tests import test_equivalence as spine
 
 
 class Predicting(Stage):
