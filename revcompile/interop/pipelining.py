@@ -288,7 +288,7 @@ def _crossing_sizes(partition: Partition) -> dict[str, tuple[Size, Size]]:
                 )
             sizes[name] = values
         for piece in part.pieces:
-            results = piece.graph.output_node().args[0]
+            results: Any = piece.graph.output_node().args[0]
             names = piece.outputs if isinstance(piece, Opaque) else ("", *piece.extras)
             if isinstance(results, tuple | list):
                 made.update(zip(names, results, strict=True))
