@@ -133,4 +133,4 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "delay-aware-sgd": DelayAwareSGD,
     "delay-aware-adamw": DelayAwareAdamW,
 }
-"""The last two look as far ahead as a stage's gradients are late."""
+"""The last two make up for how late a stage's gradients are."""

@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,17 +32,11 @@ from revcompile.compiler.capture.isolation import (
 )
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.cost import segment_costs
-from revcompile.compiler.cost.run_pieces import (
-    PieceCall,
-    PieceResult,
-    run_pieces,
-    submodules_only,
-)
+from revcompile.compiler.cost.run_pieces import PieceCall, run_pieces, submodules_only
 from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
 from revcompile.ir.module_tree import copy_module
 from revcompile.ir.program import Partition, StageProgram
-from revcompile.ir.python_code import compile_graph
 from revcompile.ir.signature import bind
 from revcompile.ir.types import Coupling, Rewired, Segment
 from revcompile.runtime.reversible.module import Reversible
@@ -144,9 +137,9 @@ def _explain_by_ties(
     rewired, twin = net.rewired, set_mode(copy_module(net), net, training=True)
     root, (given, _) = submodules_only(twin), _fresh((args, dict(kwargs)))
 
-    def run(piece: Segment, call: PieceCall) -> PieceResult:
+    def run(piece: Segment, call: PieceCall) -> tuple[Any, ...]:
         with Ties() as ties:
-            result = call.forward()
+            results = call.run()
         if isinstance(piece, Coupling) and ties.operations:
             raise InversionError(
                 f"{where}: {piece.name} selects among numbers that are exactly equal (by "
@@ -154,14 +147,12 @@ def _explain_by_ties(
                 "so another of them may get the gradient; make the module a leaf module with "
                 f"leaf_modules=[...], or avoid exact ties. On the example:\n  - {wrong[0]}"
             )
-        return result
+        return call.outputs(results)
 
     seed_all(0)
     values = bind(rewired.signature, rewired.name, *given)
     with torch.enable_grad():
-        run_pieces(
-            rewired.body.segments, values, lambda g: partial(compile_graph(g, "ties"), root), run
-        )
+        run_pieces(rewired.body.segments, values, root, run)
 
 
 def _in_double(

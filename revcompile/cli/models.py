@@ -49,7 +49,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         default="paper",
-        help='how to rewire: "paper" (default), "pretrained" or "same_parameters"',
+        choices=("paper", "pretrained", "same_parameters"),
+        help="how to rewire (default: paper)",
     )
 
 

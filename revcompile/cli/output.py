@@ -1,4 +1,4 @@
-"""Printing results: text, or JSON; on a terminal in colour, with a spinner until they are there."""
+"""Printing results: text, or JSON; on a terminal with a spinner until they are there."""
 
 from __future__ import annotations
 
@@ -9,36 +9,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.status import Status
-
-_COLOURS: Final = {
-    r"^[^\n]*: \d+ (stages?|segments?)[^\n]*": "bold",
-    r"\breversible\b|\byes$": "green",
-    r"\bopaque \(\w+\)|\bno \([\w,]+\)": "yellow",
-    r"\(too much\)|^not rewired": "red",
-    r"^─+$": "dim",
-}
-"""What is coloured in results, by regular expressions that are matched line by line."""
 
 _spinning: list[Status] = []
 
 
 def say(text: object) -> None:
-    """Write a result to stdout, in colour if that is a terminal (and NO_COLOR is not set)."""
+    """Write a result to stdout."""
     _stop_spinning()
-    if not sys.stdout.isatty():
-        sys.stdout.write(f"{text}\n")
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    shown = Text(str(text))
-    for pattern, style in _COLOURS.items():
-        shown.highlight_regex(f"(?m){pattern}", style)
-    Console(file=sys.stdout, force_jupyter=False).print(shown, soft_wrap=True)
+    sys.stdout.write(f"{text}\n")
 
 
 def folded(text: str) -> str:

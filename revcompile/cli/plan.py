@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _BUFFERS: Final = {"bf16": 2, "fp16": 2}
 """Bytes an element of a kept input takes on the device."""
+_STATE: Final = {"sgd": 1, "adamw": 2}
+"""Numbers of optimizer state for each parameter."""
 _NEARLY: Final = 1.02
 """Throughputs up to this many times another are as good as equal."""
 
@@ -50,7 +52,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--alpha", type=float, help="of PETRA, 1 or more: sets what is in flight")
     training.add_argument("--methods", help="comma between (petra,1f1b,gpipe,zero-bubble)")
-    training.add_argument("--adam", action="store_true", help="two numbers of optimizer state")
+    training.add_argument(
+        "--optimizer", choices=tuple(_STATE), default="sgd", help="sgd (with momentum) or adamw"
+    )
     training.add_argument(
         "--buffers", choices=tuple(_BUFFERS), help="how inputs are kept that cannot be rebuilt"
     )
@@ -81,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload(
         choose("petra", alpha=args.alpha),
         args.batch_size,
-        optimizer_copies=2 if args.adam else 1,
+        optimizer_copies=_STATE[args.optimizer],
         buffer_bytes=_BUFFERS[args.buffers] if args.buffers else None,
     )
     cluster = Cluster(args.devices, NetworkLink(args.link, args.latency), _time_model(args))
@@ -110,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 def _time_model(args: argparse.Namespace) -> TimeModel:
     from revcompile.plan.cluster import Device, TimeModel, sum_speed, update_speed
 
-    copies = 2 if args.adam else 1
+    copies = _STATE[args.optimizer]
     if args.cost != "analytic":
         return TimeModel.measured(update_speed(args.device, copies), sum_speed(args.device))
     return TimeModel.on(Device(args.flops, args.memory_bandwidth), copies)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -287,7 +287,7 @@ Segment = Coupling | Opaque
 class Cost:
     """What one segment, or a part of one, costs at the example's batch size.
 
-    >>> Cost(flops=20, parameters=4, saved=800, shared=200, batch=2).saved_at(batch=8)
+    >>> Cost(flops=20, parameters=4, saved=800, shared=200, batch=2).at(batch=8).saved
     3200
     """
 
@@ -317,21 +317,13 @@ class Cost:
     unsaved: int = 0
     """Bytes of its outputs that it has not saved itself."""
 
-    def saved_at(self, batch: int) -> int:
-        """`saved` at another batch size, as if all of it grew with the batch."""
-        return self.saved * batch // self.batch
-
-    def shared_at(self, batch: int) -> int:
-        """`shared` at another batch size."""
-        return self.shared * batch // self.batch
-
-    def unsaved_at(self, batch: int) -> int:
-        """`unsaved` at another batch size."""
-        return self.unsaved * batch // self.batch
-
-    def passing_at(self, batch: int) -> int:
-        """`passing` at another batch size."""
-        return self.passing * batch // self.batch
+    def at(self, batch: int) -> Cost:
+        """The same at another batch size, as if all activations grew with the batch."""
+        grown = {
+            name: getattr(self, name) * batch // self.batch
+            for name in ("saved", "shared", "passing", "unsaved")
+        }
+        return replace(self, batch=batch, **grown)
 
 
 @dataclass(frozen=True)

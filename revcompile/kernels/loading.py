@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
-import importlib
-from typing import Any, Final
-
-MIN_ELEMENTS: Final = 2**20
-"""A kernel takes longer to launch than to run on fewer."""
+from typing import Any
 
 
 @functools.cache
 def stream_kernels() -> Any:
-    return importlib.import_module("revcompile.kernels.triton_kernels")
+    from revcompile.kernels import triton_kernels
+
+    return triton_kernels
 
 
 @functools.cache
 def average_kernels() -> Any:
-    return importlib.import_module("revcompile.kernels.triton_average")
+    from revcompile.kernels import triton_average
+
+    return triton_average
 
 
 @functools.cache
 def batch_norm_kernels() -> Any:
-    return importlib.import_module("revcompile.kernels.triton_batch_norm")
+    from revcompile.kernels import triton_batch_norm
+
+    return triton_batch_norm

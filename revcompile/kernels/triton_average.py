@@ -13,8 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.kernels.loading import MIN_ELEMENTS
-from revcompile.kernels.triton_kernels import launch
+from revcompile.kernels.launch import MIN_ELEMENTS, launch
 
 try:
     import triton

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.kernels.triton_kernels import launch
+from revcompile.kernels.launch import launch
 
 try:
     import triton

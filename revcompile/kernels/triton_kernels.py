@@ -9,13 +9,12 @@ it. Layer norms write the dtype that their readers want: no float32 is written o
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from revcompile.kernels.loading import MIN_ELEMENTS
+from revcompile.kernels.launch import MIN_ELEMENTS, launch
 
 try:
     import triton
@@ -115,17 +114,6 @@ def _sum_up(
     tensors = stream, addend, stream if grid is None else grid, out, out if copy is None else copy
     given = *tensors, count, is_minus, grid is not None, copy is not None, _SIZE
     launch(_kernel, (triton.cdiv(count, _SIZE),), stream, given, enable_fp_fusion=False)
-
-
-def launch(
-    kernel: Any, programs: tuple[int, ...], like: Tensor, given: Sequence[Any], **options: Any
-) -> None:
-    """Launch a kernel on the device of a tensor: Triton itself uses the current device."""
-    if like.is_cuda and like.get_device() != torch.cuda.current_device():
-        with torch.cuda.device_of(like):
-            kernel[programs](*given, **options)
-    else:
-        kernel[programs](*given, **options)
 
 
 # -- layer norms -----------------------------------------------------------------------------------

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from revcompile.optim.closures import loss_of
 from revcompile.optim.error_feedback import ErrorFeedback
-from revcompile.optim.late import LateOptimizer, load_precise
+from revcompile.optim.late import LateOptimizer, load_precise, loss_of
 
 
 class CombinedOptimizer(Optimizer):
@@ -90,19 +89,3 @@ def elementary(optimizer: Optimizer) -> Iterator[Optimizer]:
         yield from elementary(optimizer.optimizer)
     else:
         yield optimizer
-
-
-def completed(
-    optimizer: Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """A group's saved settings, with those that its optimizer had not when they were saved.
-
-    >>> from revcompile.optim import DelayAwareMuon
-    >>> optimizer = DelayAwareMuon([torch.eye(2)])
-    >>> completed(optimizer, optimizer.param_groups[0], {"lr": 0.1, "chunks": 3})
-    {'max_drift': None, 'chunks': 3, 'lr': 0.1}
-    """
-    added: dict[str, Any] = {}
-    for part in elementary(optimizer):
-        added |= getattr(part, "added_settings", {})
-    return {name: value for name, value in added.items() if name in group} | dict(saved)

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from revcompile.optim.closures import loss_of
-from revcompile.optim.late import LateOptimizer
-from revcompile.optim.settings import check_settings
+from revcompile.optim.late import LateOptimizer, check_settings, loss_of
 
 PREVIOUS = "previous_update"
 """The key of the last update in a parameter's optimizer state."""

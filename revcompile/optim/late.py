@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from revcompile.errors import InputError
 
 
 class LateOptimizer(Optimizer):
@@ -50,3 +54,44 @@ def load_precise(
 def wide(p: Tensor) -> torch.dtype:
     """In which precision a parameter's state is kept: float32 at least."""
     return torch.promote_types(p.dtype, torch.float32)
+
+
+def wide_gradient(p: Tensor) -> Tensor:
+    """The gradient of a parameter in the precision of its state."""
+    grad = p.grad
+    assert grad is not None
+    if grad.is_sparse or grad.is_complex():
+        raise RuntimeError("sparse and complex gradients are not supported; use torch.optim.SGD")
+    return grad.to(wide(p))
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What a closure that computes loss and gradients returns; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+_ANY: Final = ("lr", "adamw_lr", "weight_decay", "eps", "feedback")
+_BELOW_ONE: Final = ("momentum", "betas[0]", "betas[1]")
+
+
+def is_number(value: Any) -> bool:
+    """Also a tensor of one element."""
+    return isinstance(value, numbers.Real | Tensor) and not isinstance(value, bool)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse what is no number, or out of range; tensors of one element are numbers."""
+    given = dict(settings)
+    if "betas" in given:
+        betas = given["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise InputError(f"betas={betas!r}: expected two numbers, e.g. (0.9, 0.999)")
+        given |= {"betas[0]": betas[0], "betas[1]": betas[1]}
+    for name in (name for name in (*_ANY, *_BELOW_ONE) if name in given):
+        value, bound = given[name], 1.0 if name in _BELOW_ONE else math.inf
+        if not is_number(value) or not 0.0 <= value < bound:
+            limit = "from 0 to below 1" if bound == 1.0 else "of 0 or more"
+            raise InputError(f"{name}={value!r}: expected a number {limit}")

@@ -19,20 +19,17 @@ the limit with them.
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.optim.closures import loss_of
-from revcompile.optim.error_feedback import apply_with_feedback
-from revcompile.optim.late import LateOptimizer, wide
-from revcompile.optim.settings import check_settings, is_number, two_betas
+from revcompile.optim.adamw import DelayAwareAdamW, with_decay
+from revcompile.optim.late import LateOptimizer, check_settings, is_number, wide
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: its slope at zero is as steep as it can be (Jordan et al.)."""
@@ -40,21 +37,8 @@ _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _LEAST_SPECTRAL_NORM: Final = 0.1
 """A matrix counts as at least so large when its update is limited: it may start at zero."""
 
-_LEAST_RATIO: Final = 1 / 8
-"""Of the sides of a matrix; below it is a factor of low rank."""
 
-_FUSED: Final = frozenset(("qkv", "to_qkv", "qkv_proj", "Wqkv", "c_attn"))
-"""Names of layers that compute queries, keys and values as one, usually in this order."""
-
-_BY_HEAD: Final = frozenset(
-    ("tiny_vit", "levit", "modeling_codegen", "modeling_gpt_bigcode", "modeling_minimax")
-)
-"""Modules of timm and transformers whose layers of these names have other orders: head by head."""
-
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
-
-
-class DelayAwareMuon(LateOptimizer):
+class DelayAwareMuon(DelayAwareAdamW):
     """Muon for weight matrices, AdamW for the rest, and error feedback for the delay of a stage.
 
     A trainer sets `delay` (in updates) for each stage's optimizer. With `delay` 0 matrices are
@@ -89,8 +73,6 @@ class DelayAwareMuon(LateOptimizer):
     """
 
     copied = (*LateOptimizer.copied, "_adamw_lr")
-    added_settings: ClassVar[Mapping[str, Any]] = {"max_drift": None, "chunks": 1}
-    """Settings of groups that were saved before there were these: as they were."""
 
     def __init__(
         self,
@@ -121,7 +103,7 @@ class DelayAwareMuon(LateOptimizer):
         }
         self._adamw_lr = adamw_lr
         _check(defaults | {"adamw_lr": adamw_lr})
-        super().__init__(params, defaults)
+        LateOptimizer.__init__(self, params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; without `use_muon` they are split by their dimensions."""
@@ -130,62 +112,36 @@ class DelayAwareMuon(LateOptimizer):
         for group in groups:
             super().add_param_group(group)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Groups of a state that was saved before there were these settings are as they were."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.update({**self.added_settings, **group})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One update of all parameters that have a gradient."""
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None and p.numel()]
-            if not params:
-                continue
-            for p in params:
-                self._initialise(p, group)
-            grads = [p.grad.to(wide(p)) for p in params]
-            compute = self._muon_updates if group["use_muon"] else self._adamw_updates
-            updates = compute(group, params, grads)
-            if group["weight_decay"]:
-                decayed = torch._foreach_mul(params, group["lr"] * group["weight_decay"])
-                torch._foreach_add_(updates, decayed)
-            late = self.delay or self.predicted_delay
-            if group["use_muon"] and group["max_drift"] is not None and late:
-                _limit(updates, params, group["max_drift"] / late)
-            apply_with_feedback(params, updates, self.state, group["feedback"] * self.delay)
-        return loss
-
-    def _initialise(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        assert p.grad is not None
-        if p.grad.is_sparse or p.grad.is_complex():
-            raise RuntimeError("DelayAwareMuon: expected dense, real gradients")
-        state = self.state[p]
-        if ("momentum_buffer" if group["use_muon"] else "exp_avg") in state:
-            return
-        if state:
-            saved, now = ("AdamW", "Muon") if group["use_muon"] else ("Muon", "AdamW")
-            raise InputError(
-                f"DelayAwareMuon: a parameter of shape {tuple(p.shape)} has the state of {saved}, "
-                f"but is to be updated by {now}; load a state into the groups that it was saved of"
-            )
-        if group["use_muon"]:
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=wide(p))
-        else:
-            state["step"] = torch.zeros((), device=p.device if group["capturable"] else "cpu")
-            state["exp_avg"] = torch.zeros_like(p, dtype=wide(p))
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=wide(p))
+    def _updates(
+        self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
+        use_muon = group["use_muon"]
+        for p in params:
+            if self.state[p] and ("momentum_buffer" in self.state[p]) != use_muon:
+                saved, now = ("AdamW", "Muon") if use_muon else ("Muon", "AdamW")
+                raise InputError(
+                    f"DelayAwareMuon: a parameter of shape {tuple(p.shape)} has the state of "
+                    f"{saved}, but is to be updated by {now}; load a state into the groups that it "
+                    "was saved of"
+                )
+        if not use_muon:
+            return super()._updates(group, params, grads)
+        updates = with_decay(self._muon_updates(group, params, grads), group, params)
+        late = self.delay or self.predicted_delay
+        if group["max_drift"] is not None and late:
+            _limit(updates, params, group["max_drift"] / late)
+        return updates
 
     def _muon_updates(
         self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> list[Tensor]:
-        momentum = group["momentum"]
+        momentum, count = group["momentum"], group["chunks"]
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=wide(p))
         buffers = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         nesterov = torch._foreach_lerp(grads, buffers, momentum)
-        count = group["chunks"]
         if count == 1:
             return orthogonalise(nesterov, group["ns_steps"], group["lr"])
         sides = [int(matrix.shape[1] > matrix.shape[0]) for matrix in nesterov]
@@ -197,35 +153,6 @@ class DelayAwareMuon(LateOptimizer):
             torch.cat(flat[count * index : count * (index + 1)], side)
             for index, side in enumerate(sides)
         ]
-
-    def _adamw_updates(
-        self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
-    ) -> list[Tensor]:
-        beta1, beta2 = group["betas"]
-        states = [self.state[p] for p in params]
-        means = [state["exp_avg"] for state in states]
-        squares = [state["exp_avg_sq"] for state in states]
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
-        torch._foreach_lerp_(means, grads, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        if group["capturable"]:
-            # In double precision: 1 - beta ** step loses half its digits otherwise.
-            counts = [step.double() for step in steps]
-            corrections1: Any = [1 - beta1**count for count in counts]
-            corrections2: Any = [(1 - beta2**count).sqrt() for count in counts]
-        else:
-            numbers = [step.item() for step in steps]
-            corrections1 = [1 - beta1**number for number in numbers]
-            corrections2 = [math.sqrt(1 - beta2**number) for number in numbers]
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_div_(denominators, corrections2)
-        torch._foreach_add_(denominators, group["eps"])
-        updates = list(torch._foreach_div(means, denominators))
-        torch._foreach_div_(updates, corrections1)
-        torch._foreach_mul_(updates, group["lr"])
-        return updates
 
 
 def orthogonalise(
@@ -290,126 +217,6 @@ def _limit(updates: list[Tensor], matrices: list[Tensor], share: float) -> None:
     torch._foreach_mul_(updates, scales)
 
 
-def muon_groups(
-    model: nn.Module, adamw: Sequence[str] = ()
-) -> Callable[[NamedParameters], list[dict[str, Any]]]:
-    """`param_groups=` for a trainer: which parameters `DelayAwareMuon` updates by Muon, and how.
-
-    AdamW gets vectors (of any number of dimensions), embeddings (what `no_weight_decay()` of a timm
-    model names, and what has a first dimension of 1, included), matrices of which one side is less
-    than an eighth of the other (adapters, classifiers of few classes, large vocabularies), and the
-    output layer: what the model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging
-    Face) returns; name that of a model of your own in `adamw`. Matrices that compute queries, keys
-    and values as one are updated as three: those of layers that are called `qkv`, `to_qkv`,
-    `qkv_proj`, `Wqkv` or `c_attn` and have three outputs for each input, and of
-    `nn.MultiheadAttention`. Those whose outputs are known to be ordered by head stay one matrix; if
-    those of your own layer are, set `chunks` of its group to 1.
-
-    Args:
-        model: the model the parameters belong to.
-        adamw: paths of further modules or parameters to update by AdamW.
-
-    >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4, bias=False))
-    >>> groups = muon_groups(model)(list(model.named_parameters()))
-    >>> [(group["use_muon"], len(group["params"])) for group in groups]
-    [(True, 1), (False, 1)]
-    """
-    if not isinstance(model, nn.Module):
-        got = repr(model) if isinstance(model, int | float | str) else type(model).__name__
-        raise InputError(
-            f"muon_groups: expected the model, got {got}; write param_groups=muon_groups(model)"
-        )
-    if isinstance(adamw, str):
-        raise InputError(f"adamw={adamw!r}: expected a list of paths; write adamw=[{adamw!r}]")
-    # By all its names: a stage may know a tied weight by that of the output layer.
-    every = list(model.named_parameters(remove_duplicate=False))
-    unknown = [path for path in adamw if not any(_is_in(name, path) for name, _ in every)]
-    if unknown:
-        raise InputError(f"adamw={list(adamw)!r}: the model has no {unknown[0]!r}")
-    named_by_model = getattr(model, "no_weight_decay", ())
-    paths = (*adamw, *(named_by_model() if callable(named_by_model) else named_by_model))
-    excluded = {id(p) for module in _not_matrices(model) for p in module.parameters()}
-    excluded |= {id(p) for name, p in every if any(_is_in(name, path) for path in paths)}
-    names = {name for name, p in every if id(p) in excluded}
-    fused = {name for name, _ in every if _is_fused(model, name)}
-    known = {name for name, _ in every}
-
-    def is_matrix(name: str, p: Tensor) -> bool:
-        if p.ndim < 2 or not 1 < p.shape[0] < p.numel() or name in names:
-            return False
-        # A limit by the norm of a low-rank factor would be far too small: adapters start at zero.
-        return p.ndim > 2 or _LEAST_RATIO * max(p.shape) <= min(p.shape)
-
-    def is_fused(name: str, p: Tensor) -> bool:
-        return name in fused and max(p.shape) == 3 * min(p.shape)
-
-    def groups(named: NamedParameters) -> list[dict[str, Any]]:
-        # By name: a compiled model may hold parameters of its own under the original names.
-        foreign = [name for name, _ in named if name not in known]
-        if foreign:
-            raise InputError(
-                f"muon_groups: the model has no {foreign[0]!r}; give it the model whose "
-                "parameters are trained"
-            )
-        matrices = [(name, p) for name, p in named if is_matrix(name, p)]
-        split: list[dict[str, Any]] = [
-            {"use_muon": True, "params": [p for name, p in matrices if not is_fused(name, p)]},
-            {
-                "use_muon": True,
-                "params": [p for name, p in matrices if is_fused(name, p)],
-                "chunks": 3,
-            },
-            {"use_muon": False, "params": [p for name, p in named if not is_matrix(name, p)]},
-        ]
-        return [group for group in split if group["params"]]
-
-    return groups
-
-
-def _not_matrices(model: nn.Module) -> list[nn.Module]:
-    embeddings = nn.Embedding, nn.EmbeddingBag
-    modules: list[nn.Module] = [m for m in model.modules() if isinstance(m, embeddings)]
-    for getter in ("get_classifier", "get_output_embeddings"):
-        method = getattr(model, getter, None)
-        head = method() if callable(method) and not _needs_arguments(method) else None
-        heads = head if isinstance(head, tuple | list) else [head]
-        modules += [module for module in heads if isinstance(module, nn.Module)]
-    return modules
-
-
-def _needs_arguments(method: Callable[..., Any]) -> bool:
-    """Then it is a method of another meaning."""
-    try:
-        inspect.signature(method).bind()
-    except TypeError:
-        return True
-    return False
-
-
-def _is_fused(model: nn.Module, name: str) -> bool:
-    """Does a parameter compute queries, keys and values, one after the other?"""
-    path, _, own_name = name.rpartition(".")
-    layer = model.get_submodule(path)
-    if isinstance(layer, nn.MultiheadAttention):
-        return own_name == "in_proj_weight"
-    of_layer, _, layer_name = path.rpartition(".")
-    shape = getattr(layer, own_name).shape
-    if own_name != "weight" or layer_name not in _FUSED or len(shape) != 2:
-        return False
-    outputs, inputs = shape if isinstance(layer, nn.Linear) else sorted(shape, reverse=True)
-    attention = model.get_submodule(of_layer)
-    is_by_head = (
-        getattr(attention, "head_first", False)
-        or type(attention).__module__.rpartition(".")[2] in _BY_HEAD
-    )
-    has_fewer_keys = getattr(attention, "num_key_value_groups", 1) != 1
-    return outputs == 3 * inputs and not is_by_head and not has_fewer_keys
-
-
-def _is_in(name: str, path: str) -> bool:
-    return name == path or name.startswith(f"{path}.")
-
-
 def _split(group: Mapping[str, Any], adamw_lr: float) -> list[dict[str, Any]]:
     """A group as groups of which each is updated by Muon or by AdamW."""
     given = group["params"]
@@ -452,11 +259,8 @@ def _checked(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     return {**group, "chunks": count, "max_drift": None if drift is None else float(drift)}
 
 
-_CHECKED: Final = ("lr", "adamw_lr", "momentum", "weight_decay", "feedback", "eps")
-
-
 def _check(settings: Mapping[str, Any]) -> None:
-    check_settings({name: settings[name] for name in _CHECKED if name in settings})
+    check_settings(settings)
     drift = settings["max_drift"]
     if drift is not None and not (is_number(drift) and 0 < drift < math.inf):
         raise InputError(
@@ -468,5 +272,3 @@ def _check(settings: Mapping[str, Any]) -> None:
         is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if not is_whole or value < 1:
             raise InputError(f"{name}={value!r}: expected a whole number, at least 1")
-    first, second = two_betas(settings["betas"])
-    check_settings({"betas[0]": first, "betas[1]": second})

@@ -32,10 +32,8 @@ from revcompile.schedule.methods import (
 from revcompile.schedule.steady_state import (
     busy_share,
     hiding_alpha,
-    in_one_process,
     period,
     stage_work,
-    throughput,
     zero_bubble_period,
 )
 
@@ -60,11 +58,9 @@ __all__ = [
     "delay",
     "dry_run",
     "hiding_alpha",
-    "in_one_process",
     "mean_delay",
     "period",
     "stage_work",
-    "throughput",
     "window",
     "zero_bubble_period",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -90,62 +90,12 @@ class Span:
     end: float
 
 
-_WORK: Final = frozenset((Op.FORWARD, Op.BACKWARD, Op.UPDATE, Op.TRAIN))
-_COLUMNS: Final = 120
-
-
 @dataclass(frozen=True)
 class Timeline:
-    """When each action ran in a dry run; as a string, a picture of stages over time.
-
-    >>> costs = Costs.uniform(2, forward=1, backward=2)
-    >>> print(dry_run(actions("petra", 2, microbatches=3), costs))
-    0 |F0 F1    B0... F2 B1...    B2... |
-    1 |   F0 B0... F1 B1... F2 B2...    |
-    """
+    """When each action ran in a dry run."""
 
     spans: tuple[Span, ...]
-    stages: int
     makespan: float
-
-    def busy(self, stage: int) -> float:
-        """Share of the time at which a stage computes."""
-        worked = math.fsum(s.end - s.start for s in self._work() if s.stage == stage)
-        return worked / self.makespan if self.makespan else 0.0
-
-    def efficiency(self) -> float:
-        """Mean share of the time at which a stage computes: 1 is a pipeline without bubbles."""
-        worked = math.fsum(s.end - s.start for s in self._work())
-        return worked / (self.makespan * self.stages) if self.makespan else 0.0
-
-    def peak(self, stage: int) -> int:
-        """Most micro-batches that were in flight at a stage."""
-        most = now = 0
-        for span in self.spans:
-            if span.stage == stage:
-                now += (span.action.op is Op.FORWARD) - (span.action.op is Op.BACKWARD)
-                most = max(most, now)
-        return most
-
-    def _work(self) -> Iterator[Span]:
-        return (span for span in self.spans if span.action.op in _WORK)
-
-    def __str__(self) -> str:
-        shown = [span for span in self._work() if span.end > span.start]
-        if not shown:
-            return "\n".join(f"{stage} |" for stage in range(self.stages))
-        letters = 1 + max(len(str(span.action)) for span in shown)
-        scale = letters / min(span.end - span.start for span in shown)
-        columns = math.ceil(self.makespan * scale)
-        rows = [[" "] * min(columns, _COLUMNS) for _ in range(self.stages)]
-        for span in shown:
-            start, end = round(span.start * scale), round(span.end * scale)
-            text = str(span.action).ljust(end - start - 1, ".") + " "
-            row = rows[span.stage]
-            row[start:end] = text[: max(0, len(row) - start)]
-        tail = "|" if columns <= _COLUMNS else "..."
-        margin = len(str(self.stages - 1))
-        return "\n".join(f"{j:{margin}} |{''.join(row)}{tail}" for j, row in enumerate(rows))
 
 
 _Channel = tuple[int, int, Op]
@@ -226,7 +176,7 @@ class _DryRun:
         while ready:
             self._run_stage(ready.popleft(), ready)
         self._check_end()
-        return Timeline(tuple(self.spans), len(self.lists), max(self.clock, default=0.0))
+        return Timeline(tuple(self.spans), max(self.clock, default=0.0))
 
     def _run_stage(self, stage: int, ready: deque[int]) -> None:
         """Run one stage until it has to wait; stages that waited for its messages are ready."""

@@ -186,8 +186,8 @@ def test_saved_bytes_are_those_of_a_real_run(name: str, batch: int) -> None:
     *each, whole = really_saved(net.train(), net.rewired, batch)
     found = segment_costs(net.rewired)
     for segment, cost, real in zip(net.rewired.body.segments, found, each, strict=True):
-        assert cost.saved_at(batch) == pytest.approx(real, rel=0.03), segment.name
-    assert sum_costs(found).saved_at(batch) == pytest.approx(whole, rel=0.03)
+        assert cost.at(batch).saved == pytest.approx(real, rel=0.03), segment.name
+    assert sum_costs(found).at(batch).saved == pytest.approx(whole, rel=0.03)
 
 
 # -- other sources of cost -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import revcompile
 from revcompile.kernels import batch_norm as batchnorms
 from revcompile.kernels import triton_batch_norm as batch_kernels
 from revcompile.kernels.batch_norm import bn_relu
-from revcompile.kernels.loading import MIN_ELEMENTS
+from revcompile.kernels.launch import MIN_ELEMENTS
 from tests.kernels.test_batchnorms import _Convs
 from tests.support.measuring import capture_step
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from training import groups_of
 
 import revcompile
 from revcompile.optim import DelayAwareMuon, DelayAwareSGD, ErrorFeedback, muon_groups
@@ -354,16 +353,6 @@ def test_norms_are_computed_in_more_than_half_precision() -> None:
     assert 0.049 < ((before - weight).norm() / before.norm()).item() < 0.051
 
 
-def test_a_state_without_the_newer_settings_can_be_loaded() -> None:
-    optimizer = DelayAwareMuon([nn.Parameter(torch.eye(3))])
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        del group["max_drift"], group["chunks"]
-    optimizer.load_state_dict(state)
-    assert optimizer.param_groups[0]["max_drift"] is None
-    assert optimizer.param_groups[0]["chunks"] == 1
-
-
 @pytest.mark.parametrize(("before", "now"), [("AdamW", "Muon"), ("Muon", "AdamW")])
 def test_a_state_of_the_other_kind_is_refused(before: str, now: str) -> None:
     group = {"params": [nn.Parameter(torch.eye(3))], "use_muon": before == "Muon"}
@@ -423,34 +412,6 @@ def test_error_feedback_around_it_limits_the_drift_as_well() -> None:
         own = moved(False, 0.1, attribute)
         assert moved(True, 0.1, attribute) == pytest.approx(own, rel=1e-5)
         assert moved(True, None, attribute) > 2 * own
-
-
-def test_a_trainer_loads_a_state_without_the_newer_settings() -> None:
-    """Also if it is cut otherwise; it is trained on without a limit, as before."""
-    tokens = torch.randint(11, (4, 6))
-
-    def trainer_of(stages: int) -> Any:
-        net = revcompile.petrafy(Tower(), stages, tokens, check="off")
-        loss = nn.CrossEntropyLoss()
-        return net.trainer(
-            DelayAwareMuon,
-            lambda output, target: loss(output.flatten(0, 1), target.flatten()),
-            param_groups=muon_groups(net.model),
-        )
-
-    trainer = trainer_of(4)
-    trainer.step(tokens, tokens)
-    trainer.flush()
-    state = trainer.state_dict()
-    for group in groups_of(state):
-        del group["max_drift"], group["chunks"]
-    for stages in (4, 2):
-        resumed = trainer_of(stages)
-        resumed.load_state_dict(state)
-        optimizers = [executor.updater.optimizer for executor in resumed.executors]
-        found = {(g["max_drift"], g["chunks"]) for o in optimizers for g in o.param_groups}
-        assert found == {(None, 1)}
-        resumed.step(tokens, tokens)
 
 
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "1f1b"])

@@ -255,7 +255,7 @@ def test_the_paper_s_recipe() -> None:
         ("adamw", "AdamW", {"betas": (0.9, 0.999)}),
         ("nadam", "NAdam", {"betas": (0.99, 0.999), "decoupled_weight_decay": True}),
         ("delay-aware-sgd", "DelayAwareSGD", {"momentum": 0.9}),
-        ("delay-aware-adamw", "DelayAwareAdamW", {"momentum": 0.9, "beta": 0.999}),
+        ("delay-aware-adamw", "DelayAwareAdamW", {"betas": (0.9, 0.999)}),
     ],
 )
 def test_a_recipe_s_optimizer(kind: str, name: str, settings: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,15 +20,9 @@ from revcompile.compiler.capture.isolation import (
     seed_all,
     set_mode,
 )
-from revcompile.compiler.cost.run_pieces import (
-    PieceCall,
-    PieceResult,
-    run_pieces,
-    submodules_only,
-)
+from revcompile.compiler.cost.run_pieces import PieceCall, run_pieces, submodules_only
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read
-from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import Cost, Rewired, Segment, TensorType
 
 WARM_UP: Final = 2
@@ -53,19 +46,19 @@ def measured_costs(
     seconds: list[tuple[float, float, float]] = []
     counted: set[int] = set()
 
-    def run(piece: Segment, call: PieceCall) -> PieceResult:
+    def run(piece: Segment, call: PieceCall) -> tuple[Any, ...]:
         sources = [t for t in call.inputs if isinstance(t, Tensor) and t.requires_grad]
         sources += [p for p in parameters_read(piece.graph, root) if p.requires_grad]
         new = [p for p in sources if isinstance(p, nn.Parameter) and id(p) not in counted]
         counted.update(map(id, new))
 
-        def forward() -> PieceResult:
+        def forward() -> tuple[Any, ...]:
             with torch.no_grad():
-                return call.forward()
+                return call.outputs(call.run())
 
         def backward() -> None:
             with torch.enable_grad():
-                _differentiate(call.forward().results, sources)
+                _differentiate(call.run(), sources)
 
         update = _time(_update(new), device) if new else 0.0
         seconds.append((_time(forward, device), _time(backward, device), update))
@@ -74,9 +67,7 @@ def measured_costs(
     with preserve_model(root), preserve_attributes(root):
         set_mode(root, root, training=True)
         seed_all(0)
-        values = _example(rewired, types, device)
-        # Generated code: an interpreter's own time would be measured too.
-        run_pieces(pieces, values, lambda g: partial(compile_graph(g, "cost"), root), run)
+        run_pieces(pieces, _example(rewired, types, device), root, run)
     return tuple(
         replace(cost, forward=forward, backward=backward, update=update)
         for cost, (forward, backward, update) in zip(analytic, seconds, strict=True)

@@ -22,12 +22,14 @@ has just sent: one micro-batch of `buffers`, and `waiting`, once more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
-from revcompile.compiler.cost.live_bytes import LiveBytes, prefix_sums, runs_of, size_at
+import torch
+from torch.utils import _pytree as pytree
+
 from revcompile.compiler.cost.workload import Workload
 from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.ir.module_tree import parameters_read
@@ -69,41 +71,29 @@ class MemoryModel:
         only_needed_inputs: bool = False,
         frozen: int = 0,
     ) -> None:
-        self.pieces = tuple(pieces)
-        self.stages = stages
-        self.workload = workload
-        self.first_input_free = first_input_free
-        self.only_needed_inputs = only_needed_inputs
+        self.pieces, self.stages, self.workload = tuple(pieces), stages, workload
+        self._first_input_free, self._only_needed = first_input_free, only_needed_inputs
         self._frozen = frozen
-        method, batch, accumulate = workload.method, workload.batch_size, workload.accumulate
-        self._windows = [window(method, stages, j, accumulate) for j in range(stages)]
-        self._delays = [delay(method, stages, j, accumulate) for j in range(stages)]
-        self._weights = prefix_sums([cost.weights for cost in costs])
-        self._trained = prefix_sums([cost.trained for cost in costs])
-        self._saved = [cost.saved_at(batch) for cost in costs]
-        self._shared = [cost.shared_at(batch) for cost in costs]
-        self._unsaved = [cost.unsaved_at(batch) for cost in costs]
-        self._saved_before = prefix_sums(self._saved)
-        self._shared_before = prefix_sums(self._shared)
+        batch, low = workload.batch_size, workload.buffer_bytes
+        self._costs = [cost.at(batch) for cost in costs]
+        made = [(name, i) for i, piece in enumerate(self.pieces) for name in piece.outputs]
+        read = [(name, i) for i, piece in enumerate(self.pieces) for name in piece.inputs]
+        self._made = dict.fromkeys((name for name, _ in read), -1) | dict(made)
+        """The piece that makes each value; -1 for the model's own inputs."""
+        # A value nobody reads is a result, or read by pieces that are not in this row.
+        self._last_read = dict.fromkeys((name for name, _ in made), len(self.pieces)) | dict(read)
+        self._size = {name: size_at(types.get(name), batch) for name in self._made}
+        self._kept_size = {name: size_at(types.get(name), batch, low) for name in self._made}
+        self._crossing = [self._alive_before(cut) for cut in range(len(self.pieces) + 1)]
         # Layers that rewiring has widened make more than the types in their graph say.
         self._largest_op = [
-            max(_operands(piece, batch), cost.passing_at(batch))
-            for piece, cost in zip(self.pieces, costs, strict=True)
+            max(_operands(piece, batch), cost.passing)
+            for piece, cost in zip(self.pieces, self._costs, strict=True)
         ]
-        self._streams = [_stream(piece, types, batch) for piece in self.pieces]
-        self._lost_before = prefix_sums([_lost_bits(p, types, batch) for p in self.pieces])
-        # The stream a branch reads is there already: from the message, or rebuilt by the next
-        # coupling.
-        self._branches = [
-            saved + max(operands - stream, 0)
-            for saved, operands, stream in zip(
-                self._saved, self._largest_op, self._streams, strict=True
-            )
-        ]
-        self._runs = runs_of(self.pieces)
-        self._live = self._buffered = LiveBytes(self.pieces, types, batch)
-        if workload.buffer_bytes is not None:
-            self._buffered = LiveBytes(self.pieces, types, batch, workload.buffer_bytes)
+        couplings = [piece if isinstance(piece, Coupling) else None for piece in self.pieces]
+        self._stream = [self._size[c.streams_in[1]] if c else 0 for c in couplings]
+        """What a coupling's branch reads."""
+        self._lost = [_lost_bits(c, types, batch) if c else 0 for c in couplings]
 
     @classmethod
     def of(cls, partition: Partition, workload: Workload, stages: int | None = None) -> MemoryModel:
@@ -114,19 +104,17 @@ class MemoryModel:
         parts = partition.parts
         pieces = [piece for part in parts for piece in part.pieces]
         now = replace(partition, frozen=frozen_values(partition))
-        frozen = takewhile(lambda piece: not any(map(now.requires_grad, piece.outputs)), pieces)
+        is_trained = [any(map(now.requires_grad, piece.outputs)) for piece in pieces]
+        trained = _trained(partition, pieces)
         costs = [cost for part in parts for cost in part.costs]
         return cls(
             pieces,
             partition.types,
-            [
-                replace(cost, trained=size)
-                for cost, size in zip(costs, _trained(partition, pieces), strict=True)
-            ],
+            [replace(cost, trained=size) for cost, size in zip(costs, trained, strict=True)],
             stages or len(parts),
             workload,
             first_input_free=False,
-            frozen=len(list(frozen)),
+            frozen=[*is_trained, True].index(True),
         )
 
     def stage(self, index: int, start: int, end: int, keep: Keep | None = None) -> StageMemory:
@@ -138,145 +126,123 @@ class MemoryModel:
             end: The piece behind its last.
             keep: What it keeps; the default is what the method says.
         """
-        workload, keep = self.workload, keep or self.workload.method.keep
-        weights = self._weights[end] - self._weights[start]
-        trained = self._trained[end] - self._trained[start]
-        buffers, working = self._activations(index, start, end, keep)
+        workload, method = self.workload, self.workload.method
+        keep = keep or method.keep
+        weights = sum(cost.weights for cost in self._costs[start:end])
+        trained = sum(cost.trained for cost in self._costs[start:end])
+        late = delay(method, self.stages, index, workload.accumulate)
+        has_copy = late and (
+            method.weights is Weights.PREDICTED
+            or (method.weights is Weights.STASHED and keep is Keep.GRAPH)
+        )
+        low = workload.autocast
+        in_flight, is_last = self._window(index), index == self.stages - 1
+        waiting = 0 if is_last else in_flight - self._window(index + 1)
+        back = 0 if is_last else self._back(end, keep)
+        kept, working, ends = self._activations(index, start, end, keep)
         return StageMemory(
-            parameters=weights + self._autocast_copy(weights),
+            parameters=weights + (weights * low.itemsize // 4 if low is not None else 0),
             gradients=trained,
             optimizer=round(workload.optimizer_copies * trained),
             summing=trained if workload.accumulate > 1 else 0,
-            stashed=self._stashed(index, trained),
-            newest=self._newest(index, trained, keep),
-            buffers=buffers,
-            messages=self._messages(index, start, end, keep),
+            stashed=late * trained if method.weights is Weights.STASHED else 0,
+            newest=trained if has_copy else 0,
+            buffers=kept,
+            messages=(self._crossing[start] if index else 0) + back,
             working=working,
-            waiting=self._waiting(index, end, keep),
-            between=self._between_pieces(start, end, keep),
-            ends=self._ends(index, start, end, keep),
+            waiting=waiting * back,
+            between=self._between_pieces(start, end) if keep is Keep.NOTHING else 0,
+            ends=in_flight * ends,
         )
-
-    def _stashed(self, index: int, trained: int) -> int:
-        """What is kept of the weights of earlier updates."""
-        is_stashed = self.workload.method.weights is Weights.STASHED
-        return self._delays[index] * trained if is_stashed else 0
-
-    def _newest(self, index: int, trained: int, keep: Keep) -> int:
-        """A copy of the parameters beside stashed ones, or the predicted one."""
-        if not self._delays[index]:
-            return 0
-        match self.workload.method.weights:
-            case Weights.STASHED:
-                return trained if keep is Keep.GRAPH else 0
-            case Weights.PREDICTED:
-                return trained
-            case Weights.LATEST:
-                return 0
-
-    def _autocast_copy(self, weights: int) -> int:
-        """A copy of float32 weights in the precision of autocast."""
-        low = self.workload.autocast
-        return weights * low.itemsize // 4 if low is not None else 0
 
     def read(self, index: int, start: int, end: int) -> int:
         """The inputs of a stage that its gradients depend on, for one micro-batch."""
-        return self._live.needed(start, end) - self._free(self._live, index, start, end)
+        return self._sum(self._stored(index, self._needed(start, end)))
 
-    def _activations(self, index: int, start: int, end: int, keep: Keep) -> tuple[int, int]:
-        """Bytes kept from forward to backward, and of the graph being differentiated."""
-        in_flight = self._windows[index]
-        if end <= self._frozen:
-            return 0, max(self._largest_op[start:end])
-        match keep:
-            case Keep.GRAPH:
-                return in_flight * self._graph(start, end), max(self._largest_op[start:end])
-            case Keep.INPUT:
-                full, buffered = (
-                    (live.needed if self.only_needed_inputs else live.inputs)(start, end)
-                    - self._free(live, index, start, end)
-                    for live in (self._live, self._buffered)
-                )
-                return self._kept_inputs(index, full, buffered), self._at_work(start, end)
-            case Keep.NOTHING:
-                return self._between_couplings(index, start, end)
+    def _window(self, index: int) -> int:
+        return window(self.workload.method, self.stages, index, self.workload.accumulate)
 
-    def _between_couplings(self, index: int, start: int, end: int) -> tuple[int, int]:
-        last = index == self.stages - 1
-        trained = max(start, self._frozen)
-        lost = self._lost_before[end] - self._lost_before[trained]
-        sides = self._windows[index] * (self._live.sides(trained, end) + lost)
-        full = buffered = working = graphs = 0
-        for reversible, first, behind in self._runs_in(start, end):
-            if behind <= self._frozen:
+    # -- activations ------------------------------------------------------------------------------
+
+    def _activations(self, index: int, start: int, end: int, keep: Keep) -> tuple[int, int, int]:
+        """Bytes kept from forward to backward, of the graph being differentiated, and of the ends
+        of a kept graph.
+        """
+        first, in_flight = max(start, self._frozen), self._window(index)
+        most = max(self._largest_op[start:end])
+        if first >= end:
+            return 0, most, 0
+        if keep is Keep.GRAPH:
+            return in_flight * self._graph(first, end), most, self._ends(first, end)
+        if keep is Keep.INPUT:
+            names = (self._needed if self._only_needed else self._inputs)(start, end)
+            return self._kept(index, names), self._at_work(start, end), 0
+        lost = sum(self._lost[first:end])
+        sides = in_flight * (self._sum(self._sides(first, end)) + lost)
+        kept = working = graphs = 0
+        for reversible, begin, behind in self._runs(start, end):
+            if behind <= first:
                 continue
             if reversible:
-                first = max(first, trained)
-                working = max(working, graphs + max(self._branches[first:behind]))
+                branches = map(self._branch, range(max(begin, first), behind))
+                working = max(working, graphs + max(branches))
                 continue
             # In the backward pass the graphs of earlier runs still exist, those of later ones not.
-            working = max(working, graphs + self._at_work(first, behind))
-            graphs += self._graph(first, behind) if last else 0
-            full += self._live.inputs(first, behind) - self._free(self._live, index, first, behind)
-            buffered += self._buffered.inputs(first, behind)
-            buffered -= self._free(self._buffered, index, first, behind)
-        return sides + self._kept_inputs(index, full, buffered), working
+            working = max(working, graphs + self._at_work(begin, behind))
+            graphs += self._graph(begin, behind) if index == self.stages - 1 else 0
+            kept += self._kept(index, self._inputs(begin, behind))
+        return sides + kept, working, 0
 
-    def _kept_inputs(self, index: int, full: int, buffered: int) -> int:
+    def _kept(self, index: int, names: Iterable[str]) -> int:
         """Inputs of one micro-batch in full precision, and of the others as they are buffered."""
-        return full + (self._windows[index] - 1) * buffered
+        stored = self._stored(index, names)
+        others = (self._window(index) - 1) * sum(self._kept_size[name] for name in stored)
+        return self._sum(stored) + others
 
-    def _free(self, live: LiveBytes, index: int, start: int, end: int) -> int:
-        return live.model_inputs(start, end) if index == 0 and self.first_input_free else 0
+    def _stored(self, index: int, names: Iterable[str]) -> set[str]:
+        """Inputs without those that the first stage may read again."""
+        is_free = self._first_input_free and index == 0
+        return {name for name in names if not is_free or self._made[name] >= 0}
 
     def _graph(self, start: int, end: int) -> int:
         """What autograd saves if these pieces are one graph."""
         start = max(start, self._frozen)
-        saved, shared = self._saved_before, self._shared_before
-        return saved[end] - saved[start] - (shared[end] - shared[min(start + 1, end)])
+        shared = sum(cost.shared for cost in self._costs[start + 1 : end])
+        return sum(cost.saved for cost in self._costs[start:end]) - shared
 
-    def _ends(self, index: int, start: int, end: int, keep: Keep) -> int:
-        """Inputs that a kept graph has not saved, and its outputs.
+    def _branch(self, index: int) -> int:
+        """The graph of a coupling's branch, and the gradients inside it.
 
-        A coupling at the beginning saves the sum `a + F(b)`, if anything, but not `a`.
+        The stream it reads is there already: from the message, or rebuilt by the next coupling.
         """
-        if keep is not Keep.GRAPH or end <= self._frozen:
-            return 0
-        start = max(start, self._frozen)
-        unread = self._live.inputs(start, end) - self._live.needed(start, end)
-        inputs = max(unread, self._streams[start])
-        return self._windows[index] * (inputs + self._unsaved[end - 1])
+        return self._costs[index].saved + max(self._largest_op[index] - self._stream[index], 0)
 
     def _at_work(self, start: int, end: int) -> int:
         """A graph and the gradients inside it; the inputs it saved are counted as buffers."""
         graph, operands = self._graph(start, end), max(self._largest_op[start:end])
-        return graph + max(operands - min(self._live.needed(start, end), graph), 0)
+        return graph + max(operands - min(self._sum(self._needed(start, end)), graph), 0)
 
-    def _messages(self, index: int, start: int, end: int, keep: Keep) -> int:
-        """A stage that ends in a coupling is sent its outputs back along with their gradients."""
-        arriving = self._live.crossing(start) if index > 0 else 0
-        return arriving + (self._back(end, keep) if index < self.stages - 1 else 0)
+    def _ends(self, start: int, end: int) -> int:
+        """Inputs that a kept graph has not saved, and its outputs.
 
-    def _waiting(self, index: int, end: int, keep: Keep) -> int:
-        """Messages for micro-batches that the next stage is done with and this one is not."""
-        if index == self.stages - 1:
-            return 0
-        return (self._windows[index] - self._windows[index + 1]) * self._back(end, keep)
+        A coupling at the beginning saves the sum `a + F(b)`, if anything, but not `a`.
+        """
+        unread = self._inputs(start, end) - self._needed(start, end)
+        return max(self._sum(unread), self._stream[start]) + self._costs[end - 1].unsaved
 
-    def _between_pieces(self, start: int, end: int, keep: Keep) -> int:
+    # -- between pieces ---------------------------------------------------------------------------
+
+    def _between_pieces(self, start: int, end: int) -> int:
         """Where the backward pass goes piece by piece, the most that is handed between two.
 
         A coupling hands on one stream and one gradient unchanged; behind the last piece those are
         still in the message, and counted there.
         """
-        if keep is not Keep.NOTHING:
-            return 0
-        reversible = [piece.reversible for piece in self.pieces[start:end]]
         most = 0
         for cut in range(start + 1, end):
-            if any(reversible[cut - start - 1 : cut - start + 1]):
-                in_message = cut == end - 1 and reversible[-1]
-                most = max(most, self._back(cut, keep) // (2 if in_message else 1))
+            if self.pieces[cut - 1].reversible or self.pieces[cut].reversible:
+                in_message = cut == end - 1 and self.pieces[cut].reversible
+                most = max(most, self._back(cut, Keep.NOTHING) // (2 if in_message else 1))
         return most
 
     def _back(self, cut: int, keep: Keep) -> int:
@@ -284,11 +250,70 @@ class MemoryModel:
         if cut <= self._frozen:
             return 0
         rebuilds = keep is Keep.NOTHING and self.pieces[cut - 1].reversible
-        return (2 if rebuilds else 1) * self._live.crossing(cut)
+        return (2 if rebuilds else 1) * self._crossing[cut]
 
-    def _runs_in(self, start: int, end: int) -> list[tuple[bool, int, int]]:
-        clipped = ((kind, max(first, start), min(last, end)) for kind, first, last in self._runs)
-        return [(kind, first, last) for kind, first, last in clipped if first < last]
+    # -- values that enter a range of pieces ------------------------------------------------------
+
+    def _sum(self, names: Iterable[str]) -> int:
+        return sum(self._size[name] for name in names)
+
+    def _alive_before(self, cut: int) -> int:
+        alive = (name for name, made in self._made.items() if made < cut <= self._last_read[name])
+        return self._sum(alive)
+
+    def _inputs(self, start: int, end: int) -> set[str]:
+        """What the pieces read of values made before them."""
+        read = (name for piece in self.pieces[start:end] for name in piece.inputs)
+        return {name for name in read if self._made[name] < start}
+
+    def _needed(self, start: int, end: int) -> set[str]:
+        """Of that, what their gradients depend on if they are differentiated as one.
+
+        The sum `a + F(b)` hands gradients on to `a` unchanged, whatever `a` is: they depend on `a`
+        only through a later piece that reads the sum.
+        """
+        needed: set[str] = set()
+        for piece in reversed(self.pieces[start:end]):
+            names = set(piece.inputs)
+            if isinstance(piece, Coupling):
+                (a, b), total = piece.streams_in, piece.streams_out[1]
+                if a not in (b, *piece.all_sides) and total not in needed:
+                    names.discard(a)
+            needed = (needed - {*piece.outputs}) | names
+        return needed
+
+    def _sides(self, start: int, end: int) -> set[str]:
+        """Sides that the pieces keep for couplings alone: no later piece reads them, so that none
+        sends them back, and no opaque run keeps them as its input.
+        """
+        couplings = [p for p in self.pieces[start:end] if isinstance(p, Coupling)]
+        names = {name for coupling in couplings for name in coupling.sides}
+        for reversible, begin, behind in self._runs(start, end):
+            names -= set() if reversible else self._inputs(begin, behind)
+        return {name for name in names if self._last_read[name] < end}
+
+    def _runs(self, start: int, end: int) -> Iterator[tuple[bool, int, int]]:
+        """Maximal runs of couplings and of opaque pieces: (reversible, start, end)."""
+        for reversible, run in itertools.groupby(
+            self.pieces[start:end], lambda piece: piece.reversible
+        ):
+            begin, start = start, start + len(list(run))
+            yield reversible, begin, start
+
+
+def size_at(kind: Any, batch_size: int, buffer_bytes: int | None = None) -> int:
+    """Bytes of a value of this type at a batch size. Values that are no tensors take none.
+
+    `buffer_bytes` is what an element of a float32 tensor takes, if not 4.
+    """
+    total = 0
+    for leaf in pytree.tree_leaves(kind, is_leaf=lambda x: isinstance(x, TensorType)):
+        if isinstance(leaf, TensorType):
+            itemsize = leaf.dtype.itemsize
+            if buffer_bytes is not None and leaf.dtype == torch.float32:
+                itemsize = buffer_bytes
+            total += leaf.nbytes(batch_size) // leaf.dtype.itemsize * itemsize
+    return total
 
 
 def _trained(partition: Partition, pieces: Sequence[Segment]) -> list[int]:
@@ -313,17 +338,9 @@ def _operands(piece: Segment, batch: int) -> int:
     )
 
 
-def _lost_bits(piece: Segment, types: Mapping[str, Any], batch: int) -> int:
+def _lost_bits(coupling: Coupling, types: Mapping[str, Any], batch: int) -> int:
     """Bytes that an averaged coupling keeps."""
-    kind = types.get(piece.streams_out[1]) if isinstance(piece, Coupling) else None
-    if not isinstance(piece, Coupling) or not isinstance(kind, TensorType):
+    kind = types.get(coupling.streams_out[1])
+    if not coupling.averaged or not isinstance(kind, TensorType):
         return 0
-    elements = kind.nbytes(batch) // kind.dtype.itemsize
-    return -(-KEPT_BITS * elements // 8) if piece.averaged else 0
-
-
-def _stream(piece: Segment, types: Mapping[str, Any], batch: int) -> int:
-    """The stream that a coupling's branch reads."""
-    if not isinstance(piece, Coupling):
-        return 0
-    return size_at(types.get(piece.streams_in[1]), batch)
+    return -(-KEPT_BITS * (kind.nbytes(batch) // kind.dtype.itemsize) // 8)

@@ -11,10 +11,8 @@ from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError
 from revcompile.ir import coupling_ops
+from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import Coupling, Opaque, Rewired, Segment, TensorType
-
-Code = Callable[..., Any]
-"""A graph made executable: `(*inputs) -> outputs`."""
 
 
 @dataclass(frozen=True)
@@ -25,72 +23,64 @@ class PieceCall:
     branch's result is added.
     """
 
-    code: Code
+    code: Callable[..., Any]
     inputs: tuple[Any, ...]
     stream: Tensor | None
 
-    def forward(self) -> PieceResult:
-        """Run the piece. Sums of a coupling are plain: no grid."""
+    def run(self) -> tuple[Any, ...]:
+        """The results of the piece's graph."""
         result = self.code(*self.inputs)
+        return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+    def outputs(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The piece's outputs. Sums of a coupling are plain: no grid."""
         if self.stream is None:
-            return PieceResult(tuple(result), tuple(result))
-        results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-        outputs = (self.inputs[0], self.stream + results[0], *results[1:])
-        return PieceResult(results, outputs)
-
-
-@dataclass(frozen=True)
-class PieceResult:
-    """The results of a piece's graph, and the piece's outputs made of them."""
-
-    results: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+            return results
+        return (self.inputs[0], self.stream + results[0], *results[1:])
 
 
 def run_pieces(
     pieces: Sequence[Segment],
     values: Mapping[str, Any],
-    code_of: Callable[[fx.Graph], Code],
-    run: Callable[[Segment, PieceCall], PieceResult],
+    root: nn.Module,
+    run: Callable[[Segment, PieceCall], tuple[Any, ...]],
 ) -> None:
     """Call `run` for every piece in order, on the outputs of the pieces before it.
 
     Args:
         pieces: All pieces of the model.
         values: The model's inputs by name.
-        code_of: Makes a piece's graph executable.
-        run: Runs one piece and returns its result.
+        root: The module that the pieces' graphs read.
+        run: Runs one piece and returns its outputs.
     """
     live = dict(values)
     made: set[str] = set()
     for piece in pieces:
-        result = run(piece, _call(piece, live, made, code_of))
+        outputs = run(piece, _call(piece, live, made, root))
         # The grid that a coupling opens is not needed here.
         names = piece.results if isinstance(piece, Coupling) else piece.outputs
-        live.update(zip(names, map(coupling_ops.detached, result.outputs), strict=True))
+        live.update(zip(names, map(coupling_ops.detached, outputs), strict=True))
         made.update(names)
 
 
-def _call(
-    segment: Coupling | Opaque,
-    live: Mapping[str, Any],
-    made: set[str],
-    code_of: Callable[[fx.Graph], Code],
-) -> PieceCall:
+def _call(segment: Segment, live: Mapping[str, Any], made: set[str], root: nn.Module) -> PieceCall:
     def value(name: str) -> Any:  # the model's own inputs need no gradient
         return (coupling_ops.leaf if name in made else coupling_ops.detached)(live[name])
 
+    def code(graph: fx.Graph) -> Callable[..., Any]:
+        function = compile_graph(graph, "cost")
+        return lambda *inputs: function(root, *inputs)
+
     if isinstance(segment, Opaque):
-        inputs = [value(name) for name in segment.inputs]
-        return PieceCall(code_of(segment.graph), tuple(inputs), None)
+        return PieceCall(code(segment.graph), tuple(map(value, segment.inputs)), None)
     a, b = (live[name] for name in segment.streams_in)
     if segment.rearrange is not None:
         sizes = [live[name] for name in segment.rearrange.sides]
-        rearrange = code_of(segment.rearrange.forward)
+        rearrange = code(segment.rearrange.forward)
         with torch.no_grad():
             a, b = rearrange(a, *sizes)[0], rearrange(b, *sizes)[0]
-    sides = (value(name) for name in segment.sides)
-    return PieceCall(code_of(segment.branch), (coupling_ops.leaf(b), *sides), a)
+    inputs = coupling_ops.leaf(b), *map(value, segment.sides)
+    return PieceCall(code(segment.branch), inputs, a)
 
 
 def submodules_only(root: nn.Module) -> nn.Module:

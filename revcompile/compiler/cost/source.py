@@ -88,32 +88,19 @@ def _given_costs(
             + (f"; there is no {', '.join(unknown)}" if unknown else "")
             + ". Give one number for each segment"
         )
-    numbers = {
-        name: number("cost", name, given[name], "work is a number from 0 on", or_zero=True)
-        for name in names
-    }
-    segments = _segments(rewired, pieces)
+    # A part of a segment makes an output of it, or comes before the part that does.
+    segment_of = {out: segment.name for segment in rewired.body.segments for out in segment.outputs}
+    segments, name = list[str](), names[-1]
+    for piece in reversed(pieces):
+        name = next((segment_of[out] for out in piece.outputs if out in segment_of), name)
+        segments.insert(0, name)
     # Pieces without any work share a segment evenly.
     work = [cost.forward + cost.backward or 1e-300 for cost in analytic]
-    total = dict.fromkeys(names, 0.0)
-    for segment, own in zip(segments, work, strict=True):
-        total[segment] += own
     result = []
-    for segment, cost, own in zip(segments, analytic, work, strict=True):
-        share = numbers[segment] * own / total[segment]
+    for name, cost, own in zip(segments, analytic, work, strict=True):
+        of_user = number("cost", name, given[name], "work is a number from 0 on", or_zero=True)
+        total = sum(each for each, other in zip(work, segments, strict=True) if other == name)
         forward = cost.forward / own if cost.forward else 0.25
+        share = of_user * own / total
         result.append(replace(cost, forward=share * forward, backward=share * (1 - forward)))
     return tuple(result)
-
-
-def _segments(rewired: Rewired, pieces: Sequence[Segment]) -> list[str]:
-    """For every piece the segment it is, or is a part of: the first not complete before it."""
-    made: set[str] = set()
-    rest = list(rewired.body.segments)
-    names = []
-    for piece in pieces:
-        while len(rest) > 1 and rest[0].outputs and made.issuperset(rest[0].outputs):
-            rest.pop(0)
-        names.append(rest[0].name)
-        made.update(piece.outputs)
-    return names

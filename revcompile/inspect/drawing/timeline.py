@@ -25,7 +25,7 @@ from revcompile.schedule import (
     actions,
     choose,
     dry_run,
-    throughput,
+    period,
     window,
 )
 
@@ -58,7 +58,6 @@ _PASSES: Final = 4
 _STEPS: Final = 48
 """Longest time that is drawn, in forward-and-backward passes of the slowest stage."""
 _TICKS: Final = 12
-_MANY: Final = 24
 _GROUP: Final = 16
 
 
@@ -99,10 +98,7 @@ def dry_runs(
         wanted = math.ceil(until / fastest) + 2 * window(method, stages, 0, accumulate)
         groups = -(-wanted // accumulate) + 1
         lists = actions(method, stages, groups * accumulate, accumulate)
-        # Enough to see the pipeline full; the default is careful, and long for many stages.
-        filled = max(window(method, stages, 0, accumulate), stages)
-        enough = 2 * filled + 3 * accumulate if stages > _MANY else None
-        rate = throughput(method, own, accumulate, enough)
+        rate = 1 / period(method, own, accumulate)
         runs.append(Run(name, own, dry_run(lists, own), rate, accumulate))
     return tuple(runs)
 
@@ -183,13 +179,14 @@ class _Panel:
     def draw(self, run: Run, y: float) -> str:
         """One method: a line of figures, and a row a stage."""
         top = y + _HEAD
-        stages = run.timeline.stages
+        stages = len(run.costs.forward)
         rows = "".join(self._row(run, stage, top + stage * self.row) for stage in range(stages))
         drawn = (self._head(run, y), rows, self._messages(run, top), self._boxes(run, top))
         return element("g", *drawn, class_="rv-method", data_method=run.name)
 
     def _head(self, run: Run, y: float) -> str:
-        busy = sum(map(run.busy, range(run.timeline.stages))) / run.timeline.stages
+        stages = len(run.costs.forward)
+        busy = sum(map(run.busy, range(stages))) / stages
         slowest = self.runs[-1]
         done = run.finished(self.until)
         label = f"{done} micro-batch{'es'[: 2 * (done != 1)]} finished, stages {busy:.0%} busy"

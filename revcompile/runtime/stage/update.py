@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Muon
 from torch.utils.hooks import RemovableHandle
 
-from revcompile.optim.combined import completed, elementary, members
+from revcompile.optim.combined import elementary, members
 from revcompile.runtime.stage.optimizers import (
     FUSED,
     OptimizerFactory,
@@ -346,7 +346,7 @@ class Updater:
         assert self.optimizer is not None
         names = {id(p): name for name, p in self.parameters.items()}
         own = (names[id(p)] for p in group["params"])
-        return [completed(self.optimizer, group, settings[n]) for n in own if n in settings]
+        return [settings[n] for n in own if n in settings]
 
 
 class FixedSettings:

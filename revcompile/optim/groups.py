@@ -1,0 +1,144 @@
+"""Which parameters of a model `DelayAwareMuon` updates by Muon, and which of them as three."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from revcompile.errors import InputError
+
+_LEAST_RATIO: Final = 1 / 8
+"""Of the sides of a matrix; below it is a factor of low rank."""
+
+_FUSED: Final = frozenset(("qkv", "to_qkv", "qkv_proj", "Wqkv", "c_attn"))
+"""Names of layers that compute queries, keys and values as one, usually in this order."""
+
+_BY_HEAD: Final = frozenset(
+    ("tiny_vit", "levit", "modeling_codegen", "modeling_gpt_bigcode", "modeling_minimax")
+)
+"""Modules of timm and transformers whose layers of these names have other orders: head by head."""
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+def muon_groups(
+    model: nn.Module, adamw: Sequence[str] = ()
+) -> Callable[[NamedParameters], list[dict[str, Any]]]:
+    """`param_groups=` for a trainer: which parameters `DelayAwareMuon` updates by Muon, and how.
+
+    AdamW gets vectors (of any number of dimensions), embeddings (what `no_weight_decay()` of a timm
+    model names, and what has a first dimension of 1, included), matrices of which one side is less
+    than an eighth of the other (adapters, classifiers of few classes, large vocabularies), and the
+    output layer: what the model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging
+    Face) returns; name that of a model of your own in `adamw`. Matrices that compute queries, keys
+    and values as one are updated as three: those of layers that are called `qkv`, `to_qkv`,
+    `qkv_proj`, `Wqkv` or `c_attn` and have three outputs for each input, and of
+    `nn.MultiheadAttention`. Those whose outputs are known to be ordered by head stay one matrix; if
+    those of your own layer are, set `chunks` of its group to 1.
+
+    Args:
+        model: the model the parameters belong to.
+        adamw: paths of further modules or parameters to update by AdamW.
+
+    >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4, bias=False))
+    >>> groups = muon_groups(model)(list(model.named_parameters()))
+    >>> [(group["use_muon"], len(group["params"])) for group in groups]
+    [(True, 1), (False, 1)]
+    """
+    if not isinstance(model, nn.Module):
+        got = repr(model) if isinstance(model, int | float | str) else type(model).__name__
+        raise InputError(
+            f"muon_groups: expected the model, got {got}; write param_groups=muon_groups(model)"
+        )
+    if isinstance(adamw, str):
+        raise InputError(f"adamw={adamw!r}: expected a list of paths; write adamw=[{adamw!r}]")
+    # By all its names: a stage may know a tied weight by that of the output layer.
+    every = list(model.named_parameters(remove_duplicate=False))
+    unknown = [path for path in adamw if not any(_is_in(name, path) for name, _ in every)]
+    if unknown:
+        raise InputError(f"adamw={list(adamw)!r}: the model has no {unknown[0]!r}")
+    named_by_model = getattr(model, "no_weight_decay", ())
+    paths = (*adamw, *(named_by_model() if callable(named_by_model) else named_by_model))
+    excluded = {id(p) for module in _not_matrices(model) for p in module.parameters()}
+    excluded |= {id(p) for name, p in every if any(_is_in(name, path) for path in paths)}
+    names = {name for name, p in every if id(p) in excluded}
+    fused = {name for name, _ in every if _is_fused(model, name)}
+    known = {name for name, _ in every}
+
+    def is_matrix(name: str, p: Tensor) -> bool:
+        if p.ndim < 2 or not 1 < p.shape[0] < p.numel() or name in names:
+            return False
+        # A limit by the norm of a low-rank factor would be far too small: adapters start at zero.
+        return p.ndim > 2 or _LEAST_RATIO * max(p.shape) <= min(p.shape)
+
+    def is_fused(name: str, p: Tensor) -> bool:
+        return name in fused and max(p.shape) == 3 * min(p.shape)
+
+    def groups(named: NamedParameters) -> list[dict[str, Any]]:
+        # By name: a compiled model may hold parameters of its own under the original names.
+        foreign = [name for name, _ in named if name not in known]
+        if foreign:
+            raise InputError(
+                f"muon_groups: the model has no {foreign[0]!r}; give it the model whose "
+                "parameters are trained"
+            )
+        matrices = [(name, p) for name, p in named if is_matrix(name, p)]
+        split: list[dict[str, Any]] = [
+            {"use_muon": True, "params": [p for name, p in matrices if not is_fused(name, p)]},
+            {
+                "use_muon": True,
+                "params": [p for name, p in matrices if is_fused(name, p)],
+                "chunks": 3,
+            },
+            {"use_muon": False, "params": [p for name, p in named if not is_matrix(name, p)]},
+        ]
+        return [group for group in split if group["params"]]
+
+    return groups
+
+
+def _not_matrices(model: nn.Module) -> list[nn.Module]:
+    embeddings = nn.Embedding, nn.EmbeddingBag
+    modules: list[nn.Module] = [m for m in model.modules() if isinstance(m, embeddings)]
+    for getter in ("get_classifier", "get_output_embeddings"):
+        method = getattr(model, getter, None)
+        head = method() if callable(method) and not _needs_arguments(method) else None
+        heads = head if isinstance(head, tuple | list) else [head]
+        modules += [module for module in heads if isinstance(module, nn.Module)]
+    return modules
+
+
+def _needs_arguments(method: Callable[..., Any]) -> bool:
+    """Then it is a method of another meaning."""
+    try:
+        inspect.signature(method).bind()
+    except TypeError:
+        return True
+    return False
+
+
+def _is_fused(model: nn.Module, name: str) -> bool:
+    """Does a parameter compute queries, keys and values, one after the other?"""
+    path, _, own_name = name.rpartition(".")
+    layer = model.get_submodule(path)
+    if isinstance(layer, nn.MultiheadAttention):
+        return own_name == "in_proj_weight"
+    of_layer, _, layer_name = path.rpartition(".")
+    shape = getattr(layer, own_name).shape
+    if own_name != "weight" or layer_name not in _FUSED or len(shape) != 2:
+        return False
+    outputs, inputs = shape if isinstance(layer, nn.Linear) else sorted(shape, reverse=True)
+    attention = model.get_submodule(of_layer)
+    is_by_head = (
+        getattr(attention, "head_first", False)
+        or type(attention).__module__.rpartition(".")[2] in _BY_HEAD
+    )
+    has_fewer_keys = getattr(attention, "num_key_value_groups", 1) != 1
+    return outputs == 3 * inputs and not is_by_head and not has_fewer_keys
+
+
+def _is_in(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
