@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import enum
-import functools
 import operator
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -275,12 +274,12 @@ def with_attributes(
     within = tuple(f"{path}." for path in sorted(called))
     stored = {str(node.args[0].target) for node in nodes if node.target is store_buffer}
 
-    read = {
-        pair
+    around = (
+        type(module)
         for path, module in model.named_modules()
         if path not in called and not path.startswith(within)
-        for pair in _reads_of_members(type(module))
-    }
+    )
+    read = frozenset(pair for kind in dict.fromkeys(around) for pair in _reads_of_members(kind))
 
     def is_watched(path: str, name: str) -> bool:
         if (path, name) in written or name == "training":
@@ -301,7 +300,6 @@ def with_attributes(
     return replace(guards, plain={p: names for p, names in plain.items() if names}, asked=others)
 
 
-@functools.cache
 def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:
     """Attributes that the methods of a class read of what it has: `conv` and `padding`.
 
