@@ -266,3 +266,24 @@ def test_assigning_data_twice_is_a_change_wherever_the_new_memory_lies() -> None
         for _ in range(2):
             module.average.data = 0.9 * module.average.data
         assert len(buffers.changed(snapshots, identities)) == 1
+
+
+def test_a_mean_of_what_it_scales_is_no_shortcut() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.layer, self.head = (nn.Linear(6, 6) for _ in range(3))
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.stem(x)
+            h = h + torch.tanh(self.layer(h)) * (1 + self.mean)
+            self.mean += h.mean(0).detach()
+            return self.head(h)
+
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 6), Scaled()
+    net = revcompile.reversify(model, x, policy="same_parameters", check="off")
+    assert [coupling.name for coupling in net.rewired.couplings if "mean" in coupling.name] == []
+    net(x)
+    assert not torch.equal(net.mean, model.mean)

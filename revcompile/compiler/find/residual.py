@@ -168,6 +168,8 @@ def _identity(
     x: fx.Node,
     others: list[fx.Node],
 ) -> Residual | Refusal:
+    if x.target is read_buffer:
+        return Refusal(path, total.name, "its shortcut is a buffer, not features of a batch")
     if tensor_type(x) != tensor_type(total):
         return Refusal(
             path,
