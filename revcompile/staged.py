@@ -24,6 +24,8 @@ from revcompile.arguments import (
 )
 from revcompile.compiler.cost import Workload
 from revcompile.compiler.gradient_paths import trained_parameters
+from revcompile.compiler.lower.fusion import Fusion
+from revcompile.compiler.lower.samples import with_samples
 from revcompile.compiler.partition import assign_contiguous
 from revcompile.compiler.recapture import Recompiler
 from revcompile.errors import InputError
@@ -367,7 +369,9 @@ class StagedModel(StageReport):
                 self.partition, parse_memory_budget(memory_budget), workload, devices
             )
         programs = self._programs(chosen, plan.keeps if plan else None)
-        task = Task(self.model, self.partition, programs, optimizer, loss, settings, self._tree)
+        fuse = Fusion().fuse if settings.backend is Backend.INDUCTOR else None
+        given = optimizer, loss, settings, self._tree, with_samples, fuse
+        task = Task(self.model, self.partition, programs, *given)
         with ExitStack() as undo:  # a trainer that is refused changes nothing
             if world_size() > 1:
                 placement: Placement = RankPlacement(

@@ -200,7 +200,6 @@ def branch_vjp(
     inputs: Sequence[Any],
     parameters: Sequence[Tensor],
     dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients through a branch that reads the stream `x`, made by `stream_leaf`.
 
@@ -212,14 +211,13 @@ def branch_vjp(
         inputs: The branch's further inputs.
         parameters: Those of the branch.
         dtype: A second dtype for the gradient of the stream.
-        out: Where that gradient may be written.
 
     Returns:
         The gradient of the stream, the same in the second dtype if one kernel wrote both, then
         those of `inputs` and of `parameters`.
     """
     total = GradientSum.of(x) or GradientSum()
-    total.begin(own, dtype, out)
+    total.begin(own, dtype)
     through, *others = _gradients(outputs, gradients, (x, *inputs, *parameters))
     of_x, copy = total.finish(laid_out_like(x, through) if own is None else through)
     if inputs:

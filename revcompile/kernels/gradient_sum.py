@@ -23,7 +23,6 @@ class GradientSum:
     def __init__(self) -> None:
         self._own: Tensor | None = None
         self._dtype: torch.dtype | None = None
-        self._out: Tensor | None = None
         self._written: tuple[Tensor, Tensor | None] | None = None
 
     @staticmethod
@@ -37,13 +36,9 @@ class GradientSum:
         setattr(stream, _NAME, self)
         return stream
 
-    def begin(
-        self, own: Tensor | None, dtype: torch.dtype | None = None, out: Tensor | None = None
-    ) -> None:
-        """Set the stream's own gradient, a second dtype in which the sum is to be written, and
-        where it may be written.
-        """
-        self._own, self._written, self._out = own, None, out
+    def begin(self, own: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        """Set the stream's own gradient, and a second dtype in which the sum is to be written."""
+        self._own, self._written = own, None
         self._dtype = None if own is None or dtype == own.dtype else dtype
 
     def addend_for(self, reader: Tensor) -> tuple[Tensor | None, torch.dtype | None]:
@@ -68,21 +63,18 @@ class GradientSum:
         if own is None or through is None:
             return own if through is None else through, None
         if self._written is None:
-            return add_gradients(own, through, self._dtype, self._out)
+            return add_gradients(own, through, self._dtype)
         (total, copy), self._written = self._written, None
         return through, copy if through.data_ptr() == total.data_ptr() else None
 
 
 def add_gradients(
-    own: Tensor, through: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
+    own: Tensor, through: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`own + through`, and the same in a second dtype if one kernel gives both.
 
-    Torch's own kernel for two dtypes is a third slower. The sum is written to `out` if that has the
-    dtype of both.
+    Torch's own kernel for two dtypes is a third slower.
     """
-    if out is not None and own.dtype == through.dtype == out.dtype:
-        return torch.add(own, through, out=out), None
     is_mixed = dtype is not None or own.dtype != through.dtype
     if is_mixed and own.is_cuda and not torch.is_grad_enabled():
         kernels = stream_kernels()

@@ -28,7 +28,6 @@ from revcompile.ir.snapshot import Kind, TreeSnapshot
 from revcompile.kernels.repeatable import CUDNN_BENCHMARK
 from revcompile.runtime.executor.boundary import Boundary, StepInputs
 from revcompile.runtime.executor.capturable import has_flags, missing_memory
-from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.flags import (
@@ -59,6 +58,7 @@ from revcompile.runtime.stage.slots import (
     move,
     when_copied,
 )
+from revcompile.runtime.stage.stage import Fuse
 from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.update import FixedSettings
 from revcompile.runtime.stage.weights import version
@@ -70,7 +70,7 @@ class CapturedSteps:
 
     Args:
         replay: Calls steps, or captures and replays them.
-        fused: If given, the stages' programs are run with their fusion regions compiled.
+        fuse: If given, the stages run their programs after this pass.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class CapturedSteps:
         schedule: Schedule,
         replay: EagerReplay,
         *,
-        fused: FusedOps | None = None,
+        fuse: Fuse | None = None,
     ) -> None:
         self.executors, self._loss_head, self._replay = list(executors), loss_head, replay
         self._transport = executors[0].transport
-        self._is_fused = fused is not None
+        self._is_fused = fuse is not None
         method, count = schedule.method, schedule.stages
         self._by_stage = {executor.index: executor for executor in executors}
         self._stages = list(self._by_stage)
@@ -111,8 +111,8 @@ class CapturedSteps:
         for executor in executors:
             executor.updates.has_flags, executor.streams = self._has_flags, self._streams
             executor.updates.average = self._transport.averages.get(executor.index)
-            if fused is not None:
-                executor.compile(fused)
+            if fuse is not None:
+                executor.stage.fuse(fuse)
         self._scheduler = LocalScheduler(self.executors)
         self._cast_weights = [w for e in executors for w in e.stage.cast_weights.weights]
         self._versions: list[int] | None = None

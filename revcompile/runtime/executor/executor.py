@@ -32,10 +32,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.ir.precision_rewrites import taking_stored
 from revcompile.ir.program import StageProgram
-from revcompile.ir.python_code import compile_graph
-from revcompile.runtime.executor.captured.fusion import FusedOps, fuse, write_results
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.messages import Message, MessageKind
 from revcompile.runtime.executor.streams import StepStreams
@@ -45,7 +42,7 @@ from revcompile.runtime.reversible.replay import BufferSnapshot, restore_buffers
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
-from revcompile.runtime.stage.stage import Backward, Programs, Stage
+from revcompile.runtime.stage.stage import Backward, Stage
 from revcompile.runtime.stage.tensors import (
     TreeCopy,
     clone_tree,
@@ -96,12 +93,6 @@ class StageExecutor:
         """Set if running statistics have to be as they were before the last backward pass."""
         self.streams: StepStreams | None = None
         """On which actions of captured steps run side by side."""
-        self._programs: Programs | None = None
-        """Those of captured steps, if they are not the stage's own."""
-        self._handed_on: dict[int, str] = {}
-        """Which of the kept values these send to the stage before, and under which names."""
-        self._buffers: Sequence[Mapping[str, Tensor | None]] = ({}, {})
-        """Where a backward pass may write values and gradients for the stage before."""
         self.failures: list[NonFiniteError] = []
         """Of backward passes whose micro-batch was left out."""
         self.forward_errors: list[Exception] = []
@@ -168,7 +159,7 @@ class StageExecutor:
         kept = [dict(each) for each in messages]
         before = dict(stage.in_flight), dict(stage.gradients), stage.weights.noted()
         self.updates.is_captured = True
-        stage.run_with(self._programs)
+        stage.runs_fused = True
 
         def end() -> None:
             for each, was in zip(messages, kept, strict=True):
@@ -177,7 +168,7 @@ class StageExecutor:
             stage.in_flight, stage.gradients, noted = before
             stage.weights.note(noted)
             self.updates.end_captured()
-            stage.run_with(None)
+            stage.runs_fused = False
 
         return end
 
@@ -187,28 +178,6 @@ class StageExecutor:
         self._last_snapshot = _NO_SNAPSHOT
         if has_updated:
             self.updater.advance()
-
-    def compile(self, fused: FusedOps) -> None:
-        """Have captured steps run the stage's programs with their fusion regions compiled."""
-        stage = self.stage
-        program, stored = stage.program, stage.activations
-        backward = taking_stored(program, stored.low)
-        is_read_so = stored.are_read_in(stage.autocast)
-        forward, backward = fuse(program.forward, backward, stage.root, fused, is_read_so)
-        write_results(backward, (program.sends_back, program.inputs_with_grad), self._buffer)
-        _, *kept = backward.find_nodes(op="placeholder")[: 1 + len(program.kept)]
-        (output,) = backward.find_nodes(op="output")
-        returned = zip(output.args[0][0], program.sends_back, strict=True)
-        self._handed_on = {kept.index(node): name for node, name in returned if node in kept}
-        name = f"stage {program.index}, compiled"
-        self._programs = (
-            compile_graph(forward, f"{name}, forward"),
-            compile_graph(backward, f"{name}, backward"),
-        )
-
-    def _buffer(self, kind: int, name: str) -> Tensor | None:
-        """In a captured step: where a value or gradient for the stage before may be written."""
-        return self._buffers[kind].get(name)
 
     def clear(self) -> None:
         """Drop all micro-batches, and the gradient accumulated so far."""
@@ -344,8 +313,7 @@ class StageExecutor:
             return message
         is_exact = not is_captured and message.is_exact and stage.rebuilds_exactly(index)
         snapshot = [] if is_captured else stage.late_snapshot()
-        given = index, message.values, message.gradients, is_exact
-        passed = stage.differentiate(*given, self._places_of_kept(index))
+        passed = stage.differentiate(index, message.values, message.gradients, is_exact)
         scale = message.scale
         if scale is not None:
             scale = scale.to(self.updates.count.device)
@@ -367,16 +335,6 @@ class StageExecutor:
             self.updates.count.add_(1 if flag is None else (flag == 0).reshape(()))
         values, of_inputs = passed.values, passed.input_gradients
         return Message(index, values, of_inputs, scale=scale, found_inf=flag, is_exact=is_exact)
-
-    def _places_of_kept(self, microbatch: int) -> dict[int, Tensor]:
-        """In a captured step: where kept values that are passed on are to be copied."""
-        self._buffers = {}, {}
-        in_order = self.streams is None or self.streams.is_in_order(self.index)
-        if self.is_captured and in_order:
-            route = self.index, self.index - 1, MessageKind.DY
-            self._buffers = self.transport.buffers(route, microbatch)
-        named = self._handed_on.items()
-        return {place: at for place, name in named if (at := self._buffer(0, name)) is not None}
 
     def _found_inf(self, message: Message, passed: Backward, scale: Tensor | None) -> Tensor:
         """The flag of a micro-batch."""

@@ -345,14 +345,6 @@ class Transport:
             )
         return message
 
-    def buffers(self, route: Route, index: int) -> Sequence[Mapping[str, Tensor | None]]:
-        """Where a message's values and gradients, by name, may be written as they are computed."""
-        slots = self.slots.get(route)
-        if slots is None or not slots.slots or slots.ring is not None:
-            return {}, {}
-        message = slots.at(index).message(index)
-        return message.values, message.gradients
-
     def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
         """The messages that wait in this process: `[source, target, kind, message]`."""
         routes = sorted(self.queues, key=lambda route: (*route[:2], route[2].value))

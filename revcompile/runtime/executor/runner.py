@@ -17,7 +17,6 @@ from revcompile.runtime.executor.capturable import (
     use_slots,
     why_not_capturable,
 )
-from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured_steps import CapturedSteps
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import Fingerprint
@@ -29,6 +28,7 @@ from revcompile.runtime.executor.graphs import (
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.slots import Flat, empty_on
+from revcompile.runtime.stage.stage import Fuse
 from revcompile.schedule import Schedule
 
 _log: Final = logging.getLogger("revcompile")
@@ -49,8 +49,9 @@ class GraphRunner:
         executors: Sequence[StageExecutor],
         loss_head: LossHead,
         schedule: Schedule,
+        fuse: Fuse | None = None,
     ) -> None:
-        self._executors, self._loss_head = executors, loss_head
+        self._executors, self._loss_head, self._fuse = executors, loss_head, fuse
         self._device = executors[0].stage._device()
         self._hooks = LayerHooks([layer for e in executors for layer in e.stage.hooks.layers])
         self._backend = backend
@@ -68,7 +69,6 @@ class GraphRunner:
         self._warned: set[str] = set()
         self._reported: list[NonFiniteError] = []
         """Bad micro-batches of captured steps that were dropped."""
-        self._fused = FusedOps() if self._backend is Backend.INDUCTOR else None
         self.is_on = self._backend is not Backend.EAGER
         """Will steps be captured once the pipeline is full?"""
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
@@ -195,7 +195,7 @@ class GraphRunner:
             self._loss_head,
             schedule,
             EagerReplay() if is_static else CudaGraphReplay(self._device),
-            fused=self._fused,
+            fuse=self._fuse,
         )
 
     def observe(self, batch: tuple[Any, Any]) -> None:

@@ -124,10 +124,6 @@ class StepStreams:
             yield
         self._backward_done[stage] = stream.record_event()
 
-    def is_in_order(self, stage: int) -> bool:
-        """Whether the stage before has read its message when this stage's backward pass begins."""
-        return {stage, max(stage - 1, 0)} <= self.staying
-
     @contextmanager
     def send(self, stage: int) -> Iterator[None]:
         """The stream in which a stage sends gradients to the stage before it.

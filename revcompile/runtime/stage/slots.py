@@ -6,7 +6,7 @@ a later one is therefore copied into buffers that are allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -242,17 +242,12 @@ class Ring:
         slot.copy_(tree)
         return True
 
-    def take(self, number: int, to: Mapping[int, Tensor] | None = None) -> Any:
-        """A copy of the values in a slot.
-
-        Args:
-            to: Where to copy some of them, by their places, if the values are a tuple.
-        """
+    def take(self, number: int) -> Any:
+        """A copy of the values in a slot."""
         if self.ends is None:
             return clone_tree(self.value(number))
-        buffers = {id(self._values[0][place]): buffer for place, buffer in (to or {}).items()}
         leaves = [
-            leaf if rows is None else rows.read(self.ends[1], buffers.get(id(leaf)))
+            leaf if rows is None else rows.read(self.ends[1])
             for rows, leaf in zip(self._rows, self._slots[0].leaves, strict=True)
         ]
         return self._slots[0].with_leaves(leaves).value
@@ -273,17 +268,11 @@ class _Rows:
         is_aligned = tensor.storage_offset() * tensor.element_size() % 8 == 0
         if tensor.stride() != self._stride or not is_aligned:
             tensor = tensor.new_empty_strided(self._shape, self._stride).copy_(tensor)
-        self._rows.index_copy_(0, row, self._words(tensor))
-
-    def read(self, row: Tensor, to: Tensor | None = None) -> Tensor:
-        if to is None or to.dtype != self._dtype or to.stride() != self._stride:
-            return self._shaped(self._rows.index_select(0, row))
-        torch.index_select(self._rows, 0, row, out=self._words(to))
-        return to
-
-    def _words(self, tensor: Tensor) -> Tensor:
         flat = tensor.as_strided((1, tensor.numel()), (tensor.numel(), 1))
-        return flat.view(self._word)
+        self._rows.index_copy_(0, row, flat.view(self._word))
+
+    def read(self, row: Tensor) -> Tensor:
+        return self._shaped(self._rows.index_select(0, row))
 
     def view(self, row: int) -> Tensor:
         # .data: a version counter of its own for each

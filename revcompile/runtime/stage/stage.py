@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError
 from revcompile.ir import ops
@@ -90,8 +90,13 @@ class Backward(NamedTuple):
     sampled: dict[str, Tensor]
 
 
-Programs = tuple[Callable[..., Any], Callable[..., Any]]
-"""A stage's forward and backward programs."""
+Sample = Callable[[StageProgram, fx.Graph, Callable[[str, Tensor], None]], fx.Graph]
+"""A pass over one of a stage's programs, which then hands over the streams that it rebuilds."""
+
+Fuse = Callable[[fx.Graph, fx.Graph, nn.Module, bool], Sequence[fx.Graph]]
+"""A pass over a stage's forward and backward program, which then compute the same faster.
+
+It is given the modules they run on, and whether kept values are stored as layers read them."""
 
 
 class Stage:
@@ -115,6 +120,7 @@ class Stage:
         messages: torch.dtype | None = None,
         delay: float = 0.0,
         tolerance: Tolerance = None,
+        sample: Sample | None = None,
     ) -> None:
         self.program = program
         self.root = root
@@ -151,13 +157,12 @@ class Stage:
             outlive = program.graphs_outlive_updates
             graphs = [for_stages(graph, root, autocast, outlive) for graph in graphs]
         self._repeated = repeated_in(program, root)
-        self._samples = StreamSamples(program, tolerance, waits=check_finite)
-        graphs = [self._samples.watched(graph) for graph in graphs]
-        self._generated = (
-            compile_graph(graphs[0], f"stage {program.index} forward"),
-            compile_graph(graphs[1], f"stage {program.index} backward"),
-        )
-        self._forward, self._backward = self._generated
+        self._samples = StreamSamples(program.index, tolerance, waits=check_finite)
+        if sample is not None and tolerance is not None:
+            graphs = [sample(program, graph, self._samples.take) for graph in graphs]
+        self._generated = self._fused = self._compiled(graphs)
+        self.runs_fused = False
+        """Whether it runs the programs that `fuse` has made, and not the generated ones."""
         self.device: torch.device | None = None
         """Where it computes; None: where its parameters are."""
         self.in_flight: dict[int, InFlight] = {}
@@ -172,9 +177,21 @@ class Stage:
         self.reconstruction: dict[int, float] = {}
         """Relative error of the rebuilt input, by micro-batch, where `measure` was set."""
 
-    def run_with(self, programs: Programs | None) -> None:
-        """Run these programs, which compute the same, instead of the generated ones (None)."""
-        self._forward, self._backward = programs or self._generated
+    def fuse(self, fuse: Fuse) -> None:
+        """Have a pass make the programs that run while `runs_fused` is set."""
+        program, stored = self.program, self.activations
+        graphs = program.forward, taking_stored(program, stored.low)
+        is_read_so = stored.are_read_in(self.autocast)
+        self._fused = self._compiled(fuse(*graphs, self.root, is_read_so), ", fused")
+
+    def _compiled(self, graphs: Sequence[fx.Graph], kind: str = "") -> list[Callable[..., Any]]:
+        names = (f"stage {self.program.index} {p}{kind}" for p in ("forward", "backward"))
+        return [compile_graph(graph, name) for graph, name in zip(graphs, names, strict=True)]
+
+    @property
+    def _functions(self) -> Sequence[Callable[..., Any]]:
+        """The forward and the backward program."""
+        return self._fused if self.runs_fused else self._generated
 
     def use_slots(self, slots: int, updates: int | None, accumulates: bool) -> None:
         """Store what outlives a pass in memory that stays where it is, as captured steps need it.
@@ -206,7 +223,7 @@ class Stage:
             self.hooks.recorded(hooks),
             self._samples.collecting() as sampled,
         ):
-            outputs, kept = self._forward(self.root, mix(self.seed, microbatch), *values)
+            outputs, kept = self._functions[0](self.root, mix(self.seed, microbatch), *values)
             held = self._hold(microbatch, self.activations.store(kept))
         held.used = self.weights.used(weights)
         held.buffers = self._stateful.changed(snapshots, identities)
@@ -252,7 +269,7 @@ class Stage:
         """Run in the modules' present mode; nothing is stored or changed."""
         values = [inputs[port.name] for port in self.program.inputs]
         with self._program_context(None):
-            outputs, _ = self._forward(self.root, self.seed, *values)
+            outputs, _ = self._functions[0](self.root, self.seed, *values)
         return dict(zip((port.name for port in self.program.outputs), outputs, strict=True))
 
     def drop(self, microbatch: int) -> None:
@@ -311,7 +328,6 @@ class Stage:
         values: Mapping[str, Any],
         gradients: Mapping[str, Tensor | None],
         is_exact: bool = False,
-        to: Mapping[int, Tensor] | None = None,
     ) -> Backward:
         """Rebuild or recompute, and differentiate. Nothing is accumulated.
 
@@ -319,16 +335,15 @@ class Stage:
             values: The outputs, as far as the program needs them.
             gradients: Those of the outputs.
             is_exact: See `finish`.
-            to: Where to copy some of the kept values, by their places.
         """
         program, held = self.program, self.in_flight.pop(microbatch)
         stored = held.kept
         if held.ring is not None:
-            stored = held.ring.take(microbatch, to)  # what backward returns outlives the slot
+            stored = held.ring.take(microbatch)  # what backward returns outlives the slot
         else:
             held.kept = ()  # frees what is stored
-        is_compiled = self._backward is not self._generated[1]
-        kept = self.activations.load(stored, is_compiled)
+        is_fused = self._functions is not self._generated
+        kept = self.activations.load(stored, is_fused)
         del stored
         arguments = (
             *kept,
@@ -345,7 +360,7 @@ class Stage:
             at_versions(self._saved_by_reference(), held.parameter_versions),
             self._samples.collecting(is_exact) as sampled,
         ):
-            returned, of_inputs, of_parameters = self._backward(self.root, key, *arguments)
+            returned, of_inputs, of_parameters = self._functions[1](self.root, key, *arguments)
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
         own_grads = self.cast_weights.like_weights(
             dict(zip(program.parameters, dense, strict=True))

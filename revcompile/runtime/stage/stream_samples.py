@@ -11,13 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, fx
+from torch import Tensor
 
-from revcompile.ir.program import StageProgram
-from revcompile.ir.python_code import copied
-from revcompile.ir.types import LIVE_VALUES, Coupling
 from revcompile.runtime.reversible.reconstruction import ReconstructionCheck, Tolerance, samples_of
-from revcompile.schedule import Keep
 
 StartedCheck = tuple[bool, dict[str, Tensor]]
 """Is backward to wait for the device? And what was sampled in forward, by the stream's name."""
@@ -27,38 +23,19 @@ class StreamSamples:
     """Samples the streams that enter a stage's couplings, in forward and as backward rebuilds them.
 
     Args:
-        program: The stage's.
-        tolerance: The largest relative error allowed; None: nothing is compared.
+        stage: Its number.
+        tolerance: The largest relative error allowed.
         waits: Does backward wait for the device at every micro-batch in any case?
     """
 
-    def __init__(self, program: StageProgram, tolerance: Tolerance, waits: bool) -> None:
-        self._names = frozenset(_entering(program)) if tolerance is not None else frozenset()
+    def __init__(self, stage: int, tolerance: Tolerance, waits: bool) -> None:
         self._check = ReconstructionCheck(
-            f"stage {program.index}", tolerance, wait_every=1 if waits else 50
+            f"stage {stage}", tolerance, wait_every=1 if waits else 50
         )
         self._sampled: dict[str, Tensor] | None = None
 
-    @property
-    def is_on(self) -> bool:
-        return bool(self._names)
-
-    def watched(self, graph: fx.Graph) -> fx.Graph:
-        """A copy of the forward or backward program that hands such streams to this object."""
-        if not self.is_on:
-            return graph
-        copy = copied(graph)
-        for node in tuple(copy.nodes):
-            for name in node.meta.get(LIVE_VALUES, ()):
-                if name in self._names:
-                    following = node.next
-                    while following.op == "placeholder":
-                        following = following.next
-                    with copy.inserting_before(following):
-                        copy.call_function(self._sample, (name, node))
-        return copy
-
-    def _sample(self, name: str, stream: Tensor) -> None:
+    def take(self, name: str, stream: Tensor) -> None:
+        """Called by a program for each such stream."""
         if self._sampled is not None:
             self._sampled[name] = samples_of(stream)
 
@@ -66,7 +43,7 @@ class StreamSamples:
     def collecting(self, is_compared: bool = True) -> Iterator[dict[str, Tensor]]:
         """What the program that runs inside samples, by the stream's name; or nothing."""
         sampled: dict[str, Tensor] = {}
-        self._sampled = sampled if self.is_on and is_compared else None
+        self._sampled = sampled if is_compared else None
         try:
             yield sampled
         finally:
@@ -92,13 +69,3 @@ class StreamSamples:
         if names:
             rebuilt = [sampled[name] for name in names]
             self._check.finish((waits, tuple(expected[name] for name in names)), *rebuilt)
-
-
-def _entering(program: StageProgram) -> Iterator[str]:
-    """The streams that enter the first coupling of each row of couplings that are rebuilt."""
-    before = False
-    for unit in program.units:
-        first, is_rebuilt = unit.pieces[0], unit.keep is Keep.NOTHING and not unit.is_frozen
-        if is_rebuilt and not before and isinstance(first, Coupling):
-            yield from first.streams_in
-        before = is_rebuilt

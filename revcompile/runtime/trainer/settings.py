@@ -23,7 +23,7 @@ from revcompile.runtime.stage.loss_head import Loss, LossHead
 from revcompile.runtime.stage.loss_scale import LossScale, scaling_of
 from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
-from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.stage import Fuse, Sample, Stage
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Order, mean_delay
 from revcompile.units import is_int
@@ -95,6 +95,8 @@ class Task:
     settings: Settings
     tree: TreeGuard
     """The modules that the stages were compiled for."""
+    sample: Sample | None = None
+    fuse: Fuse | None = None
 
 
 def build_executors(
@@ -127,6 +129,7 @@ def _build_executor(
         messages=settings.messages,
         delay=delay,
         tolerance=model.tolerance,
+        sample=task.sample,
     )
     own = {n: p for n, p in stage.parameters.items() if n not in replicas}
     updater = Updater(

@@ -53,7 +53,8 @@ class Steps:
         if self.is_last and not self.is_first:
             self.executors[-1].check_data = self._check_data
         self.scheduler = LocalScheduler(self.executors)
-        self.runner = GraphRunner(task.settings.backend, self.executors, self.loss_head, schedule)
+        given_to_runner = self.executors, self.loss_head, schedule, task.fuse
+        self.runner = GraphRunner(task.settings.backend, *given_to_runner)
 
     def run(
         self,

@@ -27,11 +27,11 @@ from training import (
 )
 
 from revcompile.arguments import member_of
+from revcompile.compiler.lower.fusion import Fusion
+from revcompile.compiler.lower.fusion_regions import find_regions
 from revcompile.errors import InputError, NonFiniteError, RevcompileWarning
 from revcompile.runtime.executor import captured_steps, runner
 from revcompile.runtime.executor.capturable import Backend
-from revcompile.runtime.executor.captured.fusion import FusedOps
-from revcompile.runtime.executor.captured.fusion_regions import find_regions
 from revcompile.runtime.executor.captured_steps import CapturedSteps
 from revcompile.runtime.executor.flags import RunningStatistics
 from revcompile.runtime.executor.graphs import (
@@ -599,7 +599,7 @@ def test_fusion_regions_compute_what_programs_do(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     def plain(*args: Any, **options: Any) -> CapturedSteps:
-        return CapturedSteps(*args, **{**options, "fused": FusedOps(lambda function: function)})
+        return CapturedSteps(*args, **{**options, "fuse": Fusion(lambda function: function).fuse})
 
     found = []
     for backend in ("eager", "static"):

@@ -12,13 +12,12 @@ from torch.nn import functional as F
 from training import plain_sgd, same, through_a_file, weights
 
 import revcompile
+from revcompile.compiler.lower import fusion
+from revcompile.compiler.lower.fusion import Fusion
 from revcompile.errors import InputError
-from revcompile.runtime.executor.captured import fusion
-from revcompile.runtime.executor.captured.fusion import FusedOps
 from revcompile.runtime.executor.captured_steps import CapturedSteps
 from revcompile.runtime.executor.graphs import EagerReplay
-from revcompile.runtime.executor.messages import MessageKind, Transport
-from revcompile.runtime.stage.slots import Flat
+from revcompile.runtime.executor.messages import MessageKind
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import FULL, even, is_active, made, odd
 
@@ -192,7 +191,7 @@ def _compiled(order: str) -> tuple[dict[str, Tensor], Trainer]:
     runner = trainer.runner
     runner._captured = CapturedSteps(
         *(trainer.executors, runner._loss_head, trainer.schedule, EagerReplay()),
-        fused=FusedOps(lambda function: function),
+        fuse=Fusion(lambda function: function).fuse,
     )
     generator = torch.Generator().manual_seed(1)
     for _ in range(12 if order == "1f1b" else 24):
@@ -218,30 +217,6 @@ def test_what_was_rounded_is_sent_and_read_as_it_is_stored(
         assert {value.dtype for value in sent} == {torch.bfloat16}
         found.append(trained)
     assert same(*found)
-
-
-@pytest.mark.parametrize("order", ["1f1b", "paper"])
-def test_messages_are_computed_where_they_wait(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of streams and of gradients, and kept values that are passed on, are not copied."""
-    copied: list[int] = []
-    send = Transport.send
-
-    def counted(transport: Transport, route: Any, message: Any) -> Any:
-        if transport.captured is not None and route in transport.slots:
-            static = transport.slots[route].at(message.index).buffers.leaves
-            pairs = zip(static, Flat.of(message.payload).leaves, strict=True)
-            copied[-1] += sum(a.numel() for a, b in pairs if isinstance(a, Tensor) and a is not b)
-        return send(transport, route, message)
-
-    monkeypatch.setattr(Transport, "send", counted)
-    found = []
-    for is_direct in (True, False):
-        if not is_direct:
-            monkeypatch.setattr(Transport, "buffers", lambda *_: ({}, {}))
-        copied.append(0)
-        found.append(_compiled(order)[0])
-    assert same(*found)
-    assert copied[0] < 0.7 * copied[1]
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.float8_e4m3fn, "offload"])

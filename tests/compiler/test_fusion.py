@@ -13,15 +13,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
-from revcompile.ir import coupling_ops, ops
-from revcompile.ir.python_code import compile_graph
-from revcompile.kernels.exact_sum import make_grid, rounded
-from revcompile.runtime.executor.captured.fusion import FusedOps, fuse
-from revcompile.runtime.executor.captured.fusion_regions import (
+from revcompile.compiler.lower.fusion import Fusion
+from revcompile.compiler.lower.fusion_regions import (
     find_regions,
     folded_conv2d,
     fuse_residual_adds,
 )
+from revcompile.ir import coupling_ops, ops
+from revcompile.ir.python_code import compile_graph
+from revcompile.kernels.exact_sum import make_grid, rounded
 from revcompile.staged import StagedModel
 
 KEY = 7
@@ -45,7 +45,7 @@ def _same(function: Any) -> Any:
 def test_sums_become_a_part_of_their_branch() -> None:
     net = _net()
     program = net._programs(net.method)[4]
-    forward, backward = fuse(program.forward, program.backward, net.model, FusedOps(_same))
+    forward, backward = Fusion(_same).fuse(program.forward, program.backward, net.model)
     assert _calls(forward) == _calls(backward) == ["compiled_0_and_sum"]
     targets = {node.target for graph in (forward, backward) for node in graph.nodes}
     assert not targets & {coupling_ops.plus, coupling_ops.minus}
@@ -54,7 +54,7 @@ def test_sums_become_a_part_of_their_branch() -> None:
 def test_the_first_block_of_a_chain_rebuilds_nothing() -> None:
     net = _net()
     program = net._programs(net.method)[3]
-    forward, backward = fuse(program.forward, program.backward, net.model, FusedOps(_same))
+    forward, backward = Fusion(_same).fuse(program.forward, program.backward, net.model)
     assert _calls(forward) == ["compiled_0_and_sum"] and _calls(backward) == ["compiled_0"]
 
 
@@ -82,7 +82,7 @@ def test_what_they_compute(
     net = _net()
     program = net._programs(net.method)[4]
     plain = program.forward, program.backward
-    fused = fuse(*plain, net.model, FusedOps() if is_compiled else FusedOps(_same))
+    fused = Fusion(None if is_compiled else _same).fuse(*plain, net.model)
     torch.manual_seed(1)
     a, b, *seeds = (torch.randn(4, 16, 2, 2) for _ in range(4))
     grid = make_grid(a, b) if is_on_grid else None
@@ -112,7 +112,7 @@ def test_frozen_norms_stay_frozen(frozen: str, monkeypatch: pytest.MonkeyPatch) 
         norm.eval()
         nn.init.uniform_(norm.running_mean, -0.5, 0.5)
     plain = program.forward, program.backward
-    fused = fuse(*plain, net.model, FusedOps(_same))
+    fused = Fusion(_same).fuse(*plain, net.model)
     torch.manual_seed(1)
     a, b, *seeds = (torch.randn(4, 16, 2, 2) for _ in range(4))
     before = {name: value.clone() for name, value in net.model.state_dict().items()}

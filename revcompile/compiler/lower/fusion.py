@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from revcompile.ir import coupling_ops
-from revcompile.ir.ops import attribute, widened
-from revcompile.ir.python_code import copied
-from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, with_copy
-from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded
-from revcompile.runtime.executor.captured.fusion_regions import (
+from revcompile.compiler.lower.fusion_regions import (
     FusedAdd,
     FusionRegion,
     find_regions,
     fuse_residual_adds,
 )
+from revcompile.ir import coupling_ops
+from revcompile.ir.ops import attribute, widened
+from revcompile.ir.python_code import copied
+from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, with_copy
+from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded
 
 
-class FusedOps:
-    """Compiled functions: of fusion regions, and of how streams enter a chain.
+class Fusion:
+    """Compiles the fusion regions of stages' programs, and how streams enter a chain.
 
     Args:
         compile: What compiles a function; None for `torch.compile`.
@@ -39,6 +39,48 @@ class FusedOps:
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._numbers: dict[tuple[float, torch.device], Tensor] = {}
         self._round_to_grid = self._compile(_round_to_grid)
+
+    def fuse(
+        self,
+        forward: fx.Graph,
+        backward: fx.Graph,
+        root: nn.Module,
+        is_stored_as_read: bool = False,
+    ) -> tuple[fx.Graph, fx.Graph]:
+        """Copies of a stage's two programs with their fusion regions compiled.
+
+        Args:
+            is_stored_as_read: Values are stored and sent in the dtype in which autocast has layers
+                read them: there they need not be widened, and rounded again.
+        """
+        programs = [copied(forward), copied(backward)]
+        regions = [find_regions(graph, root) for graph in programs]
+        for region in regions[1]:
+            for node in region.inputs:
+                if node.target in (coupling_ops.leaf, coupling_ops.stream_leaf):
+                    is_cast = _is_cast(region, node)
+                    node.target = cast_leaf if is_cast else coupling_ops.leaf
+                    if is_cast and is_stored_as_read:
+                        node.args = tuple(map(_as_stored, node.args))
+        fuse_residual_adds(*regions)
+        for region in regions[0]:
+            if region.fused_add is not None and region.fused_add.rounds:
+                entered: Any = region.fused_add.inputs[0].args[0]
+                entered.kwargs = {**entered.kwargs, "rounds_both": False}
+        # Forward treats its inputs as backward does, or the recomputed branch might differ.
+        leaf_ops = {tuple(region.reads): _leaf_ops(region) for region in regions[1]}
+        for graph, in_graph in zip(programs, regions, strict=True):
+            replaced: dict[fx.Node, fx.Node] = {}
+            for number, region in enumerate(in_graph):
+                ops = leaf_ops.get(tuple(region.reads), _leaf_ops(region))
+                _replace(graph, region, _caller(region, root, self, ops, number), replaced)
+            for node in graph.find_nodes(op="call_function", target=coupling_ops.enter_chain):
+                node.target = self.enter_chain
+            graph.eliminate_dead_code(
+                lambda node: node.op != "get_attr" and node.target is not widened
+            )
+            graph.lint()
+        return programs[0], programs[1]
 
     def function(
         self, region: FusionRegion, root: nn.Module, add: FusedAdd | None = None
@@ -98,47 +140,6 @@ def _round_to_grid(
 def _torch_compile(function: Any) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
     return compiled
-
-
-def fuse(
-    forward: fx.Graph,
-    backward: fx.Graph,
-    root: nn.Module,
-    fused: FusedOps,
-    is_stored_as_read: bool = False,
-) -> tuple[fx.Graph, fx.Graph]:
-    """Copies of a stage's two programs with their fusion regions compiled.
-
-    Args:
-        is_stored_as_read: Values are stored and sent in the dtype in which autocast has layers
-            read them: there they need not be widened, and rounded again.
-    """
-    programs = [copied(forward), copied(backward)]
-    regions = [find_regions(graph, root) for graph in programs]
-    for region in regions[1]:
-        for node in region.inputs:
-            if node.target in (coupling_ops.leaf, coupling_ops.stream_leaf):
-                is_cast = _is_cast(region, node)
-                node.target = cast_leaf if is_cast else coupling_ops.leaf
-                if is_cast and is_stored_as_read:
-                    node.args = tuple(map(_as_stored, node.args))
-    fuse_residual_adds(*regions)
-    for region in regions[0]:
-        if region.fused_add is not None and region.fused_add.rounds:
-            entered: Any = region.fused_add.inputs[0].args[0]
-            entered.kwargs = {**entered.kwargs, "rounds_both": False}
-    # Forward treats its inputs as backward does, or the recomputed branch might differ.
-    leaf_ops = {tuple(region.reads): _leaf_ops(region) for region in regions[1]}
-    for graph, in_graph in zip(programs, regions, strict=True):
-        replaced: dict[fx.Node, fx.Node] = {}
-        for number, region in enumerate(in_graph):
-            ops = leaf_ops.get(tuple(region.reads), _leaf_ops(region))
-            _replace(graph, region, _caller(region, root, fused, ops, number), replaced)
-        for node in graph.find_nodes(op="call_function", target=coupling_ops.enter_chain):
-            node.target = fused.enter_chain
-        graph.eliminate_dead_code(lambda node: node.op != "get_attr" and node.target is not widened)
-        graph.lint()
-    return programs[0], programs[1]
 
 
 LeafOp = Callable[[Any], Any]
@@ -209,7 +210,7 @@ def _replace(
 
 
 def _caller(
-    region: FusionRegion, root: nn.Module, fused: FusedOps, leaf_ops: Sequence[LeafOp], number: int
+    region: FusionRegion, root: nn.Module, fused: Fusion, leaf_ops: Sequence[LeafOp], number: int
 ) -> Callable[..., Any]:
     """A function that calls a compiled region as the program would have computed it.
 
@@ -242,7 +243,7 @@ def _caller(
             results = _without_warnings(function, *leaves, *add_inputs, *tensors)
         return tuple(map(coupling_ops.detached, results))
 
-    def call_with_add(*inputs: Any, out: Tensor | None = None) -> Any:
+    def call_with_add(*inputs: Any) -> Any:
         assert add is not None
         *own, stream, grid = inputs
         if grid is None or (torch.is_grad_enabled() and not add.is_minus):
@@ -253,53 +254,18 @@ def _caller(
             return plain(stream, results[add.output], grid), *results
         sign = fused.number(-1.0 if add.is_minus else 1.0, stream.device)
         entry = grid if add.rounds else fused.number(0.0, stream.device)
-        total = out
-        if total is None:
-            total = torch.empty_like(stream, dtype=wide_dtype(stream.dtype), requires_grad=False)
+        total = torch.empty_like(stream, dtype=wide_dtype(stream.dtype), requires_grad=False)
         results = call(*own, add=add, add_inputs=(stream.detach(), entry, grid, sign, total))
         copy = results[add.output].detach()
         if copy.dtype == total.dtype:
             return copy, *results
-        if out is None:  # else others write there, too
-            with_copy(total, copy)
-        return total, *results
+        return with_copy(total, copy), *results
 
     if add is not None:
         call_with_add.__name__ = call_with_add.__qualname__ = f"compiled_{number}_and_sum"
         return call_with_add
     call.__name__ = call.__qualname__ = f"compiled_{number}"
     return call
-
-
-def write_results(
-    backward: fx.Graph,
-    names: Sequence[Sequence[str]],
-    buffer: Callable[[int, str], Tensor | None],
-) -> None:
-    """Have the last kernels of a fused program write what it returns to buffers.
-
-    Args:
-        backward: The program, which is changed.
-        names: Of the values it returns, and of the gradients.
-        buffer: Where to write one, from 0 or 1 and its name; None: anywhere.
-    """
-    (output,) = backward.find_nodes(op="output")
-    for kind, (nodes, own) in enumerate(zip(output.args[0], names, strict=False)):
-        for node, name in zip(nodes, own, strict=True):
-            if isinstance(node, fx.Node) and _is_sum(node):
-                call: Any = node.args[0]
-                with backward.inserting_before(call):
-                    at = backward.call_function(buffer, (kind, name))
-                call.kwargs = {**call.kwargs, "out": at}
-    backward.lint()
-
-
-def _is_sum(node: fx.Node) -> bool:
-    """Is it the first result of a call that can write that to a buffer?"""
-    if node.target is not operator.getitem or node.args[1] != 0:
-        return False
-    call: Any = node.args[0]
-    return call.target is coupling_ops.branch_vjp or call.name.endswith("_and_sum")
 
 
 def _without_warnings(function: Callable[..., Any], *args: Any) -> Any:

@@ -1,1 +1,0 @@
-"""Captured steps: the steps of a full pipeline over static buffers, called or replayed."""
