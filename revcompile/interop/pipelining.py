@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,55 +99,17 @@ def _sendable(value: Any) -> Any:
     return _Sendable.apply(value) if value.requires_grad else value.detach().contiguous()
 
 
-class _OnceChain(Chain):
-    """A chain that refuses to be differentiated in parts.
-
-    A block gets its output from the next block, which has just rebuilt it. Zero-bubble schedules
-    differentiate the weights later, block by block, when no output is left.
-    """
-
-    def reversible(
-        self, a: Tensor, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None = None
-    ) -> tuple[Tensor, ...]:
-        """The chain keeping only its output for the one backward pass."""
-        outputs = super().reversible(a, b, sides, cast)
-        node = outputs[0].grad_fn
-        for _ in self.blocks:
-            if node is None:
-                break
-            node.register_prehook(_once())
-            node = node.next_functions[0][0]
-        return outputs
-
-
-def _once() -> Callable[[tuple[Tensor, ...]], None]:
-    """A hook that lets a node run once."""
-    runs: list[None] = []
-
-    def hook(gradients: tuple[Tensor, ...]) -> None:
-        if runs:
-            raise InputError(
-                "to_pipeline_stages: this schedule computes the gradients of inputs and weights "
-                "in two passes, but a reversible stage rebuilds its values once; use "
-                "to_pipeline_stages(reversible=False), or a schedule like Schedule1F1B"
-            )
-        runs.append(None)
-
-    return hook
-
-
 def _guarded(step: _Step) -> _Step:
-    """The step, its chain guarded.
+    """The step, whose chain may fail to rebuild its input once.
 
     Torch learns shapes by running a stage, forward and backward, on uninitialized memory: before
     the first step and again after every change between training and evaluation. So one call that
     cannot be rebuilt is no evidence, but two in a row are.
     """
     chain = step.run
-    if not isinstance(chain, Chain):
-        return step
-    settings = chain.blocks, chain.tolerance, chain.check_every, chain.convolves, chain.overlap
-    return replace(step, run=_OnceChain(*settings, 1, chain.averaged))
+    return (
+        replace(step, run=replace(chain, failures_allowed=1)) if isinstance(chain, Chain) else step
+    )
 
 
 # -- a stage as a model of its own ----------------------------------------------------------------

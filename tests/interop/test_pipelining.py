@@ -142,13 +142,22 @@ def test_a_reversible_stage_keeps_nothing_but_its_output() -> None:
     assert saved_bytes(plain, received) > 4 * output
 
 
-def test_a_reversible_stage_refuses_gradients_in_two_passes() -> None:
+def test_a_reversible_stage_refuses_to_be_differentiated_in_parts() -> None:
     stages, (inputs, _) = compiled("vit").to_pipeline_stages(reversible=True), data("vit")
-    received = [t.detach().requires_grad_() for t in run_in_sequence(stages[:-1], inputs)]
-    loss = stages[-1](*received).sum()
+    received = [t.detach().requires_grad_() for t in run_in_sequence(stages[:1], inputs)]
+    outputs, weights = stages[1](*received), list(stages[1].parameters())
+    loss = sum(output.sum() for output in outputs)
+    expected = torch.autograd.grad(loss, weights, retain_graph=True)
     torch.autograd.grad(loss, received, retain_graph=True)
-    with pytest.raises(InputError, match="reversible=False"):
-        torch.autograd.grad(loss, list(stages[-1].parameters()))
+    again = torch.autograd.grad(loss, weights, retain_graph=True)
+    for first, second in zip(expected, again, strict=True):
+        assert torch.equal(first, second)  # in two passes, each from the end
+    node: Any = outputs[0].grad_fn
+    while getattr(node, "index", None) != 1:
+        node = node.next_functions[0][0]
+    middle = torch.autograd.graph.GradientEdge(node.next_functions[0][0], 0)
+    with pytest.raises(InputError, match=r"differentiated in parts.*reversible=False"):
+        torch.autograd.grad([middle], weights, [torch.ones_like(received[0])], allow_unused=True)
 
 
 def test_the_first_call_may_be_on_memory_as_it_is_found() -> None:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from revcompile.errors import InputError
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, stream_leaf
 from revcompile.ir.snapshot import STRUCTURE, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
@@ -37,7 +38,6 @@ from revcompile.kernels.fixed_point import random_signs
 from revcompile.runtime.reversible.bindings import Bound, check_repeatable
 from revcompile.runtime.reversible.block import (
     Block,
-    Coupled,
     before_rearrange,
     couple,
     run_branch,
@@ -75,6 +75,7 @@ class Chain:
     """Consecutive calls that may rebuild their input wrongly without an error."""
     averaged: bool = False
     """Whether streams are averaged; in eval mode they become `b, b + F(b)`."""
+    name: str = field(init=False)
     check: ReconstructionCheck = field(init=False)
     modules: TreeSnapshot = field(init=False)
     """Those that it runs."""
@@ -82,9 +83,9 @@ class Chain:
     def __post_init__(self) -> None:
         read = [each for block in self.blocks for each in block.bindings.watched]
         self.modules = TreeSnapshot(read, STRUCTURE)
-        name = f"{self.blocks[0].name} .. {self.blocks[-1].name}"
+        self.name = f"the chain {self.blocks[0].name} .. {self.blocks[-1].name}"
         settings = self.tolerance, self.check_every, self.failures_allowed
-        self.check = ReconstructionCheck(f"the chain {name}", *settings)
+        self.check = ReconstructionCheck(self.name, *settings)
 
     def plain(
         self,
@@ -128,34 +129,29 @@ class Chain:
         self, a: Tensor, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None = None
     ) -> tuple[tuple[Tensor, ...], list[tuple[str, float]]]:
         """Run forward and back; returns the outputs and each block's reconstruction error."""
-        sums = self._sums(a, b, cast)
+        sums, around, past, errors = self._sums(a, b, cast), Surroundings(a.device), [], []
         with torch.no_grad():
             a, b = sums.enter(a, b)
-            inputs, replays, outputs = [], [], list[Coupled]()
-            around = Surroundings(a.device)
             for index, block in enumerate(self.blocks):
-                replay = Replay(block.replay_context, around)
-                inputs.append((a, b))
+                replay, given = Replay(block.replay_context, around), (a, b)
                 unshard(block.sharded, (b,))
-                outputs.append(couple(block, index, a, b, sides, cast, sums))
-                a, b = outputs[-1][:2]
+                with replay.record():
+                    a, b, shapes, extras, *_ = couple(block, index, a, b, sides, cast, sums)
                 reshard(block.sharded, (b,))
-                replays.append(replay.finish())
-            result = (a, b, *outputs[-1].extras)
-            errors = []
+                past.append((index, block, replay, given, shapes))
+            result = a, b, *extras
             a, b = sums.kept(a, b)[:2]
-            for index in reversed(range(len(self.blocks))):
-                block, (a0, b0) = self.blocks[index], inputs[index]
+            for index, block, replay, given, shapes in reversed(past):
                 unshard(block.sharded, (b,))
-                with replays[index]:
+                with replay.again():
                     used = [sides[i] for i in block.sides]
                     addend, _ = run_branch(block, sums.value(a), used, cast)
                     rebuilt = sums.undo(index, b, a, addend, False)[0], a
-                a, b = before_rearrange(block, outputs[index].shapes, *rebuilt)
+                a, b = before_rearrange(block, shapes, *rebuilt)
                 reshard(block.sharded, (b,))
-                wrong = relative_error(a0, sums.value(a)), relative_error(b0, sums.value(b))
+                wrong = map(relative_error, given, (sums.value(a), sums.value(b)))
                 errors.append((block.name, max(wrong)))
-        return result, list(reversed(errors))
+        return result, errors[::-1]
 
     def _sums(
         self,
@@ -217,20 +213,10 @@ class _Call:
     """The first block that is differentiated."""
     samples: tuple[bool, Samples] | None = None
     """Of what that block was given, if the reconstruction is checked."""
-    addend_dtypes: list[torch.dtype] = field(default_factory=list)
-    """Of each block's F(b)."""
-    strides: list[tuple[int, ...]] = field(default_factory=list)
-    """Of each block's `b`. Averaged couplings give F the same again: kernels are chosen by them."""
     cast_copy: Tensor | None = None
     """In forward: the latest sum in the dtype that is read, if a kernel wrote that too."""
-    output: _Output | None = None
-    """In backward: a block's output, which the next block has just rebuilt as its input."""
-    rebuilt: _Rebuilt | None = None
-    """In backward, with overlap: the previous block, already rebuilt."""
-    returned: tuple[Tensor, Tensor] | None = None
-    """In backward: the gradients of the streams that the latest block has returned."""
-    cast_gradient: tuple[Tensor, Tensor] | None = None
-    """In backward: a gradient, and the same in the dtype of the branch that it enters next."""
+    handed: _Handed | None = None
+    """In backward: what the latest block has left for the one before it."""
 
     def wants_cast(self, index: int, step: int) -> bool:
         """Is a block's sum cast for its reader, the branch of block `index + step`?"""
@@ -242,15 +228,10 @@ class _Call:
         return self.sums.casts and blocks[reader].has_autocast_consumer
 
 
-_Output = tuple[Tensor, Tensor, Tensor | None]
-"""A block's output `(b, y)`, and `b` in the dtype of autocast if a kernel wrote that too."""
-
-
 @dataclass(slots=True)
 class _Rebuilt:
     """A block computed again: its input, and the graph of its branch."""
 
-    index: int
     a: Tensor
     b: Tensor
     x: Tensor
@@ -263,12 +244,33 @@ class _Rebuilt:
     """F(b) and the extras."""
     cast_copy: Tensor | None
     """`a` in the dtype of autocast, if a kernel wrote that too."""
-    stream: int = 0
+    stream: int
     """Of the two CUDA streams of `TwoStreams`, the one it was rebuilt on."""
 
 
-_A, _REST = 4, 6
-"""Positions of `a` and `rest` among the arguments of `_Reversible.forward`, without the context."""
+@dataclass(slots=True)
+class _Handed:
+    """What the backward pass of a block leaves for that of the block before it.
+
+    Autograd carries the gradients. It cannot carry the rebuilt streams.
+    """
+
+    index: int
+    """Of the block that it is for."""
+    output: _Output | None = None
+    """The block's output; None if it is rebuilt already."""
+    rebuilt: _Rebuilt | None = None
+    """With overlap: the block, already rebuilt."""
+    gradients: tuple[Tensor, ...] = ()
+    """Those given to autograd, which nobody else needs."""
+    cast_gradient: Tensor | None = None
+    """The second one in the dtype of the block's branch, if a kernel wrote that too."""
+
+
+_Output = tuple[Tensor, Tensor, Tensor | None]
+"""A block's output `(b, y)`, and `b` in the dtype of autocast if a kernel wrote that too."""
+_REST: Final = 6
+"""Position of `rest` among the arguments of `_Reversible.forward`, without the context."""
 
 
 class _Reversible(torch.autograd.Function):
@@ -292,14 +294,13 @@ class _Reversible(torch.autograd.Function):
         cast_b, call.cast_copy = call.cast_copy, None
         copies = block.weights.converted(bound.parameters, call.autocast)
         with replay.record(), bound.recording_hooks(), block.weights.replaced_by(copies):
-            b, y, ctx.shapes, extras, addend_dtype, call.cast_copy = couple(
+            b, y, ctx.shapes, extras, ctx.addend_dtype, call.cast_copy = couple(
                 *(block, index, a, b, sides, call.cast, call.sums),
                 cast_b=cast_b,
                 with_cast=call.wants_cast(index, 1),
             )
-        call.addend_dtypes.append(addend_dtype)
-        call.strides.append(b.stride())
-        ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay.finish()
+        ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay
+        ctx.strides = b.stride()
         used = [sides[i] for i in block.sides]
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         count = ctx.plain_sides.count(None)
@@ -316,38 +317,40 @@ class _Reversible(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_b: Tensor, grad_y: Tensor, *grad_extras: Tensor) -> Any:
         call: _Call = ctx.call
-        rebuilt, call.rebuilt = call.rebuilt, None
-        is_rebuilt = rebuilt is not None and rebuilt.index == ctx.index
-        # Once: `torch.utils.checkpoint` gives them only once.
-        saved = () if is_rebuilt else ctx.saved_tensors
-        if saved and ctx.index == len(call.chain.blocks) - 1:
+        handed, call.handed = call.handed, None
+        saved: Sequence[Tensor] = ()
+        if ctx.kept:  # the chain's last block
+            saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` gives them only once
             ctx.outputs = saved[: ctx.kept]
             grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
-        output, call.output = call.output, None
-        previous = None
-        if not call.overlaps:
-            given = _gradients_given(ctx, grad_b, grad_y, grad_extras)
-            rebuilt = _rebuild(ctx, saved, output)
-            del output, saved
-            results = _differentiate(ctx, rebuilt, given)
-        else:
-            if rebuilt is None or not is_rebuilt:
-                rebuilt = _rebuild(ctx, saved, output)
-            previous = _previous_block(ctx)
-            with TwoStreams(grad_y.device) as streams:
-                if previous is not None:
-                    with streams.on(1 - rebuilt.stream):
-                        output = _previous_output(ctx, rebuilt)
-                        saved = previous.saved_tensors
-                        call.rebuilt = _rebuild(previous, saved, output, 1 - rebuilt.stream)
-                with streams.backward_on(rebuilt.stream):
-                    given = _gradients_given(ctx, grad_b, grad_y, grad_extras)
-                    results = _differentiate(ctx, rebuilt, given)
+            handed = _Handed(ctx.index, output=(saved[0], saved[1], None))
+            saved = saved[ctx.kept :]
+            check_repeatable(call.chain.modules)
+        elif handed is None or handed.index != ctx.index:
+            raise InputError(
+                f"{call.chain.name} is differentiated in parts, but rebuilds its values once, from "
+                "the last block to the first; differentiate it in one backward pass, or store "
+                "activations (net.reversible = False, or to_pipeline_stages(reversible=False))"
+            )
+        elif handed.rebuilt is None:
+            saved = ctx.saved_tensors
+        rebuilt = handed.rebuilt or _rebuild(ctx, saved, handed.output)
+        handed.output = handed.rebuilt = ahead = None
+        del saved
+        with TwoStreams(grad_y.device, call.overlaps) as streams:
+            if call.overlaps and (previous := _previous_block(ctx)) is not None:
+                other = 1 - rebuilt.stream
+                with streams.on(other):
+                    output = _input_of(ctx, rebuilt)
+                    ahead = _rebuild(previous, previous.saved_tensors, output, other)
+            with streams.backward_on(rebuilt.stream):
+                results = _differentiate(ctx, rebuilt, handed, grad_b, grad_y, *grad_extras)
         if ctx.index == call.first and call.samples is not None:
-            inputs = map(call.sums.value, _before_rearrange(ctx, rebuilt.a, rebuilt.b))
+            inputs = map(call.sums.value, _input_of(ctx, rebuilt)[:2])
             call.chain.check.finish(call.samples, *map(samples_of, inputs))
-        if ctx.index > 0 and previous is None:
-            call.output = _previous_output(ctx, rebuilt)
+        if call.handed is not None:
+            call.handed.rebuilt = ahead
+            call.handed.output = _input_of(ctx, rebuilt) if ahead is None else None
         return None, None, None, None, *results
 
 
@@ -361,19 +364,12 @@ def _previous_block(node: Any) -> Any:
     return previous if getattr(previous, "call", None) is node.call else None
 
 
-def _previous_dtype(node: Any) -> torch.dtype | None:
-    """The dtype of the branch that the gradient of this block's input enters next, if any."""
-    is_differentiated = node.index > 0 and node.needs_input_grad[_A] and node.call.sums.casts
-    return node.call.addend_dtypes[node.index - 1] if is_differentiated else None
-
-
 def _before_rearrange(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    call: _Call = node.call
-    return before_rearrange(call.chain.blocks[node.index], node.shapes, *tensors)
+    return before_rearrange(node.call.chain.blocks[node.index], node.shapes, *tensors)
 
 
-def _previous_output(node: Any, rebuilt: _Rebuilt) -> _Output:
-    """A rebuilt block's input, which is the output of the previous block."""
+def _input_of(node: Any, rebuilt: _Rebuilt) -> _Output:
+    """The input of a rebuilt block: the output of the previous one."""
     b, y = _before_rearrange(node, rebuilt.a, rebuilt.b)
     return b, y, rebuilt.cast_copy
 
@@ -381,21 +377,14 @@ def _previous_output(node: Any, rebuilt: _Rebuilt) -> _Output:
 def _rebuild(
     node: Any, saved: Sequence[Tensor], output: _Output | None, stream: int = 0
 ) -> _Rebuilt:
-    """Rebuild a block's input from its output (PETRA, Eq. 4), keeping the graph of F.
-
-    The chain's last block has saved its output itself.
-    """
+    """Rebuild a block's input from its output (PETRA, Eq. 4), keeping the graph of F."""
     call: _Call = node.call
     bound: Bound = node.bound
     block = call.chain.blocks[node.index]
     bound.check(block.name)
-    tensors = list(saved)
-    if block is call.chain.blocks[-1]:
-        check_repeatable(call.chain.modules)
-        output, tensors = (tensors[0], tensors[1], None), tensors[node.kept :]
     if node.released:
-        call.sums.restore(node.index, tensors[: node.released])
-        tensors = tensors[node.released :]
+        call.sums.restore(node.index, saved[: node.released])
+    tensors = saved[node.released :]
     assert output is not None
     b, y, cast_b = output
     needs = node.needs_input_grad[_REST:]
@@ -412,62 +401,48 @@ def _rebuild(
             for p in parameters
         ]
     restored = bound.restored(stand_ins, has_hooks)
-    with restored, block.weights.replaced_by(copies), node.replay:
+    with restored, block.weights.replaced_by(copies), node.replay.again():
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
         value = call.sums.value(b, call.cast)
-        strides = call.strides[node.index]
-        if call.chain.averaged and value.stride() != strides:
-            value = value.new_empty_strided(value.shape, strides).copy_(value)
+        if call.chain.averaged and value.stride() != node.strides:  # kernels are chosen by them
+            value = value.new_empty_strided(value.shape, node.strides).copy_(value)
         x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
-        torch._C._set_grad_enabled(True)
-        try:
+        with torch.enable_grad():
             addend, extras = run_branch(block, x, used, call.cast)
-        finally:
-            torch._C._set_grad_enabled(False)
-        wants_cast = call.wants_cast(node.index, -1)
-        a, copy = call.sums.undo(node.index, y, b, addend, wants_cast)
-    return _Rebuilt(node.index, a, b, x, sides, parameters, (addend, *extras), copy, stream)
+        a, copy = call.sums.undo(node.index, y, b, addend, call.wants_cast(node.index, -1))
+    return _Rebuilt(a, b, x, sides, parameters, (addend, *extras), copy, stream)
 
 
-_Gradients = tuple[Tensor, Tensor, tuple[Tensor, ...]]
-"""Of `a`, of `b` without its way through F, and of F(b), perhaps in its dtype, and the extras."""
-
-
-def _gradients_given(
-    node: Any, grad_b: Tensor, grad_y: Tensor, grad_extras: tuple[Tensor, ...]
-) -> _Gradients:
-    """A block's gradients before its branch is differentiated."""
+def _differentiate(
+    node: Any,
+    rebuilt: _Rebuilt,
+    handed: _Handed,
+    grad_b: Tensor,
+    grad_y: Tensor,
+    *grad_extras: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Differentiate F: the gradients of the block's streams, of its sides and of its parameters."""
     call: _Call = node.call
-    known_cast, call.cast_gradient = call.cast_gradient, None
-    returned, call.returned = call.returned, None
-    # Gradients that the next block has returned are of no use to anybody else.
-    is_own = returned is not None and returned[0] is grad_b and returned[1] is grad_y
-    is_own = is_own and not call.overlaps
-    dtype = call.addend_dtypes[node.index]
-    of_a, of_b, of_addend = call.sums.gradients(node.index, grad_b, grad_y, dtype, is_own)
-    if of_addend is grad_y and known_cast is not None and known_cast[0] is grad_y:
-        of_addend = known_cast[1]
-    return of_a, of_b, (of_addend, *grad_extras)
-
-
-def _differentiate(node: Any, rebuilt: _Rebuilt, given: _Gradients) -> tuple[Tensor | None, ...]:
-    """Differentiate F: the gradients of the block's streams, of its sides and of its parameters.
-
-    The second stream's is also cast for the previous block, if a kernel wrote it that way.
-    """
-    call: _Call = node.call
-    of_a, own, of_results = given
-    inputs = rebuilt.sides, rebuilt.parameters
+    known = handed.gradients
+    is_own = bool(known) and known[0] is grad_b and known[1] is grad_y and not call.overlaps
+    of_a, own, of_addend = call.sums.gradients(
+        node.index, grad_b, grad_y, node.addend_dtype, is_own
+    )
+    if of_addend is grad_y and handed.cast_gradient is not None and known[1] is grad_y:
+        of_addend = handed.cast_gradient
+    previous = _previous_block(node) if call.sums.casts else None
+    dtype = None if previous is None else previous.addend_dtype
     with gradient_hooks_silenced(rebuilt.parameters):
         of_b, cast_of_b, *others = branch_vjp(
-            rebuilt.x, own, rebuilt.results, of_results, *inputs, _previous_dtype(node)
+            *(rebuilt.x, own, rebuilt.results, (of_addend, *grad_extras)),
+            *(rebuilt.sides, rebuilt.parameters, dtype),
         )
     assert of_b is not None
     if rebuilt.parameters is not node.parameters:
         others[len(rebuilt.sides) :] = to_dtypes_of(node.parameters, others[len(rebuilt.sides) :])
     streams = _before_rearrange(node, of_a, of_b)
-    if cast_of_b is not None:
-        call.cast_gradient = streams[1], _before_rearrange(node, cast_of_b)[0]
-    call.returned = (streams[0], streams[1]) if node.index else None
+    if node.index:
+        cast = None if cast_of_b is None else _before_rearrange(node, cast_of_b)[0]
+        call.handed = _Handed(node.index - 1, gradients=streams, cast_gradient=cast)
     return *streams, *others

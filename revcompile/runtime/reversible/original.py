@@ -19,18 +19,18 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, OriginalMethodError
-from revcompile.ir.module_tree import Contents
+from revcompile.ir.module_tree import Contents, child_path
+from revcompile.ir.snapshot import Kind, TreeSnapshot, below
 
 # -- what methods of the original may not do ------------------------------------------------------
 
@@ -44,8 +44,11 @@ _LAYERS: Final = frozenset(
 )
 """Functions that apply a weight to data."""
 
-_CHECKPOINTING_FLAGS: Final = frozenset(("gradient_checkpointing", "grad_checkpointing"))
+_CHECKPOINTING_FLAGS: Final = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes by which transformers and timm switch activation checkpointing on."""
+
+_STRUCTURE: Final = (Kind.MODULE, Kind.PARAMETER, Kind.MEMBERS)
+"""What methods of the original may not change."""
 
 _suspended: ContextVar[bool] = ContextVar("suspended", default=False)
 
@@ -63,13 +66,6 @@ def suspended() -> Iterator[None]:
 def in_method_of_original() -> bool:
     """Does the module run because a method of the original has called it?"""
     return _suspended.get()
-
-
-_AUGMENTED: Final = frozenset(
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")
-)
-"""Methods of augmented assignments."""
 
 
 class watched(TorchFunctionMode):
@@ -119,7 +115,7 @@ class watched(TorchFunctionMode):
 def _is_in_place(name: str) -> bool:
     """Does a function of torch write to its tensor: `add_`, `w[i] = x`, `w += x`, `w.data = x`?"""
     if name.endswith("__"):
-        return name in ("__setitem__", "__set__") or name in _AUGMENTED
+        return name in ("__setitem__", "__set__") or name.startswith("__i")
     return name.endswith("_")
 
 
@@ -139,63 +135,35 @@ def _other_path(call: str, weight: str) -> str:
 @contextmanager
 def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
     """Undo and refuse changes of the modules and parameters."""
-    before, contents = _structure(module), Contents(module, objects=True)
-    flags = _flags(module)
+    before, flags = TreeSnapshot(below(module), _STRUCTURE), _flags(module)
+    contents, problem = Contents(module, objects=True), None
     try:
         yield
-    except BaseException:
-        if _difference(before, _structure(module)) is not None:
+    finally:
+        if change := before.first_change():
+            problem = (
+                f"{call}: {change}, and the reversible model was made for the modules and "
+                "parameters the original had; they were restored. Call it on the original model, "
+                "and make the result reversible"
+            )
+        elif flag := next((name for name in _flags(module) if name not in flags), None):
+            problem = (
+                f"{call} sets {flag}, which would have no effect: reversible blocks keep no "
+                "activations that checkpointing could save, and everything else runs as captured. "
+                "Leave the call out; summary() says which blocks are reversible"
+            )
+        if problem is not None:
             contents.restore(module)
-        raise
-    changed = _difference(before, _structure(module))
-    flag = next((name for name in _flags(module) if name not in flags), None)
-    if changed is None and flag is None:
-        return
-    contents.restore(module)
-    raise OriginalMethodError(
-        f"{call} sets {flag}, which would have no effect: reversible blocks keep no activations "
-        "that checkpointing could save, and everything else runs as captured. Leave the call out; "
-        "summary() says which blocks are reversible"
-        if changed is None
-        else f"{call} changes {changed}, and the reversible model was made for the modules and "
-        "parameters the original had; they were restored. Call it on the original model, and make "
-        "the result reversible"
-    )
-
-
-def _structure(module: nn.Module) -> dict[str, object]:
-    """Modules and parameters by name, and the shapes of buffers."""
-    modules = module.named_modules(remove_duplicate=False)
-    structure: dict[str, object] = {name: inner for name, inner in modules if name}
-    structure |= dict(module.named_parameters(remove_duplicate=False))
-    buffers = module.named_buffers(remove_duplicate=False)
-    return structure | {name: buffer.shape for name, buffer in buffers}
-
-
-def _difference(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
-    for name in dict.fromkeys((*before, *after)):
-        old, new = before.get(name), after.get(name)
-        if isinstance(new, torch.Size) and (old is None or old == new):  # a new buffer is harmless
-            continue
-        if old is not new:
-            return f"{name} ({_described(old)} became {_described(new)})"
-    return None
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a parameter of shape {tuple(value.shape)}"
-    if isinstance(value, torch.Size):
-        return f"a buffer of shape {tuple(value)}"
-    return "nothing" if value is None else type(value).__name__
+    if problem is not None:
+        raise OriginalMethodError(problem)
 
 
 def _flags(module: nn.Module) -> list[str]:
     return [
-        f"{path}.{name}".lstrip(".")
+        child_path(path, name)
         for path, inner in module.named_modules()
-        for name, value in vars(inner).items()
-        if value is True and name in _CHECKPOINTING_FLAGS
+        for name in _CHECKPOINTING_FLAGS
+        if vars(inner).get(name) is True
     ]
 
 
@@ -323,12 +291,9 @@ class OriginalSurface(nn.Module):
 
     def is_of_original(self, name: str) -> bool:
         """Is it a plain attribute or a method of the original's own, not one of every module?"""
-        original = self._original
         if name.startswith("_") or name in _OWN or hasattr(nn.Module, name):
             return False
-        return name in original.plain or (
-            original.kind is not None and hasattr(original.kind, name)
-        )
+        return name in self._original.plain or hasattr(self._original.kind, name)
 
     @classmethod
     def reserved_names(cls) -> frozenset[str]:
@@ -392,24 +357,19 @@ class OriginalSurface(nn.Module):
 
 
 def _for_user(module: OriginalSurface, view: nn.Module, call: str, value: Any) -> Any:
-    """A result for the user: never the view itself, nor an unwatched method of it."""
+    """A result for the user: never the view itself, nor a method of it that is not watched."""
     if value is view:
         return module
-    if isinstance(value, types.MethodType) and value.__self__ is view:
-        return _method(module, view, call, value)
     if isinstance(value, types.GeneratorType):
-        return _items(module, view, call, value)
-    return value
+        value = iter([_for_user(module, view, call, item) for item in value])
+    if not isinstance(value, types.MethodType) or value.__self__ is not view:
+        return value
 
-
-def _method(
-    module: OriginalSurface, view: nn.Module, call: str, method: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @functools.wraps(value)
     def run(*args: Any, **kwargs: Any) -> Any:
         with structure_unchanged(call, module), watched(call, module):
             try:
-                result = method(*args, **kwargs)
+                return _for_user(module, view, call, value(*args, **kwargs))
             except InputError as error:
                 hint = ", or call net.eval() first" if module.keeps_function else ""
                 name = call.rpartition(".")[2]
@@ -417,19 +377,5 @@ def _method(
                     f"{call} calls the model with arguments it was not captured for. {error}\n"
                     f"Call net(...) with arguments like the example's instead of {name}{hint}"
                 ) from error
-        return _for_user(module, view, call, result)
 
     return run
-
-
-def _items(
-    module: OriginalSurface, view: nn.Module, call: str, generator: Iterator[Any]
-) -> Iterator[Any]:
-    """A generator whose body is watched, though it runs after the method has returned."""
-    while True:
-        with structure_unchanged(call, module), watched(call, module):
-            try:
-                item = next(generator)
-            except StopIteration:
-                return
-        yield _for_user(module, view, call, item)

@@ -45,7 +45,7 @@ class Overlap(enum.Enum):
 
 
 class TwoStreams:
-    """The caller's CUDA stream, number 0, and a side stream, number 1; none on other devices.
+    """The caller's CUDA stream, number 0, and a side stream, number 1, if it is on.
 
     They run concurrently inside its context. Before and after it everything is in order on the
     caller's stream, so whoever sees a gradient (accumulation, hooks, DDP, a capture of a CUDA
@@ -54,9 +54,9 @@ class TwoStreams:
     as what both read is held to the end.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, on: bool) -> None:
         self._streams: tuple[torch.cuda.Stream, ...] = ()
-        if device.type == "cuda":
+        if on and device.type == "cuda":
             own = torch.cuda.current_stream(device)
             self._streams = own, _side_stream(own)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +77,11 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Does an operation draw random numbers? Raises if they cannot be saved."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    if _dropout_rate(func, args, kwargs) == 0.0:
-        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":  # of attention
+            given = args[position] if position < len(args) else argument.default_value
+            if kwargs.get("dropout_p", given) == 0.0:
+                return False
     name = func.overloadpacket.__name__
     if name not in _DRAWING:
         raise InputError(
@@ -87,15 +90,6 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
             "may stay), or do not capture the step"
         )
     return True
-
-
-def _dropout_rate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The dropout rate of an attention; None for other operations."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else argument.default_value
-            return kwargs.get("dropout_p", given)
-    return None
 
 
 RandomStates = tuple[Tensor, ...]
@@ -273,48 +267,6 @@ def _is_same(old: _Identity, new: _Identity) -> bool:
 # -- autocast --------------------------------------------------------------------------------------
 
 
-class _Autocast(NamedTuple):
-    """A state of autocast, to be set again as `torch.autocast` does, in a tenth of its time.
-
-    A deep chain does this hundreds of times in a step.
-    """
-
-    kinds: tuple[tuple[str, bool, torch.dtype], ...]
-    """For each kind of device: is it enabled, and the dtype."""
-    cache: bool
-
-    @classmethod
-    def now(cls, kinds: Iterable[str]) -> _Autocast:
-        states = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-        return cls(tuple(states), torch.is_autocast_cache_enabled())
-
-    @property
-    def is_on(self) -> bool:
-        return any(enabled for _, enabled, _ in self.kinds)
-
-    def enter(self) -> _Autocast | None:
-        """Set it; returns the state to `leave` for, or None if autocast is off here and there."""
-        kinds = [kind for kind, _, _ in self.kinds]
-        if not self.is_on and not any(map(torch.is_autocast_enabled, kinds)):
-            return None
-        before = self.now(kinds)
-        torch.autocast_increment_nesting()
-        self._apply()
-        return before
-
-    def leave_for(self) -> None:
-        """Set the state that was before `enter`."""
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        self._apply()
-
-    def _apply(self) -> None:
-        for kind, enabled, dtype in self.kinds:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.cache)
-
-
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
     """The cache would hold every cast weight until the model's forward pass ends."""
@@ -350,8 +302,12 @@ class Surroundings:
     """
 
     def __init__(self, device: torch.device) -> None:
-        kinds = dict.fromkeys(("cpu", device.type))
-        self.autocast = _Autocast.now(kind for kind in kinds if kind != "meta")
+        kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind != "meta"]
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
         self.captures = is_capturing(device)
         self.is_observed = _has_any_global_hook() or bool(_len_torch_function_stack())
         """Is there code of others around every operation, which may draw random numbers, too?"""
@@ -369,68 +325,73 @@ class Surroundings:
         before, self._random = self._random, random_states(self.generators)
         return before, self._random
 
+    def autocast(self) -> list[AbstractContextManager[Any]]:
+        """Autocast as it was; nothing if it was off and is off."""
+        if not any(on or torch.is_autocast_enabled(kind) for kind, _, on in self._autocast):
+            return []
+        return [torch.autocast(*state, cache_enabled=self._caches) for state in self._autocast]
 
-class Replay(AbstractContextManager[None]):
+
+class Replay:
     """Random state, autocast and buffers of one run of a branch, for the second run.
 
-    Created before the first run, which happens in `record()`; `finish()` ends it. The second run is
-    inside its context: everything as in the first, but batch norms leave their running statistics
-    alone. Not made of generators: it is entered for every block.
+    The first run is inside `record()`, the second inside `again()`: everything as in the first, but
+    batch norms leave their running statistics alone.
     """
 
-    __slots__ = (
-        *("_autocast", "_frozen", "_identities", "_may_draw", "_moving", "_stack"),
-        *("around", "branch", "buffers", "masks", "random", "statistics"),
-    )
-
     def __init__(self, branch: ReplayContext, around: Surroundings, has_hooks: bool = True) -> None:
-        self.branch, self.around = branch, around
+        self._branch, self._around = branch, around
         is_observed = has_hooks or around.is_observed
         self._may_draw = not around.captures and (is_observed or branch.random.may_draw)
+        self._masks = Masks() if around.captures else None
+        self._random: tuple[RandomStates, RandomStates] | None = None
+        self._buffers: list[BufferSnapshot] = []
+        self._statistics = Statistics() if branch.norms else None
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Around the first run; saves random states if it drew, and the buffers it changed."""
+        stateful = self._branch.stateful
         if self._may_draw:
-            around.before_draws()
-        self.masks = Masks() if around.captures else None
-        self.random: tuple[RandomStates, RandomStates] | None = None
-        self.buffers = branch.stateful.snapshot()
-        self._identities = branch.stateful.identities()
-        self.statistics = Statistics() if branch.norms else None
-
-    def record(self) -> AbstractContextManager[Any]:
-        """Around the first run."""
-        if self.masks is None:
-            return nullcontext() if self.statistics is None else self.statistics.record()
-        stack = ExitStack()
-        stack.enter_context(self.masks)
-        if self.statistics is not None:
-            stack.enter_context(self.statistics.record())
-        return stack
-
-    def finish(self) -> Replay:
-        """After the first run: save random states if it drew, and needed copies."""
+            self._around.before_draws()
+        copies, identities = stateful.snapshot(), stateful.identities()
+        with (
+            self._masks or nullcontext(),
+            self._statistics.record() if self._statistics else nullcontext(),
+        ):
+            yield
         if self._may_draw:
-            states = self.around.after_draws()
-            self.random = states if self.branch.draws.has_drawn(*states) else None
-        if self._identities:
-            self.buffers = self.branch.stateful.changed(self.buffers, self._identities)
-            self._identities = []
-        return self
+            states = self._around.after_draws()
+            self._random = states if self._branch.draws.has_drawn(*states) else None
+        self._buffers = stateful.changed(copies, identities)
 
-    def _rare_contexts(self) -> list[AbstractContextManager[Any]]:
-        """What few branches need in the second run."""
-        contexts: list[AbstractContextManager[Any]] = []
-        if self.random is not None:
-            contexts.append(self._drawing_again(*self.random))
-        if self.masks is not None:
-            contexts.append(self.masks.replay())
-        if self.buffers:
-            contexts.append(self.branch.stateful.replay(self.buffers))
-        if self.statistics is not None and self.statistics.is_needed:
-            contexts.append(self.statistics.replay())
-        return contexts
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the second run."""
+        norms = [n for n in self._branch.norms if n.training and n.track_running_stats]
+        contexts = self._around.autocast()
+        if self._random is not None:
+            contexts.append(self._drawing_again(*self._random))
+        if self._masks is not None:
+            contexts.append(self._masks.replay())
+        if self._buffers:
+            contexts.append(self._branch.stateful.replay(self._buffers))
+        if self._statistics is not None and self._statistics.is_needed:
+            contexts.append(self._statistics.replay())
+        if norms:
+            contexts.append(filled([((vars(n), "track_running_stats"), False) for n in norms]))
+        frozen = ops.statistics_frozen.set(True)
+        try:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                yield
+        finally:
+            ops.statistics_frozen.reset(frozen)
 
     @contextmanager
     def _drawing_again(self, before: RandomStates, after: RandomStates) -> Iterator[None]:
-        generators = self.around.generators
+        generators = self._around.generators
         now = random_states(generators)
         _set_random_states(generators, before)
         try:
@@ -438,28 +399,4 @@ class Replay(AbstractContextManager[None]):
             again = random_states(generators)
         finally:
             _set_random_states(generators, now)
-        self.branch.draws.compare(lambda: before, after, again)
-
-    def __enter__(self) -> None:
-        self._stack: ExitStack | None = None
-        if contexts := self._rare_contexts():
-            with ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
-                self._stack = stack.pop_all()
-        self._autocast = self.around.autocast.enter()
-        self._moving = [n for n in self.branch.norms if n.training and n.track_running_stats]
-        self._track(False)
-        self._frozen = ops.statistics_frozen.set(True)
-
-    def __exit__(self, *error: Any) -> None:
-        ops.statistics_frozen.reset(self._frozen)
-        self._track(True)
-        if self._autocast is not None:
-            self._autocast.leave_for()
-        if self._stack is not None:
-            self._stack.__exit__(*error)
-
-    def _track(self, on: bool) -> None:
-        for norm in self._moving:  # `nn.Module.__setattr__` is slow, and only needed for members
-            object.__setattr__(norm, "track_running_stats", on)
+        self._branch.draws.compare(lambda: before, after, again)
