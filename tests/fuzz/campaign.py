@@ -12,7 +12,6 @@ machine.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import logging
 import math
@@ -82,6 +81,10 @@ def examine_chunk(seed: int, indices: Sequence[int], limit: int, deadline: float
     return [examine_net(seed, index, limit) for index in indices if time.time() < deadline]
 
 
+def _examine(task: tuple[int, Sequence[int], int, float]) -> list[Any]:
+    return examine_chunk(*task)
+
+
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each net, in any order."""
     indices = [args.only] if args.only is not None else list(range(args.count))
@@ -91,13 +94,10 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for chunk in chunks:
             yield from examine_chunk(args.seed, chunk, *rest)
         return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(
-        args.jobs, mp_context=context, max_tasks_per_child=10
-    ) as pool:
-        running = [pool.submit(examine_chunk, args.seed, chunk, *rest) for chunk in chunks]
-        for chunk in concurrent.futures.as_completed(running):
-            yield from chunk.result()
+    tasks = [(args.seed, chunk, *rest) for chunk in chunks]
+    with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=10) as pool:
+        for rows in pool.imap_unordered(_examine, tasks):
+            yield from rows
 
 
 def summary_of(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, Any]:
