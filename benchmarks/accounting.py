@@ -27,7 +27,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     args = parse_args(argv)
     rows = list(table3(revnet50(), args.batch))
-    columns = ("input buffers", "parameter buffers", "order", "GB", "saving", "expected")
+    columns = (
+        "input buffers",
+        "parameter buffers",
+        "in_flight_per_stage",
+        "GB",
+        "saving",
+        "expected",
+    )
     title = f"RevNet-50, {STAGES} stages, batch {args.batch}, 224 x 224"
     show(title, columns, [_cells(row, rows[0].total, args.batch) for row in rows])
     save(args, [asdict(row) for row in rows])
@@ -38,7 +45,7 @@ def _cells(row: Row, most: int, batch: int) -> tuple[str, ...]:
     return (
         f"all, {kind}" if row.inputs else f"where not reversible, {kind}",
         "yes" if row.parameters else "no",
-        row.order,
+        row.in_flight_per_stage,
         f"{row.total / 1e9:.2f}",
         f"{100 * (1 - row.total / most):.1f} %",
         f"{row.expected:.1f}" if batch == BATCH else "",

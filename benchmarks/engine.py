@@ -44,6 +44,7 @@ from benchmarks.harness import (
     synchronize,
 )
 from benchmarks.models import Case, create
+from revcompile import TrainerOptions
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 
@@ -133,11 +134,13 @@ class Bench:
             lambda p: torch.optim.SGD(p, lr=self.options.lr, momentum=0.9, weight_decay=1e-4),
             F.cross_entropy,
             method="backprop" if row.order == "backprop" else "petra",
-            order=None if row.order == "backprop" else row.order,
             autocast=torch.bfloat16 if self.options.dtype == "bf16" else None,
             backend=row.backend,
-            buffers=torch.bfloat16 if self.options.buffers == "bf16" else None,
-            messages=torch.bfloat16 if self.options.messages == "bf16" else None,
+            options=TrainerOptions(
+                in_flight_per_stage={"1f1b": 1, "paper": 2}.get(row.order),
+                kept_input_dtype=torch.bfloat16 if self.options.buffers == "bf16" else None,
+                gradient_message_dtype=torch.bfloat16 if self.options.messages == "bf16" else None,
+            ),
         )
 
     def run(self) -> list[Row]:

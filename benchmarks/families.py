@@ -4,8 +4,8 @@
     python -m benchmarks.families resnet swin_transformer  # some, by family or model name
 
 Three PETRA steps at learning rate 0, the last batch of another size: every parameter's gradient
-must equal that of autograd on `net.module()`. Double precision up to `--double` million parameters,
-float32 above (there the bar is what two float32 runs differ by, 1e-3).
+must equal that of autograd on `net.to_module()`. Double precision up to `--double` million
+parameters, float32 above (there the bar is what two float32 runs differ by, 1e-3).
 """
 
 from __future__ import annotations

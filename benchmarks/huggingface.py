@@ -5,7 +5,7 @@
 
 For each, in double precision and without dropout: the captured graph gives what the original gives
 at two lengths, with padding; three PETRA steps at learning rate 0, the last of another batch size
-and length, yield autograd's gradients on `net.module()`; and the share of the forward FLOPs that
+and length, yield autograd's gradients on `net.to_module()`; and the share of the forward FLOPs that
 is inside reversible blocks. Where Python loops over the length (Mamba), stages refuse another one,
 which is asserted; they get another batch size alone, and the net of `reversify`, which captures
 anew, gets the other length. `transformers` has to be installed; no weights are fetched.

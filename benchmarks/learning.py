@@ -38,6 +38,7 @@ from benchmarks.cifar import Cifar, load
 from benchmarks.harness import parser_of, save, show
 from benchmarks.trainings import OutOfTime, Result, add_options, gather, train
 from examples.recipe import Recipe, paper_recipe, small_stem
+from revcompile import TrainerOptions
 from revcompile.inspect.drawing.figures import save_figure
 from revcompile.optim import DelayAwareMuon, muon_groups
 
@@ -59,8 +60,8 @@ class Experiment:
     """One training. `rate` is the peak learning rate; None follows the paper's rule."""
 
     method: str
-    order: str | None = None
-    accumulate: int = 1
+    in_flight_per_stage: float | None = None
+    accumulation_steps: int = 1
     seed: int = 0
     model: str = "resnet18"
     stages: int = 10
@@ -75,7 +76,7 @@ class Experiment:
     """Which weights backward uses; None: as the method has it."""
     policy: str = "paper"
     """How the compiler makes two streams of one."""
-    synchronous: float = 0
+    synchronous_updates: float = 0
     """Epochs without delay at the start."""
 
     @property
@@ -85,7 +86,7 @@ class Experiment:
         >>> Experiment("petra", None, 4, model="vit_tiny", stages=4, optimizer="nadam").setting
         'vit_tiny-petra-k4-4stages-nadam'
         """
-        order = f"-{self.order}" if self.order else ""
+        in_flight_per_stage = f"-{self.in_flight_per_stage}" if self.in_flight_per_stage else ""
         usual, stages, sizes = USUAL[self.model]
         cut = f"-{self.stages}stages" if self.stages != stages else ""
         cut += f"-of{self.batch}" if self.batch not in sizes else ""
@@ -94,9 +95,9 @@ class Experiment:
         how += f"-{self.schedule}" if self.schedule != "steps" else ""
         weights = f"-{self.weights}" if self.weights else ""
         policy = f"-{self.policy}" if self.policy != "paper" else ""
-        start = f"-sync{self.synchronous:g}" if self.synchronous else ""
-        method = f"{self.method}{weights}{order}{start}"
-        return f"{self.model}{policy}-{method}-k{self.accumulate}{cut}{how}"
+        start = f"-sync{self.synchronous_updates:g}" if self.synchronous_updates else ""
+        method = f"{self.method}{weights}{in_flight_per_stage}{start}"
+        return f"{self.model}{policy}-{method}-k{self.accumulation_steps}{cut}{how}"
 
     @property
     def name(self) -> str:
@@ -106,11 +107,11 @@ class Experiment:
 
 # -- tables ----------------------------------------------------------------------------------------
 
-_Row = tuple[str, str | None, str]
-"""Method, order and optimizer."""
-_ONE_F_ONE_B: Final[_Row] = ("petra", "1f1b", "sgd")
-_PAPER: Final[_Row] = ("petra", "paper", "sgd")
-_DELAY_AWARE: Final[_Row] = ("petra", "1f1b", "delay-aware-sgd")
+_Row = tuple[str, float | None, str]
+"""Method, in_flight_per_stage and optimizer."""
+_ONE_F_ONE_B: Final[_Row] = ("petra", 1, "sgd")
+_PAPER: Final[_Row] = ("petra", 2, "sgd")
+_DELAY_AWARE: Final[_Row] = ("petra", 1, "delay-aware-sgd")
 _BACKPROP: Final[_Row] = ("backprop", None, "sgd")
 
 
@@ -123,9 +124,17 @@ def _orders(seeds: int, epochs: int, schedule: str = "steps") -> Iterator[Experi
         (others, (_ONE_F_ONE_B,)),
         (others, (_PAPER,)),
     ):
-        for seed, k, (method, order, optimizer) in itertools.product(seeded, (2, 1, 4, 8), rows):
+        for seed, k, (method, in_flight_per_stage, optimizer) in itertools.product(
+            seeded, (2, 1, 4, 8), rows
+        ):
             yield Experiment(
-                method, order, k, seed, epochs=epochs, optimizer=optimizer, schedule=schedule
+                method,
+                in_flight_per_stage,
+                k,
+                seed,
+                epochs=epochs,
+                optimizer=optimizer,
+                schedule=schedule,
             )
         if _PAPER in rows:
             for seed in seeded:
@@ -137,14 +146,14 @@ def _ablation(seeds: int, epochs: int) -> Iterator[Experiment]:
     for seed in range(seeds):
         for method in ("reversible_backprop", "delayed", "dsp"):
             yield Experiment(method, None, 1, seed, epochs=epochs)
-        yield Experiment("petra", "paper", 1, seed, epochs=epochs)
+        yield Experiment("petra", 2, 1, seed, epochs=epochs)
 
 
 def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
     """A vision transformer with matrices by Muon, 256 images per update."""
     same = Experiment(
         "petra",
-        accumulate=4,
+        accumulation_steps=4,
         model="vit_tiny",
         stages=8,
         epochs=epochs,
@@ -152,14 +161,14 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
         schedule="cosine",
         weight_decay=0.05,
     )
-    backprop = replace(same, method="backprop", accumulate=1, batch=256)
+    backprop = replace(same, method="backprop", accumulation_steps=1, batch=256)
     stashed = replace(same, weights="stashed")
     for seed, rate in itertools.product(range(seeds), (0.01, 0.005)):
         for row in (
             backprop,
             replace(same, weights="latest"),
             stashed,
-            replace(stashed, synchronous=1),
+            replace(stashed, synchronous_updates=1),
             replace(same, weights="predicted"),
             replace(stashed, policy="pretrained"),
             replace(backprop, policy="pretrained"),
@@ -172,7 +181,7 @@ def _resnet50(seeds: int, epochs: int) -> Iterator[Experiment]:
     same = Experiment("petra", model="resnet50", stages=18, epochs=epochs, schedule="cosine")
     for seed, k in itertools.product(range(seeds), (1, 4)):
         for method, optimizer in (("petra", "delay-aware-sgd"), ("backprop", "sgd")):
-            yield replace(same, method=method, optimizer=optimizer, accumulate=k, seed=seed)
+            yield replace(same, method=method, optimizer=optimizer, accumulation_steps=k, seed=seed)
 
 
 TABLES: Final[dict[str, Callable[[int, int], Iterable[Experiment]]]] = {
@@ -226,7 +235,7 @@ def recipe_of(experiment: Experiment, samples: int) -> Recipe:
     return paper_recipe(
         samples // experiment.batch,
         experiment.batch,
-        experiment.accumulate,
+        experiment.accumulation_steps,
         experiment.epochs,
         rate=experiment.rate,
         weight_decay=experiment.weight_decay,
@@ -258,15 +267,19 @@ class Staged:
             partial(_muon, recipe) if is_muon else recipe.optimizer,
             F.cross_entropy,
             method=experiment.method,
-            order=experiment.order,
-            accumulate=experiment.accumulate,
+            accumulation_steps=experiment.accumulation_steps,
             lr_schedule=recipe.lr_schedule,
             param_groups=muon_groups(model) if is_muon else recipe.param_groups,
             autocast=torch.bfloat16 if device.type == "cuda" else None,
             backend=backend,
             seed=experiment.seed,
-            synchronous=round(experiment.synchronous * recipe.updates / experiment.epochs),
             **weights,
+            options=TrainerOptions(
+                in_flight_per_stage=experiment.in_flight_per_stage,
+                synchronous_updates=round(
+                    experiment.synchronous_updates * recipe.updates / experiment.epochs
+                ),
+            ),
         )
 
     def epoch(self, epoch: int) -> dict[str, float]:
@@ -381,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(run, missing, data, args.device, args.out, args.jobs, 60 * args.minutes)
         known = gather(args.out)
     by_setting: dict[str, list[Result]] = {}
-    for experiment in sorted(experiments, key=lambda experiment: experiment.accumulate):
+    for experiment in sorted(experiments, key=lambda experiment: experiment.accumulation_steps):
         if experiment.name in known:
             by_setting.setdefault(experiment.setting, []).append(known[experiment.name])
     if not by_setting:
@@ -409,7 +422,9 @@ def draw_curves(settings: Mapping[str, Sequence[Result]], file: Path) -> None:
 
     Lines are means over seeds, with all seeds within the band around them.
     """
-    factors = sorted({results[0]["experiment"]["accumulate"] for results in settings.values()})
+    factors = sorted(
+        {results[0]["experiment"]["accumulation_steps"] for results in settings.values()}
+    )
     figure = Figure(figsize=(1.5 + 2.6 * max(2, len(factors)), 6.5), layout="constrained")
     grid = figure.subplots(2, len(factors), sharex=True, sharey="row", squeeze=False)
     measures: dict[str, Callable[[Any], float]] = {
@@ -418,7 +433,7 @@ def draw_curves(settings: Mapping[str, Sequence[Result]], file: Path) -> None:
     }
     kinds: dict[str, Any] = {}
     for setting, results in settings.items():
-        k = results[0]["experiment"]["accumulate"]
+        k = results[0]["experiment"]["accumulation_steps"]
         kind = setting.replace(f"-k{k}", "")
         colour = kinds.setdefault(kind, colormaps["tab10"](len(kinds) % 10))
         for axes, (name, measure) in zip(grid[:, factors.index(k)], measures.items(), strict=True):

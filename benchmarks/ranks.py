@@ -53,6 +53,7 @@ import revcompile
 from benchmarks.engine import Feed
 from benchmarks.harness import Row, mib, parser_of, save, synchronize
 from benchmarks.models import Case, create, sgd
+from revcompile import TrainerOptions
 from revcompile.runtime.executor.graphs import CudaGraphReplay
 from revcompile.runtime.trainer.placement import RankPlacement
 from tests.support.measuring import LiveStorages
@@ -105,7 +106,7 @@ class Variant:
             autocast=autocast,
             backend="eager" if alone else backend,
             memory_budget=None if alone else options.memory_budget,
-            batch_size=case.batch,
+            options=TrainerOptions(microbatch_size=case.batch),
         )
         self._reserved()
         is_first, is_last = self.trainer.is_first, self.trainer.is_last
@@ -113,7 +114,7 @@ class Variant:
         self.found = Found(backend)
         warm_up = 2 * int(stages) + 12
         self.found.losses = [float(loss) for loss in self._turn(warm_up)]
-        self.found.captured = self.trainer.runner.is_active
+        self.found.captured = self.trainer._runner.is_active
         if self.device.type == "cuda":
             self.found.reserved = torch.cuda.max_memory_reserved() - before
 
@@ -160,7 +161,7 @@ class Variant:
 
     def _kernels(self) -> float:
         """Seconds of a rank's captured sections. What they compute is of no use any more."""
-        pipeline = self.trainer.runner._captured
+        pipeline = self.trainer._runner._captured
         assert pipeline is not None and isinstance(pipeline._replay, CudaGraphReplay)
         seconds = 0.0
         for turn in range(distributed.get_world_size()):
@@ -176,7 +177,7 @@ class Variant:
 
     def _link(self) -> tuple[int, float]:
         """Bytes that a rank sends for a micro-batch, and seconds of all ranks' messages alone."""
-        placement = self.trainer.placement
+        placement = self.trainer._placement
         if not isinstance(placement, RankPlacement):
             return 0, 0.0
         own, here = dict[int, int](), self.trainer.rank

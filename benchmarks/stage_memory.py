@@ -32,9 +32,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=16)
     add("--size", type=int, default=64, help="of the images")
     add("--method", default="petra")
-    add("--order", nargs="+", choices=("1f1b", "paper"), help="one run for each")
+    add("--in-flight-per-stage", nargs="+", type=float, help="one run for each")
     add("--optimizer", choices=tuple(OPTIMIZERS), default="sgd")
-    add("--accumulate", type=int, default=1)
+    add("--accumulation-steps", type=int, default=1)
     add("--buffers", choices=tuple(BUFFERS))
     return parser.parse_args(argv)
 
@@ -49,11 +49,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     example = torch.zeros(2, 3, args.size, args.size, device=device)
     net = revcompile.petrafy(model, args.stages, example, check="off")
     rows: list[Row] = []
-    for order in args.order or [None]:
-        how = (args.batch, args.method, order, args.optimizer, args.accumulate)
+    for in_flight_per_stage in args.in_flight_per_stage or [None]:
+        how = (
+            args.batch,
+            args.method,
+            in_flight_per_stage,
+            args.optimizer,
+            args.accumulation_steps,
+        )
         setting = Setting(*how, BUFFERS.get(args.buffers))
         found = measure(net, setting, images(args.batch, args.size, device), base=base)
-        name = f"{args.method}, {order}" if order else args.method
+        name = f"{args.method}, {in_flight_per_stage}" if in_flight_per_stage else args.method
         title = f"{args.model}, {args.stages} stages, batch {args.batch}, {name}, {args.optimizer}"
         title += f", buffers {args.buffers}" if args.buffers else ""
         report(f"{title}, {device}", found)

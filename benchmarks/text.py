@@ -36,12 +36,13 @@ from torch.optim.lr_scheduler import LambdaLR
 import revcompile
 from benchmarks.harness import parser_of, save, show
 from benchmarks.trainings import OutOfTime, Result, add_options, gather, train
+from revcompile import TrainerOptions
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, muon_groups
 
 MAX_DRIFT = 0.0075
 """The default of `DelayAwareMuon`, which names of trainings leave out."""
 SEQUENCES = 64
-"""In an update, at any `accumulate`."""
+"""In an update, at any `accumulation_steps`."""
 WARM_UP = 0.05
 LAST_RATE = 0.1
 """Share of the peak learning rate at the end of the cosine."""
@@ -57,10 +58,10 @@ class Training:
     optimizer: str
     rate: float
     stages: int = 8
-    accumulate: int = 1
-    order: str | None = None
+    accumulation_steps: int = 1
+    in_flight_per_stage: float | None = None
     weights: str | None = None
-    synchronous: int = 0
+    synchronous_updates: int = 0
     """Updates without delay at the start."""
     updates: int = 1200
     seed: int = 0
@@ -74,15 +75,15 @@ class Training:
     @property
     def setting(self) -> str:
         """Its name without learning rate and seed."""
-        order = f"-{self.order}" if self.order else ""
+        in_flight_per_stage = f"-{self.in_flight_per_stage}" if self.in_flight_per_stage else ""
         weights = f"-{self.weights}" if self.weights else ""
-        start = f"-sync{self.synchronous}" if self.synchronous else ""
-        where = f"{self.size}-{self.stages}stages-k{self.accumulate}"
+        start = f"-sync{self.synchronous_updates}" if self.synchronous_updates else ""
+        where = f"{self.size}-{self.stages}stages-k{self.accumulation_steps}"
         policy = f"-{self.policy}" if self.policy != "paper" else ""
         optimizer = self.optimizer
         if self.max_drift != MAX_DRIFT:
             optimizer += "-unlimited" if self.max_drift is None else f"-drift{self.max_drift:g}"
-        return f"{where}{policy}-{self.method}{weights}{order}{start}-{optimizer}"
+        return f"{where}{policy}-{self.method}{weights}{in_flight_per_stage}{start}-{optimizer}"
 
     @property
     def name(self) -> str:
@@ -147,7 +148,7 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
     """
     torch.manual_seed(training.seed)
     sizes, device = SIZES[training.size], text.train.device
-    sequences = SEQUENCES // training.accumulate
+    sequences = SEQUENCES // training.accumulation_steps
     model = GPT(text.vocabulary, sizes).to(device)
     example = torch.zeros(2, sizes.context, dtype=torch.long, device=device)
     policy = revcompile.Policy.named(training.policy)
@@ -157,8 +158,8 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
     log: list[dict[str, float]] = []
     losses: list[Tensor] = []
     start = time.monotonic()
-    count = (training.until or training.updates) * training.accumulate
-    every = max(1, training.updates * training.accumulate // 24)
+    count = (training.until or training.updates) * training.accumulation_steps
+    every = max(1, training.updates * training.accumulation_steps // 24)
     batches = text.batches(count, sequences, sizes.context, 1 + training.seed)
     for number, (x, y) in enumerate(batches, 1):
         loss = trainer.step(x, y).loss_tensor
@@ -173,7 +174,7 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
         losses.clear()
         log.append(
             {
-                "update": number // training.accumulate,
+                "update": number // training.accumulation_steps,
                 "train_loss": trained,
                 "validation_loss": validation,
                 "seconds": round(time.monotonic() - start, 1),
@@ -214,14 +215,16 @@ def _trainer(
         lambda params: OPTIMIZERS[training.optimizer](params, training, on_gpu),
         next_character_loss,
         method=training.method,
-        order=training.order,
-        accumulate=training.accumulate,
+        accumulation_steps=training.accumulation_steps,
         lr_schedule=lambda optimizer: LambdaLR(optimizer, factor),
         param_groups=split_parameters(model) if is_muon else None,
         autocast=torch.bfloat16 if on_gpu else None,
         seed=training.seed,
-        synchronous=training.synchronous,
         **chosen,
+        options=TrainerOptions(
+            in_flight_per_stage=training.in_flight_per_stage,
+            synchronous_updates=training.synchronous_updates,
+        ),
     )
 
 
@@ -256,7 +259,7 @@ def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]
     """Each `(method, weights, optimizer)` at the learning rates of its optimizer."""
     for method, weights, optimizer in rows:
         # Without delay, an update of several micro-batches is one of all of them together.
-        own = same | {"accumulate": 1} if method == "backprop" else same
+        own = same | {"accumulation_steps": 1} if method == "backprop" else same
         for rate in _RATES.get(optimizer, _MUON_RATES):
             yield Training(method, optimizer, rate, weights=weights, **own)
 
@@ -282,7 +285,7 @@ def _start(updates: int, size: str) -> Iterator[Training]:
         ("petra", "predicted", FEEDBACK),
         updates=updates,
         size=size,
-        synchronous=updates // 10,
+        synchronous_updates=updates // 10,
     )
 
 
@@ -305,16 +308,21 @@ def _accumulated(updates: int, size: str) -> Iterator[Training]:
         ("petra", None, "adamw"),
         updates=updates,
         size=size,
-        accumulate=8,
+        accumulation_steps=8,
     )
 
 
 def _orders(updates: int, size: str) -> Iterator[Training]:
-    for stages, order in ((12, None), (8, "paper")):
-        same = {"updates": updates, "size": size, "stages": stages, "order": order}
+    for stages, in_flight_per_stage in ((12, None), (8, 2)):
+        same = {
+            "updates": updates,
+            "size": size,
+            "stages": stages,
+            "in_flight_per_stage": in_flight_per_stage,
+        }
         stashed, latest = ("petra_stashed", None, FEEDBACK), ("petra", None, FEEDBACK)
-        for accumulate in (1, 8):
-            yield from _rows(stashed, latest, accumulate=accumulate, **same)
+        for accumulation_steps in (1, 8):
+            yield from _rows(stashed, latest, accumulation_steps=accumulation_steps, **same)
         yield from _rows(stashed, policy="pretrained", **same)
 
 
@@ -325,7 +333,7 @@ def _wide(updates: int, size: str) -> Iterator[Training]:
         ("backprop", None, "muon"),
         updates=updates,
         size=size if size == "tiny" else "wide",
-        accumulate=8,
+        accumulation_steps=8,
     )
 
 

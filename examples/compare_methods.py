@@ -4,7 +4,7 @@ They differ in delay: `petra` has half that of `petra:paper`, `delayed` keeps a 
 its parameters for every micro-batch in flight, `1f1b` has no delay and idles between updates.
 
     python examples/compare_methods.py
-    python examples/compare_methods.py --methods petra petra:paper dsp --accumulate 4 --epochs 6
+    python examples/compare_methods.py --methods petra petra:2 dsp --accumulation-steps 4 --epochs 6
 """
 
 import argparse
@@ -16,7 +16,7 @@ from report import Epoch, draw_curves, read_log
 from rich.console import Console
 from rich.table import Table
 
-METHODS = ("backprop", "petra", "petra:paper", "pipedream", "delayed")
+METHODS = ("backprop", "petra", "petra:2", "pipedream", "delayed")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -25,15 +25,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         description=(__doc__ or "").partition("\n")[0],
         epilog="All other options are those of train_compiled.py.",
     )
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="name, or name:order")
+    parser.add_argument(
+        "--methods", nargs="+", default=METHODS, help="name, or name:in_flight_per_stage"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     args, others = parser.parse_known_args(argv)
 
     curves: dict[str, list[Epoch]] = {}
     for name in args.methods:
-        method, _, order = name.partition(":")
+        method, _, in_flight = name.partition(":")
         folder = args.out / name.replace(":", "-")
-        options = ["--method", method, "--out", str(folder), *(["--order", order] if order else [])]
+        options = [
+            "--method",
+            method,
+            "--out",
+            str(folder),
+            *(["--in-flight-per-stage", in_flight] if in_flight else []),
+        ]
         train_compiled.main(["--stages", "8", *others, *options])
         curves[name] = read_log(folder)
 

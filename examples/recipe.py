@@ -57,7 +57,7 @@ class Recipe:
 def paper_recipe(
     steps: int,
     batch: int,
-    accumulate: int,
+    accumulation_steps: int,
     epochs: int,
     *,
     rate: float | None = None,
@@ -75,9 +75,9 @@ def paper_recipe(
     warmup_epochs = min(5, epochs / 6) if warmup is None else warmup
     is_paper = options.get("kind", "sgd") in ("sgd", "delay-aware-sgd")
     return Recipe(
-        rate=rate or (paper_rate(batch * accumulate) if is_paper else ADAPTIVE_RATE),
-        updates=epochs * steps // accumulate,
-        warmup=max(1, round(warmup_epochs * steps / accumulate)),
+        rate=rate or (paper_rate(batch * accumulation_steps) if is_paper else ADAPTIVE_RATE),
+        updates=epochs * steps // accumulation_steps,
+        warmup=max(1, round(warmup_epochs * steps / accumulation_steps)),
         **options,
     )
 

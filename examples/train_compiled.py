@@ -6,7 +6,7 @@ torchrun, on several. Without options: a ResNet-18 a quarter as wide, in four st
 scikit-learn's digits; nothing to download, under a minute on two CPU cores.
 
     python examples/train_compiled.py
-    python examples/train_compiled.py --method 1f1b --accumulate 4
+    python examples/train_compiled.py --method 1f1b --accumulation-steps 4
     python examples/train_compiled.py --data cifar10 --data-dir data --model resnet18 --stages 10
     torchrun --nproc-per-node 4 examples/train_compiled.py
 """
@@ -37,8 +37,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import revcompile
+from revcompile import Trainer, TrainerOptions
 from revcompile.errors import InputError, RevcompileError
-from revcompile.runtime.trainer.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> float:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     recipe = paper_recipe(
         steps,
         args.batch_size * copies,
-        args.accumulate,
+        args.accumulation_steps,
         args.epochs,
         rate=args.lr,
         warmup=args.warmup,
@@ -70,18 +70,18 @@ def main(argv: Sequence[str] | None = None) -> float:
         param_groups=recipe.param_groups,
         loss=F.cross_entropy,
         method=args.method,
-        order=args.order,
-        accumulate=args.accumulate,
+        accumulation_steps=args.accumulation_steps,
         autocast=torch.bfloat16 if args.autocast else None,
         backend=args.backend,
         seed=args.seed,
+        options=TrainerOptions(in_flight_per_stage=args.in_flight_per_stage),
     )
     report = Report(args.out, args.epochs * steps, vars(args), shown=is_reporter(trainer))
     if report.shown:
-        net.method = trainer.schedule.method
+        net.method = trainer.method
         print(net.summary(args.batch_size))
     accuracy = train(trainer, data, steps, report, args)
-    net.export(args.out / "model.safetensors")  # every rank calls it
+    net.save_weights(args.out / "model.safetensors")  # every rank calls it
     report.finish(what_next())
     return accuracy
 
@@ -96,7 +96,7 @@ def train(
         report.go_on()
     options = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
     tests = DataLoader(data.test, args.batch_size, **options)
-    done, accuracy_ = trainer.schedule.injected, 0.0
+    done, accuracy_ = trainer.microbatches_seen, 0.0
     with report.progress(done):
         for epoch in range(done // steps, args.epochs):
             loader: Iterable[Any] = trainer.loader(
@@ -141,7 +141,7 @@ def what_next() -> list[tuple[str, str]]:
     beside = f"{python.relative_to(Path.cwd())}" if python.is_relative_to(Path.cwd()) else "python"
     train = "examples/train_compiled.py"
     return [
-        ("another method", f"{beside} {train} --method 1f1b --accumulate 4"),
+        ("another method", f"{beside} {train} --method 1f1b --accumulation-steps 4"),
         ("on two processes", f"{beside} -m torch.distributed.run --nproc-per-node 2 {train}"),
         ("what the compiler did", f"{beside} examples/inspect_stages.py"),
         ("real data", f"{beside} {train} --data cifar10 --data-dir data --model resnet18"),
@@ -194,8 +194,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--stages", type=int, default=4, help="how many stages to cut it into")
     add = parser.add_argument_group("method").add_argument
     add("--method", default="petra", help="petra, backprop, 1f1b, pipedream, ...")
-    add("--order", help='"1f1b" (the default) or "paper", with twice the delay')
-    add("--accumulate", type=int, default=1, help="micro-batches to an update")
+    add("--in-flight-per-stage", type=float, help="1 (the default) or more: 2 is the paper's")
+    add("--accumulation-steps", type=int, default=1, help="micro-batches to an update")
     add = parser.add_argument_group("data").add_argument
     add("--data", choices=DATASETS, default="digits")
     add("--data-dir", type=Path, help="where the dataset is (or is downloaded to)")

@@ -7,34 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from revcompile.api import (
-        InversionReport,
         LossScale,
-        MemoryPlan,
         Metrics,
         ReversibleModule,
         StagedModel,
         Trainer,
+        TrainerOptions,
         check_invertible,
         petrafy,
         reversify,
     )
-    from revcompile.compiler.capture import capture
-    from revcompile.errors import RevcompileError
-    from revcompile.ir.policy import Enter, Fuse, Policy
+    from revcompile.errors import NonFiniteError, RankError, RevcompileError, RevcompileWarning
+    from revcompile.ir.policy import Policy
 
 __all__ = [
-    "Enter",
-    "Fuse",
-    "InversionReport",
     "LossScale",
-    "MemoryPlan",
     "Metrics",
+    "NonFiniteError",
     "Policy",
+    "RankError",
     "RevcompileError",
+    "RevcompileWarning",
     "ReversibleModule",
     "StagedModel",
     "Trainer",
-    "capture",
+    "TrainerOptions",
     "check_invertible",
     "petrafy",
     "reversify",
@@ -42,9 +39,13 @@ __all__ = [
 
 __version__ = "0.2.0"
 
-_MODULES = {"RevcompileError": "errors", "capture": "compiler.capture"} | dict.fromkeys(
-    ("Enter", "Fuse", "Policy"), "ir.policy"
-)
+_MODULES = {
+    "NonFiniteError": "errors",
+    "Policy": "ir.policy",
+    "RankError": "errors",
+    "RevcompileError": "errors",
+    "RevcompileWarning": "errors",
+}
 """The module that defines a public name; `api` has all others."""
 
 

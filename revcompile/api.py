@@ -54,6 +54,7 @@ from revcompile.staged import (
     Metrics,
     StagedModel,
     Trainer,
+    TrainerOptions,
     original_model,
 )
 from revcompile.units import parse_memory_budget
@@ -66,6 +67,7 @@ __all__ = [
     "ReversibleModule",
     "StagedModel",
     "Trainer",
+    "TrainerOptions",
     "check_invertible",
     "petrafy",
     "reversify",
@@ -228,7 +230,7 @@ def petrafy(
     tolerance: float | None = None,
     cost: CostName | Mapping[str, float] = "analytic",
     memory_budget: int | str | None = None,
-    batch_size: int | None = None,
+    microbatch_size: int | None = None,
     optimizer_copies: int = 1,
     keep: KeepName = "nothing",
 ) -> StagedModel:
@@ -243,7 +245,7 @@ def petrafy(
             number.
         memory_budget: What one device, with one stage, can hold, in bytes or as "2GiB". Cuts that
             need more are not considered.
-        batch_size: Samples in a micro-batch, for the budget. Default: the example's.
+        microbatch_size: Samples in a micro-batch, for the budget. Default: the example's.
         optimizer_copies: Numbers of optimizer state for each parameter, for the budget: 1 for SGD
             with momentum, 2 for Adam.
         keep: What stages will keep of each micro-batch, and so what balancing counts as computed
@@ -266,8 +268,8 @@ def petrafy(
     expected_keep = Keep(one_of("petrafy", "keep", keep, get_args(KeepName)))
     check_cost(cost)
     budget = None if memory_budget is None else parse_memory_budget(memory_budget)
-    if batch_size is not None:
-        whole_number("petrafy", "batch_size", batch_size, 1)
+    if microbatch_size is not None:
+        whole_number("petrafy", "microbatch_size", microbatch_size, 1)
     check_optimizer_copies("petrafy", optimizer_copies)
     net, compared = _reversified(
         "petrafy",
@@ -284,7 +286,7 @@ def petrafy(
     method = choose("petra_stashed" if net.rewired.policy.averaged else "petra")
     workload = Workload(
         dataclasses.replace(method, keep=expected_keep),
-        batch_size or _example_batch(net),
+        microbatch_size or _example_batch(net),
         optimizer_copies=optimizer_copies,
     )
     cut = partition(net.rewired, num_stages, workload, cost=cost, memory_budget=budget)
@@ -353,7 +355,7 @@ def check_invertible(
     if tolerance is not None:
         number("check_invertible", "tolerance", tolerance, "use a number above 0, or None")
     if isinstance(model, StagedModel):
-        raise InputError("check_invertible: got a StagedModel; pass its module, net.module()")
+        raise InputError("check_invertible: got a StagedModel; pass its module, net.to_module()")
     if isinstance(model, Reversible):
         if policy is not None and Policy.named(policy) != model.rewired.policy:
             raise InputError(

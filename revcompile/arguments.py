@@ -39,7 +39,6 @@ MethodName = Literal[
     "petra_stashed",
     "dni",
 ]
-OrderName = Literal["1f1b", "paper"]
 WeightsName = Literal["latest", "stashed", "predicted"]
 KeepName = Literal["nothing", "input", "graph"]
 BackendName = Literal["auto", "eager", "cudagraphs", "inductor", "static"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -13,14 +13,12 @@ from torch import nn
 from revcompile.arguments import (
     BackendName,
     MethodName,
-    OrderName,
     WeightsName,
     check_device,
     check_stage_list,
     file_path,
     flag,
     member_of,
-    number,
 )
 from revcompile.compiler.cost import Workload
 from revcompile.compiler.gradient_paths import trained_parameters
@@ -46,7 +44,7 @@ from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
 from revcompile.runtime.trainer.metrics import Metrics
 from revcompile.runtime.trainer.placement import Placement, RankPlacement
-from revcompile.runtime.trainer.settings import Settings, Task
+from revcompile.runtime.trainer.settings import Settings, Task, TrainerOptions
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Method, check_schedule, delay
 from revcompile.units import parse_memory_budget
@@ -57,6 +55,7 @@ __all__ = [
     "Metrics",
     "StagedModel",
     "Trainer",
+    "TrainerOptions",
     "original_model",
 ]
 
@@ -125,43 +124,47 @@ class StagedModel(StageReport):
             "is to be trained (net.model has it under the original's names)"
         )
 
-    def module(self, original: bool = False) -> nn.Module:
-        """A plain module with the current weights: a copy to evaluate, save and deploy.
+    def to_module(self) -> nn.Module:
+        """A copy of `net.model` with the current weights, to evaluate, save and deploy.
 
         While several ranks train, each of them calls this: the weights come from all of them.
-
-        Args:
-            original: The original architecture, which only `policy="pretrained"` leaves the same
-                function, instead of the rewired one.
         """
         module = whole_model(self.model)
-        if original:
-            return original_model(self.model, module)
         for parameter in module.parameters():
             parameter.grad = None
         return module
 
-    def load(self, path: str | Path) -> None:
-        """Load the weights of a checkpoint, of the newest one in a folder, or of an export.
+    def to_original(self) -> nn.Module:
+        """A model of the original's own class with copies of these weights, to save and serve.
+
+        Only for `policy="pretrained"`, under which both compute the same function.
+
+        Raises:
+            InputError: The rewired model computes another function than the original.
+        """
+        return original_model(self.model, whole_model(self.model))
+
+    def load_weights(self, path: str | Path) -> None:
+        """Load the weights of `save_weights`, of a checkpoint, or of the newest one in a folder.
 
         Flush a trainer of this model first: micro-batches in flight belong to the weights before,
         and a trainer that has some cannot go on. Its optimizers keep their state; `trainer.load`
         loads that, too.
         """
-        load_into(self.model, file_path("net.load", path, "runs/a"))
+        load_into(self.model, file_path("net.load_weights", path, "runs/a"))
 
-    def export(self, file: str | Path) -> Path:
+    def save_weights(self, file: str | Path) -> Path:
         """Write the current weights as one file of safetensors, under their original names.
 
         >>> import pathlib, tempfile, torch, revcompile
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True)
         >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=torch.randn(2, 5, 8))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     file = net.export(pathlib.Path(folder, "layer.safetensors"))
-        ...     net.load(file)
+        ...     file = net.save_weights(pathlib.Path(folder, "layer.safetensors"))
+        ...     net.load_weights(file)
         """
-        target = file_path("net.export", file, "model.safetensors")
-        return export_weights(self.module(), target)
+        target = file_path("net.save_weights", file, "model.safetensors")
+        return export_weights(self.to_module(), target)
 
     def to_pipeline_stages(
         self, device: torch.device | str | None = None, reversible: bool = False
@@ -185,7 +188,7 @@ class StagedModel(StageReport):
         >>> x = torch.randn(2, 5, 8)
         >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=x)
         >>> first, last = net.to_pipeline_stages()
-        >>> torch.equal(last(*first(x)), net.module()(x))
+        >>> torch.equal(last(*first(x)), net.to_module()(x))
         True
 
         The trained weights go back under their names:
@@ -202,39 +205,20 @@ class StagedModel(StageReport):
     def trainer(
         self,
         optimizer: OptimizerFactory,
-        loss: Loss | None,
+        loss: Loss | None = None,
         *,
-        # method
         method: MethodName | Method | None = None,
-        order: OrderName | None = None,
-        alpha: float | None = None,
         weights: WeightsName | None = None,
-        accumulate: int = 1,
-        synchronous: int = 0,
-        # optimization
+        accumulation_steps: int = 1,
         lr_schedule: ScheduleFactory | None = None,
         param_groups: ParamGroups | None = None,
         clip_grad_norm: float | None = None,
-        # precision
         autocast: torch.dtype | None = None,
-        loss_scale: LossScale | float | Literal["dynamic"] | None = None,
-        # memory
         memory_budget: int | str | None = None,
-        batch_size: int | None = None,
-        buffers: torch.dtype | None = None,
-        messages: torch.dtype | None = None,
-        # execution
         backend: BackendName | Backend = "auto",
         device: torch.device | str | None = None,
         seed: int = 0,
-        # checks
-        check_finite: bool = True,
-        measure_every: int | None = None,
-        # ranks
-        stage_to_rank: Sequence[int] | None = None,
-        timeout: float = 600.0,
-        report_loss: bool = False,
-        average_statistics: bool = False,
+        options: TrainerOptions | None = None,
     ) -> Trainer:
         """A trainer for this model; in a script started by torchrun, that of one rank.
 
@@ -250,48 +234,27 @@ class StagedModel(StageReport):
                 `lr_schedule` is given one optimizer that has the parameter groups of all.
             loss: Function of the model's output and the target to a scalar; None for a model that
                 returns its own loss, as a scalar or as `output.loss` (`trainer.step(inputs)`).
-
-        Args: method
             method: A row of the methods' table: "petra", "backprop", "1f1b", "pipedream", ...
                 Default: `net.method`, which is PETRA unless it was set.
-            order: "1f1b" (the default; stage j of J is J-1-j updates late) or "paper" (twice that).
-            alpha: The order as a number: 1 is "1f1b", 2 is "paper", and anything from 1 on works.
             weights: Which parameters passes use. "latest": PETRA's choice, no copies. "stashed":
                 backward uses those of its forward pass; a stage that is t updates late has t
-                copies, so one (as PipeDream-2BW) with accumulate >= J-1. "predicted": forward
-                uses `y - t u`, where u is the last update, and backward y; one copy at any delay,
-                and optimizers of `revcompile.optim` then leave the delay to it.
+                copies, so one (as PipeDream-2BW) with accumulation_steps >= J-1. "predicted":
+                forward uses `y - t u`, where u is the last update, and backward y; one copy at any
+                delay, and optimizers of `revcompile.optim` then leave the delay to it.
                 Default: as the method says; "stashed" for policy="pretrained".
-            accumulate: Micro-batches to an update (the paper's k).
-            synchronous: Start with so many updates without delay: the pipeline is drained before
-                each of them, as with "1f1b". For methods that otherwise never drain.
-
-        Args: optimization
+            accumulation_steps: Micro-batches per update (the paper's k).
             lr_schedule: Function from an optimizer to its `torch.optim.lr_scheduler`, which is
                 stepped at every update.
             param_groups: Function from a stage's `[(name, parameter), ...]` to torch's parameter
                 groups.
             clip_grad_norm: The largest gradient norm: of the whole model where all stages update
                 together, of each stage by itself where they do not.
-
-        Args: precision
             autocast: torch.bfloat16 or torch.float16, for the branches; the streams stay float32.
-            loss_scale: "dynamic" (as torch.amp.GradScaler, the default with float16), a fixed
-                number, or a `LossScale`. Micro-batches whose gradients overflow are left out.
-
-        Args: memory
-            memory_budget: What a device may hold, in bytes or as "2GiB". Stages for which that
+            memory_budget: What a device may hold, as "2GiB" or in bytes. Stages for which that
                 suffices keep the graphs of their micro-batches and compute nothing twice, with the
                 latest parameters in backward as ever; `trainer.memory_plan` says which. The
                 optimizer is built once more, for a few small parameters, to see how much state it
                 keeps. A trainer that keeps graphs cannot be saved before it is flushed.
-            batch_size: Samples in a micro-batch, for that plan. Default: the example's.
-            buffers: How stages that are not reversible keep their float32 inputs until backward:
-                rounded to torch.bfloat16 or torch.float16 (half the memory), or None: unchanged.
-            messages: torch.bfloat16: float32 gradients are rounded to it where one stage hands
-                them to the stage before. Values of streams, which are rebuilt, stay exact.
-
-        Args: execution
             backend: How the steps of a full pipeline are run. "eager": action by action;
                 "cudagraphs": each step captured as one CUDA graph, on a rank as one for its forward
                 and one for its backward passes, which reports bad gradients some steps late (they
@@ -301,19 +264,7 @@ class StagedModel(StageReport):
             device: Where to train. Default: where the model is. On ranks only a rank's own stages
                 are moved there.
             seed: Of everything random in the stages.
-
-        Args: checks
-            check_finite: Look for losses and gradients that are not finite; their micro-batches
-                are never applied.
-            measure_every: Measure the reconstruction error of every n-th micro-batch.
-
-        Args: ranks (without effect in one process)
-            stage_to_rank: The rank of each stage. Default: contiguous, balanced by cost. With more
-                ranks than stages the whole pipeline is replicated, and gradients are averaged at
-                every update.
-            timeout: Seconds without an answer after which a rank gives up.
-            report_loss: Send the loss of each step to every rank, not only to the last stage's.
-            average_statistics: Average the running statistics of batch norms over replicas, too.
+            options: All other settings, see `TrainerOptions`.
 
         Raises:
             InputError: An argument is not usable as given. Nothing has been trained then.
@@ -321,68 +272,56 @@ class StagedModel(StageReport):
         who = "net.trainer"
         self._check_tree(who)
         self._check_trainable(who)
-        flag(who, "check_finite", check_finite)
-        flag(who, "report_loss", report_loss)
-        flag(who, "average_statistics", average_statistics)
-        number(who, "timeout", timeout, "use a number of seconds above 0")
         target = check_device(who, device)
-        microbatch = self._batch_size_or_default(who, batch_size)
-        if stage_to_rank is not None:
-            check_stage_list(who, "stage_to_rank", stage_to_rank, self.num_stages)
+        options = TrainerOptions() if options is None else options
+        if not isinstance(options, TrainerOptions):
+            raise InputError(
+                f"{who}: options={type(options).__name__}; write options=TrainerOptions(...)"
+            )
+        if options.stage_to_rank is not None:
+            check_stage_list(who, "stage_to_rank", options.stage_to_rank, self.num_stages)
         settings = Settings(
-            accumulate=accumulate,
-            synchronous=synchronous,
+            accumulation_steps=accumulation_steps,
             lr_schedule=lr_schedule,
             param_groups=param_groups,
             autocast=autocast,
-            loss_scale=loss_scale_of(loss_scale, autocast),
+            loss_scale=loss_scale_of(options.loss_scale, autocast),
             clip_grad_norm=clip_grad_norm,
             seed=seed,
-            check_finite=check_finite,
-            measure_every=measure_every,
             backend=member_of(who, "backend", backend, Backend),
-            buffers=buffers,
-            messages=messages,
+            options=options,
         )
         chosen = self._choose(
-            self.method if method is None else method, order=order, alpha=alpha, weights=weights
+            self.method if method is None else method,
+            in_flight_per_stage=options.in_flight_per_stage,
+            weights=weights,
         )
-        check_schedule(chosen, self.num_stages, accumulate, self.partition.ties, synchronous)
+        count, ties = self.num_stages, self.partition.ties
+        check_schedule(chosen, count, accumulation_steps, ties, options.synchronous_updates)
         plan = None
         if memory_budget is not None:
             parameters = dict(self.model.named_parameters())
+            late = delay(chosen, count, 0, accumulation_steps)
             workload = Workload(
                 chosen,
-                microbatch,
-                accumulate,
-                state_copies(
-                    parameters,
-                    optimizer,
-                    param_groups,
-                    delay(chosen, self.num_stages, 0, accumulate),
-                ),
-                buffer_bytes(settings.buffers),
+                options.microbatch_size or self.microbatch_size,
+                accumulation_steps,
+                state_copies(parameters, optimizer, param_groups, late),
+                buffer_bytes(options.kept_input_dtype),
                 autocast,
             )
-            devices = self._device_of_each_stage(stage_to_rank)
-            plan = plan_memory(
-                self.partition, parse_memory_budget(memory_budget), workload, devices
-            )
+            devices = self._device_of_each_stage(options.stage_to_rank)
+            budget = parse_memory_budget(memory_budget)
+            plan = plan_memory(self.partition, budget, workload, devices)
         programs = self._programs(chosen, plan.keeps if plan else None)
         fuse = Fusion().fuse if settings.backend is Backend.INDUCTOR else None
         given = optimizer, loss, settings, self._tree, with_samples, fuse
         task = Task(self.model, self.partition, programs, *given)
         with ExitStack() as undo:  # a trainer that is refused changes nothing
             if world_size() > 1:
+                assign = self._default_stage_to_rank
                 placement: Placement = RankPlacement(
-                    task,
-                    undo,
-                    target,
-                    default_stage_to_rank=self._default_stage_to_rank,
-                    stage_to_rank=stage_to_rank,
-                    timeout=timeout,
-                    report_loss=report_loss,
-                    average_statistics=average_statistics,
+                    task, undo, target, default_stage_to_rank=assign
                 )
             else:
                 placement = Placement(task, undo, target)
@@ -390,7 +329,7 @@ class StagedModel(StageReport):
             trainer.memory_plan = plan
             warn_of_delay(trainer)
             undo.pop_all()
-        trainer.take_over()
+        trainer._take_over()
         return trainer
 
     def _device_of_each_stage(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:
@@ -413,15 +352,15 @@ class StagedModel(StageReport):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Never:
         raise InputError(
-            "a StagedModel is trained, not called: net.trainer(...) trains it, and net.module() is "
-            "the plain module with the current weights: net.module()(x)"
+            "a StagedModel is trained, not called: net.trainer(...) trains it, and net.to_module() "
+            "is the plain module with the current weights: net.to_module()(x)"
         )
 
     def __getattr__(self, name: str) -> Any:
         if name in ("parameters", "state_dict", "forward", "eval", "train", "to"):
             raise AttributeError(
-                f"a StagedModel has no {name!r}: net.module() is the plain module with the current "
-                "weights, net.trainer(...) trains it"
+                f"a StagedModel has no {name!r}: net.to_module() is the plain module with the "
+                "current weights, net.trainer(...) trains it"
             )
         model = self.__dict__.get("model")
         if model is None or not model.is_of_original(name):

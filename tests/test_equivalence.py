@@ -1,7 +1,7 @@
 """The spine: the engine against autograd, and against the papers' equations written out.
 
 float64, every parameter, 1e-10. `transcription` is the other side of the comparison for methods
-with a delay; autograd on `net.module()` for those without.
+with a delay; autograd on `net.to_module()` for those without.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from nets import Arranged, GatedWords, Mlp, Offsets, ResNet, Skips, images, rows
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training import settings_of
 from transcription import ROWS, Transcription
 
 import revcompile
+from revcompile import TrainerOptions
 from revcompile.runtime.trainer.trainer import Trainer
 
 EXACT: Final = 1e-10
@@ -28,7 +30,7 @@ STAGES: Final = 4
 MICROBATCHES: Final = 12
 NO_DELAY: Final = ("backprop", "reversible_backprop", "gpipe", "1f1b")
 DELAYED: Final = tuple(method for method in ROWS if method != "dni")
-ORDERS: Final = ("1f1b", "paper")
+ORDERS: Final = (1, 2)
 SAME_CHOICES: Final = ("pipedream", "features_replay")
 """In either order their three choices are those of `delayed` and `dsp`: one model is enough."""
 DISTINCT: Final = tuple(method for method in DELAYED if method not in SAME_CHOICES)
@@ -54,8 +56,8 @@ MODELS: Final[dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Ten
 }
 EVERY: Final = tuple(name for name in MODELS if name != "offsets")
 RUNS: Final = [
-    (name, method, order)
-    for name, method, order in itertools.product(EVERY, DELAYED, ORDERS)
+    (name, method, in_flight_per_stage)
+    for name, method, in_flight_per_stage in itertools.product(EVERY, DELAYED, ORDERS)
     if method in DISTINCT or name == "skips"
 ]
 
@@ -74,7 +76,7 @@ def compiled(name: str) -> tuple[revcompile.StagedModel, dict[str, Tensor]]:
             for parameter in model.parameters():  # no layer starts at zero, or without effect
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         net = revcompile.petrafy(model, STAGES, inputs(2), check="off")
-    return net, {key: value.clone() for key, value in net.module().state_dict().items()}
+    return net, {key: value.clone() for key, value in net.to_module().state_dict().items()}
 
 
 def fresh(name: str) -> revcompile.StagedModel:
@@ -141,21 +143,24 @@ def engine(
 ) -> tuple[Trainer, list[dict[str, Tensor]]]:
     """The engine's trainer after all micro-batches, and the gradients of all updates."""
     record = Recorded(make)
-    trainer = fresh(name).trainer(record, F.cross_entropy, method=method, **settings)
+    trainer = fresh(name).trainer(record, F.cross_entropy, method=method, **settings_of(**settings))
     for inputs, target in fed:
         trainer.step(inputs, target)
     trainer.flush()
-    return trainer, record.gradients({id(p): n for n, p in trainer.parameters().items()})
+    return trainer, record.gradients({id(p): n for n, p in trainer.named_parameters()})
 
 
 def autograd(
-    module: nn.Module, fed: Sequence[Batch], optimizer: torch.optim.Optimizer, accumulate: int = 1
+    module: nn.Module,
+    fed: Sequence[Batch],
+    optimizer: torch.optim.Optimizer,
+    accumulation_steps: int = 1,
 ) -> Iterator[dict[str, Tensor]]:
     """A plain training loop; yields the gradient of every update."""
     module.train()
     setattr(module, "reversible", False)  # noqa: B010 - a flag of the compiled module only
-    for start in range(0, len(fed), accumulate):
-        group = fed[start : start + accumulate]
+    for start in range(0, len(fed), accumulation_steps):
+        group = fed[start : start + accumulation_steps]
         optimizer.zero_grad()
         for inputs, target in group:
             (F.cross_entropy(module(*inputs), target) / len(group)).backward()
@@ -188,28 +193,33 @@ def stage_of(name: str) -> Callable[[str], int]:
 
 
 @functools.cache
-def plain(name: str, accumulate: int) -> tuple[list[dict[str, Tensor]], nn.Module]:
+def plain(name: str, accumulation_steps: int) -> tuple[list[dict[str, Tensor]], nn.Module]:
     """Plain training: the gradients of all updates, and the module afterwards."""
-    module = fresh(name).module()
+    module = fresh(name).to_module()
     optimizer = momentum(module.parameters())
-    return list(autograd(module, batches(name), optimizer, accumulate)), module
+    return list(autograd(module, batches(name), optimizer, accumulation_steps)), module
 
 
 @functools.cache
 def still(name: str) -> list[dict[str, Tensor]]:
     """Autograd's gradient of every micro-batch at the parameters all start with."""
-    module = fresh(name).module()
+    module = fresh(name).to_module()
     return list(autograd(module, batches(name), standing_still(module.parameters())))
 
 
 @functools.cache
 def transcribed(
-    name: str, row: str, order: str | None, accumulate: int
+    name: str, row: str, in_flight_per_stage: float | None, accumulation_steps: int
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The papers' parameters after all micro-batches, and the gradients of all updates."""
     method = next(m for m in ROWS if ROWS[m][0].name == row)
     other = Transcription(
-        fresh(name).partition, method, momentum, F.cross_entropy, order=order, accumulate=accumulate
+        fresh(name).partition,
+        method,
+        momentum,
+        F.cross_entropy,
+        in_flight_per_stage=in_flight_per_stage,
+        accumulation_steps=accumulation_steps,
     )
     other.run(batches(name))
     return other.parameters(), other.gradients()
@@ -218,21 +228,25 @@ def transcribed(
 # -- 1. no delay ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("method", NO_DELAY)
 @pytest.mark.parametrize("name", EVERY)
-def test_without_delay_every_update_is_autograd_s(name: str, method: str, accumulate: int) -> None:
-    expected, module = plain(name, accumulate)
-    trainer, actual = engine(name, method, batches(name), accumulate=accumulate)
+def test_without_delay_every_update_is_autograd_s(
+    name: str, method: str, accumulation_steps: int
+) -> None:
+    expected, module = plain(name, accumulation_steps)
+    trainer, actual = engine(name, method, batches(name), accumulation_steps=accumulation_steps)
     assert_same(expected, actual, stage_of(name))
-    error, where = worst(copied(dict(module.named_parameters())), copied(trainer.parameters()))
+    error, where = worst(
+        copied(dict(module.named_parameters())), copied(dict(trainer.named_parameters()))
+    )
     assert error <= EXACT, where
 
 
 @pytest.mark.parametrize("method", NO_DELAY)
 def test_an_incomplete_group_is_the_mean_of_what_is_there(method: str) -> None:
     expected, _ = plain("words", 5)
-    _, actual = engine("words", method, batches("words"), accumulate=5)
+    _, actual = engine("words", method, batches("words"), accumulation_steps=5)
     assert len(actual) == 3
     assert_same(expected, actual, stage_of("words"))
 
@@ -247,10 +261,10 @@ def test_without_delay_running_statistics_are_plain_training_s(method: str) -> N
     assert error <= EXACT, where
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("method", [*NO_DELAY, *ROWS])
-def test_statistics_move_once_a_microbatch(method: str, accumulate: int) -> None:
-    trainer, _ = engine("resnet", method, batches("resnet"), accumulate=accumulate)
+def test_statistics_move_once_a_microbatch(method: str, accumulation_steps: int) -> None:
+    trainer, _ = engine("resnet", method, batches("resnet"), accumulation_steps=accumulation_steps)
     counts = {n: int(b) for n, b in trainer.model.named_buffers() if "num_batches" in n}
     assert counts and set(counts.values()) == {MICROBATCHES}
 
@@ -258,57 +272,73 @@ def test_statistics_move_once_a_microbatch(method: str, accumulate: int) -> None
 # -- 2. parameters that stand still ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "method", "order"), RUNS)
+@pytest.mark.parametrize(("name", "method", "in_flight_per_stage"), RUNS)
 def test_with_still_parameters_every_gradient_is_autograd_s(
-    name: str, method: str, order: str
+    name: str, method: str, in_flight_per_stage: float
 ) -> None:
-    _, actual = engine(name, method, batches(name), make=standing_still, order=order)
+    _, actual = engine(
+        name, method, batches(name), make=standing_still, in_flight_per_stage=in_flight_per_stage
+    )
     assert_same(still(name), actual, stage_of(name))
 
 
 # -- 3. parameters that move ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize(("name", "method", "order"), RUNS)
-def test_engine_is_the_paper_s(name: str, method: str, order: str, accumulate: int) -> None:
-    expected, expected_gradients = transcribed(name, ROWS[method][0].name, order, accumulate)
-    trainer, gradients = engine(name, method, batches(name), order=order, accumulate=accumulate)
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize(("name", "method", "in_flight_per_stage"), RUNS)
+def test_engine_is_the_paper_s(
+    name: str, method: str, in_flight_per_stage: float, accumulation_steps: int
+) -> None:
+    expected, expected_gradients = transcribed(
+        name, ROWS[method][0].name, in_flight_per_stage, accumulation_steps
+    )
+    trainer, gradients = engine(
+        name,
+        method,
+        batches(name),
+        in_flight_per_stage=in_flight_per_stage,
+        accumulation_steps=accumulation_steps,
+    )
     assert_same(expected_gradients, gradients, stage_of(name))
-    error, where = worst(expected, copied(trainer.parameters()))
+    error, where = worst(expected, copied(dict(trainer.named_parameters())))
     assert error <= EXACT, where
 
 
 @pytest.mark.parametrize("method", DELAYED)
 def test_the_default_order_is_the_published_one(method: str) -> None:
-    row, order = ROWS[method]
-    expected = transcribed("skips", row.name, order, 1)[0]  # first: both use one compiled model
+    row, in_flight_per_stage = ROWS[method]
+    expected = transcribed("skips", row.name, in_flight_per_stage, 1)[
+        0
+    ]  # first: both use one compiled model
     trainer, _ = engine("skips", method, batches("skips"))
-    error, where = worst(expected, copied(trainer.parameters()))
+    error, where = worst(expected, copied(dict(trainer.named_parameters())))
     assert error <= EXACT, where
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("name", EVERY)
-def test_synthetic_gradients_are_the_paper_s(name: str, accumulate: int) -> None:
-    expected, expected_gradients = transcribed(name, "SYNTHETIC", None, accumulate)
-    trainer, gradients = engine(name, "dni", batches(name), accumulate=accumulate)
+def test_synthetic_gradients_are_the_paper_s(name: str, accumulation_steps: int) -> None:
+    expected, expected_gradients = transcribed(name, "SYNTHETIC", None, accumulation_steps)
+    trainer, gradients = engine(name, "dni", batches(name), accumulation_steps=accumulation_steps)
     assert_same(expected_gradients, gradients, stage_of(name))
-    error, where = worst(expected, copied(trainer.parameters()))
+    error, where = worst(expected, copied(dict(trainer.named_parameters())))
     assert error <= EXACT, where
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("name", EVERY)
-def test_the_rows_of_the_table_differ(name: str, accumulate: int) -> None:
+def test_the_rows_of_the_table_differ(name: str, accumulation_steps: int) -> None:
     """Or the comparisons above would compare nothing."""
     found = {
-        f"{row} {order}": transcribed(name, row, order, accumulate)[0]
+        f"{row} {in_flight_per_stage}": transcribed(
+            name, row, in_flight_per_stage, accumulation_steps
+        )[0]
         for row in ("RECONSTRUCT", "REPLAY", "STASH")
-        for order in ORDERS
+        for in_flight_per_stage in ORDERS
     }
-    found["dni"] = transcribed(name, "SYNTHETIC", None, accumulate)[0]
-    found["backprop"] = copied(dict(plain(name, accumulate)[1].named_parameters()))
+    found["dni"] = transcribed(name, "SYNTHETIC", None, accumulation_steps)[0]
+    found["backprop"] = copied(dict(plain(name, accumulation_steps)[1].named_parameters()))
     for one, other in itertools.combinations(found, 2):
         assert worst(found[one], found[other])[0] > 1e-6, (one, other)
 
@@ -317,14 +347,18 @@ def test_the_rows_of_the_table_differ(name: str, accumulate: int) -> None:
 @pytest.mark.parametrize("name", ["skips", "words"])
 def test_training_goes_on_after_a_flush(name: str, method: str) -> None:
     first, rest = batches(name)[:5], batches(name)[5:]
-    other = Transcription(fresh(name).partition, method, momentum, F.cross_entropy, accumulate=2)
-    trainer = compiled(name)[0].trainer(momentum, F.cross_entropy, method=method, accumulate=2)
+    other = Transcription(
+        fresh(name).partition, method, momentum, F.cross_entropy, accumulation_steps=2
+    )
+    trainer = compiled(name)[0].trainer(
+        momentum, F.cross_entropy, method=method, accumulation_steps=2
+    )
     for fed in (first, rest):
         other.run(fed)
         for inputs, target in fed:
             trainer.step(inputs, target)
         trainer.flush()
-        error, where = worst(other.parameters(), copied(trainer.parameters()))
+        error, where = worst(other.parameters(), copied(dict(trainer.named_parameters())))
         assert error <= EXACT, where
 
 
@@ -332,13 +366,13 @@ def test_training_goes_on_after_a_flush(name: str, method: str) -> None:
 def test_gradients_that_share_memory_stay_apart(method: str) -> None:
     """With one sample, the gradient of a sum is the very tensor that came from above."""
     fed = [((x[:1],), target[:1]) for (x,), target in batches("offsets")]
-    _, gradients = engine("offsets", method, fed, accumulate=3)
+    _, gradients = engine("offsets", method, fed, accumulation_steps=3)
     if method == "backprop":
-        module = fresh("offsets").module()
+        module = fresh("offsets").to_module()
         expected = list(autograd(module, fed, momentum(module.parameters()), 3))
     else:
         other = Transcription(
-            fresh("offsets").partition, method, momentum, F.cross_entropy, accumulate=3
+            fresh("offsets").partition, method, momentum, F.cross_entropy, accumulation_steps=3
         )
         other.run(fed)
         expected = other.gradients()
@@ -348,7 +382,7 @@ def test_gradients_that_share_memory_stay_apart(method: str) -> None:
 def test_clipping_a_stage_leaves_the_gradient_on_its_way_alone() -> None:
     fed = [((x[:1],), target[:1]) for (x,), target in batches("offsets")]
     _, gradients = engine("offsets", "petra", fed, make=standing_still, clip_grad_norm=1e-3)
-    module, where = fresh("offsets").module(), stage_of("offsets")
+    module, where = fresh("offsets").to_module(), stage_of("offsets")
     expected = list(autograd(module, fed, standing_still(module.parameters())))
 
     def directions(gradient: Gradients) -> dict[str, Tensor]:
@@ -435,30 +469,42 @@ def noisy(watched: bool) -> tuple[revcompile.StagedModel, Tape]:
 
 
 def noisy_gradients(
-    watched: bool, method: str, order: str | None, *, seed: int = 7, accumulate: int = 1
+    watched: bool,
+    method: str,
+    in_flight_per_stage: float | None,
+    *,
+    seed: int = 7,
+    accumulation_steps: int = 1,
 ) -> list[dict[str, Tensor]]:
     """What the engine finds at parameters that stand still."""
     record = Recorded(standing_still)
     trainer = noisy(watched)[0].trainer(
-        record, F.cross_entropy, method=method, order=order, seed=seed, accumulate=accumulate
+        record,
+        F.cross_entropy,
+        method=method,
+        seed=seed,
+        accumulation_steps=accumulation_steps,
+        options=TrainerOptions(in_flight_per_stage=in_flight_per_stage),
     )
     for inputs, target in batches("skips"):
         torch.rand(3)  # what others draw in between does not matter
         trainer.step(inputs, target)
     trainer.flush()
-    return record.gradients({id(p): n for n, p in trainer.parameters().items()})
+    return record.gradients({id(p): n for n, p in trainer.named_parameters()})
 
 
 @pytest.mark.parametrize(
-    ("method", "order"),
+    ("method", "in_flight_per_stage"),
     [*((method, None) for method in NO_DELAY), *itertools.product(DISTINCT, ORDERS)],
 )
-def test_backward_sees_the_mask_of_its_own_forward(method: str, order: str | None) -> None:
+def test_backward_sees_the_mask_of_its_own_forward(
+    method: str, in_flight_per_stage: float | None
+) -> None:
     net, tape = noisy(True)
     tape.drawn, tape.given = {}, None
     k = 3 if method in ("gpipe", "1f1b") else 1
-    actual = noisy_gradients(True, method, order, accumulate=k)
-    masks, module = tape.forward_masks(), net.module()
+    actual = noisy_gradients(True, method, in_flight_per_stage, accumulation_steps=k)
+    masks, module = tape.forward_masks(), net.to_module()
     assert len(masks) == MICROBATCHES and len(masks[0]) == 9
     drawn = [mask for of_one in masks for mask in of_one.values() if mask.numel() > 12]
     assert not any(one.equal(other) for one, other in itertools.combinations(drawn, 2))
@@ -472,10 +518,14 @@ def test_backward_sees_the_mask_of_its_own_forward(method: str, order: str | Non
     assert_same(expected, actual, lambda name: -1)
 
 
-@pytest.mark.parametrize(("method", "order"), list(itertools.product(DISTINCT, ORDERS)))
-def test_masks_depend_on_seed_stage_and_microbatch_only(method: str, order: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "in_flight_per_stage"), list(itertools.product(DISTINCT, ORDERS))
+)
+def test_masks_depend_on_seed_stage_and_microbatch_only(
+    method: str, in_flight_per_stage: float
+) -> None:
     expected = noisy_gradients(False, "backprop", None)
-    assert_same(expected, noisy_gradients(False, method, order), lambda name: -1)
+    assert_same(expected, noisy_gradients(False, method, in_flight_per_stage), lambda name: -1)
 
 
 def test_another_seed_gives_other_masks() -> None:

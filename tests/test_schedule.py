@@ -149,12 +149,12 @@ def test_the_table_above_the_generator_is_what_it_generates() -> None:
 def test_the_whole_list_of_every_stage(name: str) -> None:
     each, every_third = WHOLE[name]
     assert text(actions(name, stages=3, microbatches=5)) == each
-    assert text(actions(name, stages=3, microbatches=5, accumulate=3)) == every_third
+    assert text(actions(name, stages=3, microbatches=5, accumulation_steps=3)) == every_third
 
 
 def test_petra_in_the_papers_order() -> None:
-    assert text(actions(choose("petra", order="paper"), 3, 5)) == PAPER
-    assert text(actions(choose("dsp", order="1f1b"), 3, 5)) == NEVER_DRAINED
+    assert text(actions(choose("petra", in_flight_per_stage=2), 3, 5)) == PAPER
+    assert text(actions(choose("dsp", in_flight_per_stage=1), 3, 5)) == NEVER_DRAINED
 
 
 def test_tied_parameters_travel_at_updates() -> None:
@@ -168,7 +168,9 @@ def test_ties_have_no_order_and_count_once() -> None:
 
 
 def test_methods_are_the_three_choices_of_the_table() -> None:
-    rows = {m.name: (m.order.value, m.alpha, m.keep, m.weights) for m in METHODS.values()}
+    rows = {
+        m.name: (m.order.value, m.in_flight_per_stage, m.keep, m.weights) for m in METHODS.values()
+    }
     latest, stashed = Weights.LATEST, Weights.STASHED
     assert rows == {
         "backprop": ("locked", 0, Keep.GRAPH, latest),
@@ -210,19 +212,21 @@ def test_delays_of_the_table_are_those_of_the_lists(name: str, stages: int) -> N
         assert updates == {expected}
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
-@pytest.mark.parametrize("accumulate", [1, 2, 3, 8])
-def test_delay_counts_updates_not_microbatches(alpha: float, accumulate: int) -> None:
-    method = choose("petra", alpha=alpha)
-    lists = actions(method, 6, 60, accumulate)
+@pytest.mark.parametrize("in_flight_per_stage", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 3, 8])
+def test_delay_counts_updates_not_microbatches(
+    in_flight_per_stage: float, accumulation_steps: int
+) -> None:
+    method = choose("petra", in_flight_per_stage=in_flight_per_stage)
+    lists = actions(method, 6, 60, accumulation_steps)
     for stage, listed in enumerate(lists):
         seen = max(between(listed, m).count(Op.UPDATE) for m in range(12, 60))
-        assert seen == delay(method, 6, stage, accumulate)
+        assert seen == delay(method, 6, stage, accumulation_steps)
 
 
 def test_one_tick_of_the_papers_order_is_equation_5() -> None:
     # Forward of micro-batch m + 2(J-1-j), backward of m, with nothing in between; then update.
-    lists = actions(choose("petra", order="paper"), stages=4, microbatches=12)
+    lists = actions(choose("petra", in_flight_per_stage=2), stages=4, microbatches=12)
     for stage, listed in enumerate(lists):
         ticks = [a for a in listed if a.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE)]
         ahead = 2 * (4 - 1 - stage)
@@ -240,22 +244,24 @@ def test_windows() -> None:
         return [window(method, 4, stage, group) for stage in range(4)]
 
     assert windows(choose("petra")) == [4, 3, 2, 1]
-    assert windows(choose("petra", order="paper")) == [7, 5, 3, 1]
-    assert windows(choose("petra", alpha=1.5)) == [6, 4, 3, 1]
+    assert windows(choose("petra", in_flight_per_stage=2)) == [7, 5, 3, 1]
+    assert windows(choose("petra", in_flight_per_stage=1.5)) == [6, 4, 3, 1]
     assert windows(choose("backprop"), 3) == [1, 1, 1, 1]
     assert windows(choose("dni"), 3) == [1, 1, 1, 1]
     assert windows(choose("gpipe"), 3) == [3, 3, 3, 3]
     assert windows(choose("1f1b"), 3) == [3, 3, 2, 1]
     assert 1.1 * 50 > 55, "in floating point"
-    assert window(choose("petra", alpha=1.1), 51, 0) == 56
+    assert window(choose("petra", in_flight_per_stage=1.1), 51, 0) == 56
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("accumulate", [1, 3, 7])
-def test_no_stage_has_more_in_flight_than_its_window(name: str, accumulate: int) -> None:
+@pytest.mark.parametrize("accumulation_steps", [1, 3, 7])
+def test_no_stage_has_more_in_flight_than_its_window(name: str, accumulation_steps: int) -> None:
     for stages in (1, 4):
-        lists = actions(name, stages, 20, accumulate)
-        windows = [window(METHODS[name], stages, stage, accumulate) for stage in range(stages)]
+        lists = actions(name, stages, 20, accumulation_steps)
+        windows = [
+            window(METHODS[name], stages, stage, accumulation_steps) for stage in range(stages)
+        ]
         assert [most_in_flight(stage) for stage in lists] == windows
 
 
@@ -274,26 +280,28 @@ def tied(stages: int) -> Iterator[list[Tie]]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("stages", range(1, 7))
-def test_every_schedule_comes_to_its_end(name: str, accumulate: int, stages: int) -> None:
+def test_every_schedule_comes_to_its_end(name: str, accumulation_steps: int, stages: int) -> None:
     for microbatches, ties in itertools.product(range(8), tied(stages)):
-        lists = actions(name, stages, microbatches, accumulate, ties)
+        lists = actions(name, stages, microbatches, accumulation_steps, ties)
         dry_run(lists, Costs.uniform(stages, link=1))
         for listed in lists:
             assert indices(listed, Op.FORWARD) == list(range(microbatches))
             assert indices(listed, Op.BACKWARD) == list(range(microbatches))
-            updates = math.ceil(microbatches / accumulate)
+            updates = math.ceil(microbatches / accumulation_steps)
             assert indices(listed, Op.UPDATE) == list(range(updates))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
 @pytest.mark.parametrize("name", ["petra", "dsp", "backprop"])
-def test_tied_messages_that_wait_are_sent_and_not_received(name: str, accumulate: int) -> None:
+def test_tied_messages_that_wait_are_sent_and_not_received(
+    name: str, accumulation_steps: int
+) -> None:
     """Between any two steps, as their lists have it; the pipeline is drained after some of them."""
     ties = [Tie(0, 1), Tie(0, 2), Tie(1, 2)]
     for drained in range(12):
-        schedule = Schedule(name, 3, accumulate, ties)
+        schedule = Schedule(name, 3, accumulation_steps, ties)
         waiting: dict[tuple[int, int], list[int]] = {}
         for number in range(24):
             step = schedule.drain() if number == drained else schedule.inject()
@@ -310,9 +318,11 @@ def test_tied_messages_that_wait_are_sent_and_not_received(name: str, accumulate
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_microbatch_meets_one_version_of_a_tied_parameter(name: str, accumulate: int) -> None:
-    owner, *_, holder = actions(name, 4, 20, accumulate, [Tie(0, 3)])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_a_microbatch_meets_one_version_of_a_tied_parameter(
+    name: str, accumulation_steps: int
+) -> None:
+    owner, *_, holder = actions(name, 4, 20, accumulation_steps, [Tie(0, 3)])
     for m in range(20):
         forward = Action(Op.FORWARD, m)
         updated = indices(owner[: owner.index(forward)], Op.UPDATE)
@@ -326,7 +336,7 @@ def test_a_microbatch_meets_one_version_of_a_tied_parameter(name: str, accumulat
 def test_a_drained_pipeline_starts_again_where_the_numbers_ended(
     name: str, ties: list[Tie]
 ) -> None:
-    schedule = Schedule(name, stages=3, accumulate=2, ties=ties)
+    schedule = Schedule(name, stages=3, accumulation_steps=2, ties=ties)
     steps(schedule, 5)
     assert schedule.injected == 5
     assert schedule.outstanding == ((), (), ())
@@ -343,7 +353,7 @@ def test_a_drained_pipeline_starts_again_where_the_numbers_ended(
 
 
 def test_what_is_in_flight_can_be_read() -> None:
-    schedule = Schedule("petra", stages=3, accumulate=2)
+    schedule = Schedule("petra", stages=3, accumulation_steps=2)
     for _ in range(4):
         schedule.inject()
     assert schedule.injected == 4
@@ -355,7 +365,7 @@ def test_what_is_in_flight_can_be_read() -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("ties", [[], [Tie(0, 2)]], ids=["untied", "tied"])
 def test_idle_means_a_drain_does_nothing(name: str, ties: list[Tie]) -> None:
-    schedule = Schedule(name, stages=3, accumulate=2, ties=ties)
+    schedule = Schedule(name, stages=3, accumulation_steps=2, ties=ties)
     assert schedule.idle
     for _ in range(6):
         schedule.inject()
@@ -367,7 +377,7 @@ def test_idle_means_a_drain_does_nothing(name: str, ties: list[Tie]) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_saved_schedule_goes_on_as_if_never_saved(name: str) -> None:
     for before in range(7):
-        schedule = Schedule(name, 4, accumulate=3, ties=[Tie(0, 3), Tie(1, 2)])
+        schedule = Schedule(name, 4, accumulation_steps=3, ties=[Tie(0, 3), Tie(1, 2)])
         for _ in range(before):
             schedule.inject()
         state = json.loads(json.dumps(schedule.state()))
@@ -380,7 +390,7 @@ def test_a_saved_schedule_goes_on_as_if_never_saved(name: str) -> None:
 
 
 def test_a_changed_method_survives_saving() -> None:
-    method = choose("petra", alpha=1.5)
+    method = choose("petra", in_flight_per_stage=1.5)
     assert Schedule.load(Schedule(method, 4).state()).method == method
 
 
@@ -398,9 +408,9 @@ def test_a_misspelt_action_is_refused(wrong: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_no_action_can_be_left_out(name: str, accumulate: int) -> None:
-    lists = actions(name, 3, 4, accumulate, [Tie(0, 2)])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_no_action_can_be_left_out(name: str, accumulation_steps: int) -> None:
+    lists = actions(name, 3, 4, accumulation_steps, [Tie(0, 2)])
     for stage, listed in enumerate(lists):
         for at in range(len(listed)):
             shorter = (*lists[:stage], listed[:at] + listed[at + 1 :], *lists[stage + 1 :])
@@ -468,8 +478,8 @@ def test_petra_has_no_bubbles_and_backprop_nothing_else() -> None:
     stages, microbatches = 5, 400
     costs = Costs.uniform(stages)
 
-    def efficiency(name: str, accumulate: int = 1) -> float:
-        makespan = dry_run(actions(name, stages, microbatches, accumulate), costs).makespan
+    def efficiency(name: str, accumulation_steps: int = 1) -> float:
+        makespan = dry_run(actions(name, stages, microbatches, accumulation_steps), costs).makespan
         return 4 * microbatches / makespan
 
     assert efficiency("petra") == pytest.approx(microbatches / (microbatches + stages - 1))
@@ -492,20 +502,20 @@ def test_time_waits_for_links_and_for_the_slowest_stage() -> None:
 def test_the_period_is_that_of_a_full_pipeline() -> None:
     costs = Costs.uniform(6)
     assert period("petra", costs) == 4
-    assert period("petra", costs, accumulate=3) == 4
+    assert period("petra", costs, accumulation_steps=3) == 4
     assert period("dni", costs) == 4
     assert period("backprop", costs) == 24
     # A group of 8 takes the time of 8 + J - 1.
-    assert period("gpipe", costs, accumulate=8) == pytest.approx(4 * 13 / 8)
+    assert period("gpipe", costs, accumulation_steps=8) == pytest.approx(4 * 13 / 8)
     uneven = Costs((1, 1, 2), (3, 5, 3), (0, 3, 0), (0, 0), (0, 0))
-    assert period("petra", uneven, accumulate=3) == pytest.approx(7)
+    assert period("petra", uneven, accumulation_steps=3) == pytest.approx(7)
 
 
 def test_slow_links_are_hidden_by_a_larger_window() -> None:
     # J micro-batches on a way of 4J in the stages and 2(J-1) links of 0.5 each.
     costs = Costs.uniform(18, link=0.5)
     assert period("petra", costs) == pytest.approx((18 * 4 + 17) / 18)
-    assert period(choose("petra", order="paper"), costs) == pytest.approx(4)
+    assert period(choose("petra", in_flight_per_stage=2), costs) == pytest.approx(4)
 
 
 def test_a_thousand_stages() -> None:
@@ -516,18 +526,18 @@ def test_a_thousand_stages() -> None:
 
 def test_methods_are_looked_up_by_name() -> None:
     assert choose("petra") is METHODS["petra"]
-    assert choose(METHODS["dsp"], order="1f1b").alpha == 1
+    assert choose(METHODS["dsp"], in_flight_per_stage=1).in_flight_per_stage == 1
     with pytest.raises(InputError, match="'petro' does not exist; did you mean 'petra'"):
         choose("petro")
     with pytest.raises(InputError, match=r"use one of: backprop, .*, dni"):
         choose("xyz")
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_full_pipeline_advances_as_by_injecting(accumulate: int) -> None:
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_a_full_pipeline_advances_as_by_injecting(accumulation_steps: int) -> None:
     ties = [Tie(0, 2), Tie(1, 3)]
-    injected = Schedule(choose("petra", order="paper"), 4, accumulate, ties)
-    for _ in range(window(injected.method, 4, 0, accumulate)):
+    injected = Schedule(choose("petra", in_flight_per_stage=2), 4, accumulation_steps, ties)
+    for _ in range(window(injected.method, 4, 0, accumulation_steps)):
         injected.inject()
     advanced = injected.copy()
     for _ in range(7):
@@ -537,29 +547,29 @@ def test_a_full_pipeline_advances_as_by_injecting(accumulate: int) -> None:
 
 
 def test_only_continuous_methods_have_another_order() -> None:
-    with pytest.raises(InputError, match="'gpipe' has a fixed order; leave out order="):
-        choose("gpipe", order="1f1b")
+    with pytest.raises(
+        InputError, match="'gpipe' has a fixed order; leave out in_flight_per_stage"
+    ):
+        choose("gpipe", in_flight_per_stage=1)
     with pytest.raises(InputError, match="'backprop' has a fixed order"):
-        choose("backprop", alpha=2)
-    with pytest.raises(InputError, match=r'order=.full. does not exist; use "1f1b" or "paper"'):
-        choose("petra", order="full")
-    with pytest.raises(InputError, match="give one of them"):
-        choose("petra", order="1f1b", alpha=1)
+        choose("backprop", in_flight_per_stage=2)
+    with pytest.raises(InputError, match="in_flight_per_stage='2'; use a number, at least 1"):
+        choose("petra", in_flight_per_stage="2")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("alpha", [0.99, 0, -1, math.inf, math.nan])
-def test_a_pipeline_that_would_stall_is_refused(alpha: float) -> None:
-    with pytest.raises(InputError, match="use alpha >= 1"):
-        choose("petra", alpha=alpha)
-    with pytest.raises(InputError, match="use alpha >= 1"):
-        Method("mine", Order.CONTINUOUS, alpha, Keep.GRAPH, Weights.LATEST)
+@pytest.mark.parametrize("in_flight_per_stage", [0.99, 0, -1, math.inf, math.nan])
+def test_a_pipeline_that_would_stall_is_refused(in_flight_per_stage: float) -> None:
+    with pytest.raises(InputError, match="use in_flight_per_stage >= 1"):
+        choose("petra", in_flight_per_stage=in_flight_per_stage)
+    with pytest.raises(InputError, match="use in_flight_per_stage >= 1"):
+        Method("mine", Order.CONTINUOUS, in_flight_per_stage, Keep.GRAPH, Weights.LATEST)
 
 
 def test_sizes_are_checked() -> None:
     with pytest.raises(InputError, match="stages=0"):
         Schedule("petra", 0)
-    with pytest.raises(InputError, match="accumulate=0"):
-        Schedule("petra", 1, accumulate=0)
+    with pytest.raises(InputError, match="accumulation_steps=0"):
+        Schedule("petra", 1, accumulation_steps=0)
     with pytest.raises(InputError, match="stage=3, but with 3 stages it is 0 to 2"):
         window(METHODS["petra"], 3, 3)
     with pytest.raises(InputError, match=r"owner=2, holder=1.*swap the two"):

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     net = staged(loaded, args)
     written = []
     if args.out is not None:
-        written.append(net.draw(args.out, batch_size=args.batch_size, name=loaded.name))
+        written.append(net.draw(args.out, microbatch_size=args.microbatch_size, name=loaded.name))
     if args.schedule is not None:
         written.append(net.draw_schedule(args.schedule))
     names = [str(path) for path in written]

@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
         listed = {"stage": args.program, "actions": [str(action) for action in actions]}
         say_json(listed) if args.json else say(actions)
     elif args.json:
-        say_json(_facts(net, args.batch_size))
+        say_json(_facts(net, args.microbatch_size))
     else:
-        say(net.summary(args.batch_size))
+        say(net.summary(args.microbatch_size))
     return 0
 
 
@@ -54,12 +54,12 @@ def _stage(net: StagedModel, index: int) -> CompiledStage:
     return net.stages[index]
 
 
-def _facts(net: StagedModel, batch_size: int | None) -> dict[str, object]:
+def _facts(net: StagedModel, microbatch_size: int | None) -> dict[str, object]:
     rewired = net.partition.rewired
     return {
         "model": rewired.name,
         "method": net.method.name,
-        "stages": [dataclasses.asdict(stage) for stage in net.facts(batch_size)],
+        "stages": [dataclasses.asdict(stage) for stage in net.facts(microbatch_size)],
         "ties": [
             {"owner": tie.owner, "holder": tie.holder, "parameters": list(names)}
             for tie, names in net.partition.ties.items()

@@ -66,15 +66,23 @@ def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> N
         help=f"how many stages to cut it into{if_left_out}",
     )
     parser.add_argument("--method", help="petra (default), 1f1b, gpipe, ...")
-    parser.add_argument("--order", help='"1f1b" (the default: half the delay) or "paper"')
+    parser.add_argument(
+        "--in-flight-per-stage",
+        type=float,
+        metavar="N",
+        help="micro-batches in flight for each later stage: 1 (default) or more; 2 is the paper's",
+    )
     parser.add_argument("--weights", help='of passes: "latest", "stashed" or "predicted"')
     parser.add_argument(
-        "--batch-size", type=count, metavar="B", help="samples a micro-batch, for sizes in bytes"
+        "--microbatch-size",
+        type=count,
+        metavar="B",
+        help="samples per micro-batch, for sizes in bytes",
     )
 
 
 def load(
-    args: argparse.Namespace, *, batch_size: int | None = None, device: str = "meta"
+    args: argparse.Namespace, *, microbatch_size: int | None = None, device: str = "meta"
 ) -> Loaded:
     """Build the model, by default on the meta device, where it takes no memory."""
     import torch
@@ -88,9 +96,13 @@ def load(
             f"{args.model} does not say what it takes; give --input C,H,W (a sample's shape), or "
             "a factory that returns (model, example inputs)"
         )
-    if example is None and dims is not None and (args.input or batch_size or not _is_timm(model)):
+    if (
+        example is None
+        and dims is not None
+        and (args.input or microbatch_size or not _is_timm(model))
+    ):
         on = next((p.device for p in model.parameters()), torch.device(device))
-        example = torch.randn(batch_size or 2, *dims, device=on)
+        example = torch.randn(microbatch_size or 2, *dims, device=on)
     return Loaded(name, model, example)
 
 
@@ -109,7 +121,9 @@ def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
     net = petrafy(loaded.model, args.stages, loaded.example, policy=args.policy, check="off")
     if args.method is not None:
         net.method = args.method
-    net.method = choose(net.method, order=args.order, weights=args.weights)
+    net.method = choose(
+        net.method, in_flight_per_stage=args.in_flight_per_stage, weights=args.weights
+    )
     return net
 
 

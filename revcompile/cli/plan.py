@@ -4,8 +4,8 @@ The model is cut into one stage a device; where there are more devices than stag
 are replicated and gradients averaged. All methods are compared with the same number of samples to
 an update; PETRA, which need not wait for them, also with an update after every micro-batch. Times
 come from counted work on devices of the given figures, or with --cost measured from this machine.
-Slow links need more micro-batches in flight: the least alpha that hides them is chosen, and the
-delay it costs is shown. "zero-bubble" is an optimistic bound, not a schedule that we run.
+Slow links need more micro-batches in flight: the least --in-flight-per-stage that hides them is
+chosen, and the delay it costs is shown. "zero-bubble" is an optimistic bound, not a schedule.
 """
 
 from __future__ import annotations
@@ -45,18 +45,24 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--memory-budget", type=size, help="of a device, e.g. 80GB: the cut must fit"
     )
     training = parser.add_argument_group("the training")
-    training.add_argument("--batch-size", type=count, default=32, help="samples a micro-batch")
+    training.add_argument(
+        "--microbatch-size", type=count, default=32, help="samples per micro-batch"
+    )
     training.add_argument("--stages", type=count, help="default: as many as there are segments")
     training.add_argument(
-        "--accumulate", type=count, help="micro-batches to an update (default: 4 a stage)"
+        "--accumulation-steps", type=count, help="micro-batches to an update (default: 4 a stage)"
     )
-    training.add_argument("--alpha", type=float, help="of PETRA, 1 or more: sets what is in flight")
+    training.add_argument(
+        "--in-flight-per-stage", type=float, help="of PETRA, 1 or more: sets what is in flight"
+    )
     training.add_argument("--methods", help="comma between (petra,1f1b,gpipe,zero-bubble)")
     training.add_argument(
         "--optimizer", choices=tuple(_STATE), default="sgd", help="sgd (with momentum) or adamw"
     )
     training.add_argument(
-        "--buffers", choices=tuple(_BUFFERS), help="how inputs are kept that cannot be rebuilt"
+        "--kept-input-dtype",
+        choices=tuple(_BUFFERS),
+        help="how inputs are kept that cannot be rebuilt",
     )
     parser.add_argument(
         "--cost",
@@ -79,17 +85,21 @@ def run(args: argparse.Namespace) -> int:
     measured = args.cost != "analytic"
     loaded = load(
         args,
-        batch_size=args.batch_size if measured else None,
+        microbatch_size=args.microbatch_size if measured else None,
         device=args.device if measured else "meta",
     )
     workload = Workload(
-        choose("petra", alpha=args.alpha),
-        args.batch_size,
+        choose("petra", in_flight_per_stage=args.in_flight_per_stage),
+        args.microbatch_size,
         optimizer_copies=_STATE[args.optimizer],
-        buffer_bytes=_BUFFERS[args.buffers] if args.buffers else None,
+        buffer_bytes=_BUFFERS[args.kept_input_dtype] if args.kept_input_dtype else None,
     )
     cluster = Cluster(args.devices, NetworkLink(args.link, args.latency), _time_model(args))
-    options = {"alpha": args.alpha, "cost": args.cost, "memory_budget": args.memory_budget}
+    options = {
+        "in_flight_per_stage": args.in_flight_per_stage,
+        "cost": args.cost,
+        "memory_budget": args.memory_budget,
+    }
     model = rewired(loaded, args).rewired
     cut, forecasts = plan_cluster(
         model,
@@ -97,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         workload,
         methods=args.methods.split(",") if args.methods else METHODS,
         stages=args.stages,
-        accumulate=args.accumulate,
+        accumulation_steps=args.accumulation_steps,
         **options,
     )
     notes = _notes(
@@ -130,7 +140,7 @@ def _facts(
     return {
         "model": name,
         "devices": args.devices,
-        "batch_size": args.batch_size,
+        "microbatch_size": args.microbatch_size,
         "link": {"bytes_per_second": args.link, "latency": args.latency},
         "cost": args.cost,
         "stages": [[piece.name for piece in part.pieces] for part in cut.parts],
@@ -152,13 +162,13 @@ def _table(
     used = first.stages * first.replicas
     table = Table(
         title=f"{name}: {first.stages} stages x {first.replicas} replicas on {args.devices} "
-        f"devices, micro-batches of {args.batch_size}",
+        f"devices, micro-batches of {args.microbatch_size}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
-    columns = ("accumulate", "samples/s", "busy", "updates", "memory", "delay")
+    columns = ("accumulation", "samples/s", "busy", "updates", "memory", "delay")
     table.add_column("method", min_width=len("zero-bubble"))
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -167,7 +177,7 @@ def _table(
         fits = {None: "", True: "", False: "\n(too much)"}[forecast.fits]
         table.add_row(
             forecast.method,
-            str(forecast.accumulate),
+            str(forecast.accumulation_steps),
             formatting.amount(forecast.throughput),
             f"{100 * forecast.efficiency:.0f} %",
             f"{100 * forecast.updating:.1f} %",
@@ -191,18 +201,20 @@ def _notes(
     if not rows:
         return []
     notes = [
-        f"petra, accumulate {row.accumulate}: {cost_of_delay(model, row.delay)}." for row in rows
+        f"petra, accumulation_steps={row.accumulation_steps}: {cost_of_delay(model, row.delay)}."
+        for row in rows
     ]
     petra = rows[0]
-    if petra.alpha and petra.alpha > 1:
+    if petra.in_flight_per_stage and petra.in_flight_per_stage > 1:
         notes.append(
-            f"petra: alpha={petra.alpha:g} in place of 1: more micro-batches are in flight, which "
-            "hides slow links."
+            f"petra: in_flight_per_stage={petra.in_flight_per_stage:g} in place of 1: more "
+            "micro-batches are in flight, which hides slow links."
         )
     if petra.bottleneck == "averaging":
         notes.append(
             f"petra: averaging {petra.replicas} replicas at every update is the bottleneck; use a "
-            f"larger --accumulate than {petra.accumulate}, or more stages and fewer replicas."
+            f"larger --accumulation-steps than {petra.accumulation_steps}, or more stages and "
+            "fewer replicas."
         )
     others = [
         forecast
@@ -238,5 +250,5 @@ def _slower(petra: Forecast, best: Forecast, better: Forecast | None) -> str:
     return (
         f"{lost}Its best number of stages is {better.stages}, with {better.replicas} replicas"
         f"{parallel}: {figures(better)}; see --stages {better.stages} "
-        f"--accumulate {better.accumulate}."
+        f"--accumulation-steps {better.accumulation_steps}."
     )

@@ -65,7 +65,7 @@ class StageModule(Reversible):
         if self.rewired.eval_body is not None and not self.training:
             raise InputError(
                 f"{self.rewired.name}: the model returns something else in eval mode than in "
-                "training, and stages are cut for training; evaluate net.module()"
+                "training, and stages are cut for training; evaluate net.to_module()"
             )
         outputs = super().forward(*map(_sendable, tensors))
         return tuple(map(_sendable, outputs)) if isinstance(outputs, tuple) else outputs

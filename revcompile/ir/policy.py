@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal
 
+from revcompile.arguments import member_of
 from revcompile.errors import PolicyError
 
 
 class Enter(enum.Enum):
     """How one value becomes two streams.
 
-    >>> Policy(enter=Enter.DUPLICATE).enter.value
+    >>> Policy(enter="duplicate").enter.value
     'duplicate'
     """
 
@@ -44,9 +46,9 @@ class Policy:
       what it has learnt; this is for training from scratch.
 
     Args:
-        enter: how one value becomes two streams.
-        fuse: how two streams become one value inside the model.
-        leave: how the last two streams reach the head.
+        enter: how one value becomes two streams: "widen" or "duplicate".
+        fuse: how two streams become one value inside the model: "mean", "concat", "second".
+        leave: how the last two streams reach the head: likewise.
         averaged: whether couplings are `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))`, with
             gamma = ±1/16 at random for each sample and block in training and 0 in eval mode,
             instead of `(b, a + F(b))`. Such streams enter as copies and leave by the second.
@@ -58,23 +60,25 @@ class Policy:
     'concat'
     """
 
-    enter: Enter = Enter.WIDEN
-    fuse: Fuse = Fuse.MEAN
-    leave: Fuse = Fuse.CONCAT
+    enter: Enter | Literal["widen", "duplicate"] = Enter.WIDEN
+    fuse: Fuse | Literal["mean", "concat", "second"] = Fuse.MEAN
+    leave: Fuse | Literal["mean", "concat", "second"] = Fuse.CONCAT
     averaged: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in (("enter", Enter), ("fuse", Fuse), ("leave", Fuse)):
+            object.__setattr__(self, name, member_of("Policy", name, getattr(self, name), kind))
         ends = self.enter, self.fuse, self.leave
         if self.averaged and ends != (Enter.DUPLICATE, Fuse.SECOND, Fuse.SECOND):
             raise PolicyError(
                 "policy: averaged couplings keep the original's function only if streams enter as "
-                "copies and leave by the second; write Policy(Enter.DUPLICATE, Fuse.SECOND, "
-                'Fuse.SECOND, averaged=True), which is policy="pretrained"'
+                "copies and leave by the second; that is "
+                'policy="pretrained"'
             )
         if not self.averaged and Fuse.SECOND in ends:
             raise PolicyError(
-                "policy: Fuse.SECOND drops the first stream, and with it half of what blocks have "
-                "computed; use Fuse.MEAN, or averaged=True"
+                "policy: 'second' drops the first stream, and with it half of what blocks have "
+                "computed; use 'mean', or averaged=True"
             )
 
     @staticmethod
@@ -92,6 +96,6 @@ class Policy:
             known = ", ".join(repr(p) for p in presets)
             raise PolicyError(
                 f"policy: expected {known} or a revcompile.Policy, got {name!r}; for single "
-                "choices write e.g. revcompile.Policy(enter=Enter.DUPLICATE)"
+                "choices write e.g. revcompile.Policy(enter='duplicate')"
             )
         return presets[name]

@@ -62,7 +62,7 @@ class MemoryPlan:
 
     memory_budget: int
     """Bytes a device."""
-    batch_size: int
+    microbatch_size: int
     """Samples a micro-batch."""
     stage_to_rank: tuple[int, ...]
     """The device of each stage."""
@@ -99,7 +99,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         budget = format_size(self.memory_budget)
-        lines = [f"at most {budget} a device, micro-batches of {self.batch_size}"]
+        lines = [f"at most {budget} a device, micro-batches of {self.microbatch_size}"]
         for choice, device in zip(self.chosen, self.stage_to_rank, strict=True):
             lines.append(
                 f"stage {choice.stage} (device {device}) keeps {_KEEP_NAMES[choice.keep]}: "
@@ -156,7 +156,7 @@ def plan_memory(
     recomputed = (work for part in partition.parts for work in partition.works(part, Keep.INPUT))
     return MemoryPlan(
         memory_budget,
-        workload.batch_size,
+        workload.microbatch_size,
         devices,
         tuple(by_stage[stage] for stage in range(len(devices))),
         tuple(peaks),
@@ -219,7 +219,9 @@ class _Device:
         Gradients go as soon as they are applied; messages of other devices may come at any time.
         """
         method = self.workload.method
-        sums_gradients = self.workload.accumulate > 1 or method.order is not Order.CONTINUOUS
+        sums_gradients = (
+            self.workload.accumulation_steps > 1 or method.order is not Order.CONTINUOUS
+        )
         transient = memory.working + memory.between + memory.summing
         transient += 0 if sums_gradients else memory.gradients
         transient += memory.messages if self.is_only else 0
@@ -295,13 +297,13 @@ def _too_small(memory_budget: int, number: int, device: _Device) -> InputError:
     stages = f"its {count} stages" if count > 1 else f"stage {largest.stage}"
     owned = memory.parameters + memory.gradients + memory.optimizer
     return InputError(
-        f"memory_budget={memory_budget}: at {device.workload.batch_size} samples a micro-batch "
-        f"device {number} needs {format_size(need)} ({need} bytes) for {stages}, however little "
-        f"is kept, but has {format_size(memory_budget)}. Stage {largest.stage} needs the most, "
-        f"{format_size(memory.total)}: {format_size(owned)} for parameters, gradients and "
-        f"optimizer, {format_size(memory.buffers)} for micro-batches in flight, "
+        f"memory_budget={memory_budget}: at {device.workload.microbatch_size} samples per "
+        f"micro-batch device {number} needs {format_size(need)} ({need} bytes) for {stages}, "
+        f"however little is kept, but has {format_size(memory_budget)}. Stage {largest.stage} "
+        f"needs the most, {format_size(memory.total)}: {format_size(owned)} for parameters, "
+        f"gradients and optimizer, {format_size(memory.buffers)} for micro-batches in flight, "
         f"{format_size(memory.working)} while it computes. Use smaller micro-batches "
-        "(batch_size=), more stages or devices, or buffers=torch.bfloat16"
+        "(microbatch_size=), more stages or devices, or kept_input_dtype=torch.bfloat16"
     )
 
 

@@ -133,12 +133,14 @@ def stage_times(
     """
     parts, keep = partition.parts, workload.method.keep
     passes = [_passes(part, workload, time_model, part is parts[-1]) for part in parts]
-    sent = [bytes_sent(part.outputs, partition.types, workload.batch_size) for part in parts[:-1]]
+    sent = [
+        bytes_sent(part.outputs, partition.types, workload.microbatch_size) for part in parts[:-1]
+    ]
     # A stage that ends in a coupling is sent its outputs back beside their gradients.
     rebuilds = [keep is Keep.NOTHING and part.pieces[-1].reversible for part in parts[:-1]]
     sent_back = [2 * size if twice else size for size, twice in zip(sent, rebuilds, strict=True)]
     trained = [sum(cost.trained for cost in part.costs) for part in parts]
-    summed = 1 - 1 / workload.accumulate  # the first gradient of an update begins the sum
+    summed = 1 - 1 / workload.accumulation_steps  # the first gradient of an update begins the sum
     return Costs(
         forward=tuple(forward for forward, _ in passes),
         backward=tuple(
@@ -159,7 +161,7 @@ def _passes(
     """Forward and backward of a stage. Where the graph is kept nothing is computed again."""
     forward = backward = 0.0
     for piece, cost in zip(part.pieces, part.costs, strict=True):
-        samples = workload.batch_size / cost.batch
+        samples = workload.microbatch_size / cost.batch
         ahead, back = (samples * seconds for seconds in time_model.passes(cost))
         forward += ahead
         backward += back if piece.recomputed(workload.method.keep, is_last) else back - ahead

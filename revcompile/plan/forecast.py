@@ -24,7 +24,7 @@ from revcompile.schedule import (
     busy_share,
     choose,
     delay,
-    hiding_alpha,
+    hiding_in_flight,
     period,
     stage_work,
     zero_bubble_period,
@@ -45,9 +45,9 @@ class Forecast:
     method: str
     stages: int
     replicas: int
-    accumulate: int
+    accumulation_steps: int
     """Micro-batches an update."""
-    alpha: float | None
+    in_flight_per_stage: float | None
     throughput: float
     """Samples a second, all replicas together."""
     period: float
@@ -71,7 +71,7 @@ def forecast(
     cluster: Cluster,
     *,
     replicas: int = 1,
-    alpha: float | None = None,
+    in_flight_per_stage: float | None = None,
     memory_budget: int | None = None,
     zero_bubble: bool = False,
 ) -> Forecast:
@@ -82,50 +82,58 @@ def forecast(
         workload: Method, batch size, optimizer and precision.
         cluster: Its devices and links.
         replicas: Copies of the pipeline.
-        alpha: For methods that are never drained. Default: the least that hides the links, or the
-            largest that fits the budget.
+        in_flight_per_stage: For methods that are never drained. Default: the least that
+            hides the links, or the largest that fits the budget.
         memory_budget: Bytes that one device may hold.
         zero_bubble: Give the zero-bubble bound for the work of this method instead.
     """
-    method, accumulate = workload.method, workload.accumulate
+    method, accumulation_steps = workload.method, workload.accumulation_steps
     alone = stage_times(cut, workload, cluster.time, cluster.link)
     costs = stage_times(cut, workload, cluster.time, cluster.link, replicas)
     link_busy = _link_busy(costs, cluster.link)
-    alphas: list[float | None] = [None]
+    choices: list[float | None] = [None]
     if method.order is Order.CONTINUOUS:
-        alphas = [alpha]
-        if alpha is None:
-            most = hiding_alpha(method, costs, accumulate, link_busy)
-            alphas = [*(step / 10 for step in range(10, math.ceil(10 * most))), most]
+        choices = [in_flight_per_stage]
+        if in_flight_per_stage is None:
+            most = hiding_in_flight(method, costs, accumulation_steps, link_busy)
+            choices = [*(step / 10 for step in range(10, math.ceil(10 * most))), most]
 
-    def memory_at(alpha: float | None) -> int:
-        how = dataclasses.replace(workload, method=choose(workload.method, alpha=alpha))
+    def memory_at(in_flight_per_stage: float | None) -> int:
+        how = dataclasses.replace(
+            workload, method=choose(workload.method, in_flight_per_stage=in_flight_per_stage)
+        )
         model = MemoryModel.of(cut, how)
         return max(model.stage(j, *pieces).total for j, pieces in enumerate(cut.ranges))
 
     budget = math.inf if memory_budget is None else memory_budget
-    alpha = alphas[max(bisect_right(alphas, budget, key=memory_at) - 1, 0)]
-    method, memory = choose(method, alpha=alpha), memory_at(alpha)
+    in_flight_per_stage = choices[max(bisect_right(choices, budget, key=memory_at) - 1, 0)]
+    method, memory = (
+        choose(method, in_flight_per_stage=in_flight_per_stage),
+        memory_at(in_flight_per_stage),
+    )
     if zero_bubble:
-        time = max((zero_bubble_period(costs, accumulate), *link_busy))
+        time = max((zero_bubble_period(costs, accumulation_steps), *link_busy))
     else:
-        time = period(method, costs, accumulate, link_busy)
+        time = period(method, costs, accumulation_steps, link_busy)
     stages = len(cut.parts)
     return Forecast(
         method=f"{ZERO_BUBBLE} (bound)" if zero_bubble else method.name,
         stages=stages,
         replicas=replicas,
-        accumulate=accumulate,
-        alpha=alpha,
-        throughput=replicas * workload.batch_size / time if time else math.inf,
+        accumulation_steps=accumulation_steps,
+        in_flight_per_stage=in_flight_per_stage,
+        throughput=replicas * workload.microbatch_size / time if time else math.inf,
         period=time,
-        efficiency=busy_share(alone, time, accumulate),
-        updating=busy_share(_updates_alone(alone), time, accumulate) if time else 0.0,
-        delay=max(delay(method, stages, j, accumulate) for j in range(stages)),
+        efficiency=busy_share(alone, time, accumulation_steps),
+        updating=busy_share(_updates_alone(alone), time, accumulation_steps) if time else 0.0,
+        delay=max(delay(method, stages, j, accumulation_steps) for j in range(stages)),
         memory=memory,
         fits=None if memory_budget is None else memory <= budget,
         bottleneck=_bottleneck(
-            time, stage_work(alone, accumulate), stage_work(costs, accumulate), link_busy
+            time,
+            stage_work(alone, accumulation_steps),
+            stage_work(costs, accumulation_steps),
+            link_busy,
         ),
     )
 
@@ -164,8 +172,8 @@ def plan_cluster(
     *,
     methods: Sequence[str] = METHODS,
     stages: int | None = None,
-    accumulate: int | None = None,
-    alpha: float | None = None,
+    accumulation_steps: int | None = None,
+    in_flight_per_stage: float | None = None,
     cost: CostSource = "analytic",
     memory_budget: int | None = None,
 ) -> tuple[Partition, tuple[Forecast, ...]]:
@@ -178,12 +186,12 @@ def plan_cluster(
     Args:
         rewired: The model.
         cluster: Its devices and links.
-        workload: How to train. The model is cut for its method; its `accumulate` is not used.
+        workload: How to train. The model is cut for its method; not its `accumulation_steps`.
         methods: The methods to predict, by name, and "zero-bubble".
         stages: How many. Default: as many as the model has segments, or, with a memory budget, as
             many as make the first method fastest among those that fit.
-        accumulate: Micro-batches to an update, for every method. Default: four a stage.
-        alpha: See `forecast`.
+        accumulation_steps: Micro-batches to an update, for every method. Default: four a stage.
+        in_flight_per_stage: See `forecast`.
         cost: Where the work of a piece comes from.
         memory_budget: Bytes that one device may hold.
 
@@ -199,15 +207,15 @@ def plan_cluster(
         return tuple(
             forecast(
                 cut,
-                dataclasses.replace(workload, method=method, accumulate=each),
+                dataclasses.replace(workload, method=method, accumulation_steps=each),
                 cluster,
                 replicas=devices // len(cut.parts),
-                alpha=alpha,
+                in_flight_per_stage=in_flight_per_stage,
                 memory_budget=memory_budget,
                 zero_bubble=name == ZERO_BUBBLE,
             )
             for name, method in _chosen(methods)
-            for each in _accumulations(method, accumulate or 4 * len(cut.parts))
+            for each in _accumulations(method, accumulation_steps or 4 * len(cut.parts))
         )
 
     def cuts(count: int) -> Iterator[Partition]:
@@ -219,9 +227,13 @@ def plan_cluster(
             if row.memory <= memory_budget:
                 return
             fits = False
-            for most in dict.fromkeys((row.alpha, row.alpha and (alpha or 1.0))):
-                method = choose(_chosen(methods)[0][1], alpha=most)
-                how = dataclasses.replace(workload, method=method, accumulate=row.accumulate)
+            for most in dict.fromkeys(
+                (row.in_flight_per_stage, row.in_flight_per_stage and (in_flight_per_stage or 1.0))
+            ):
+                method = choose(_chosen(methods)[0][1], in_flight_per_stage=most)
+                how = dataclasses.replace(
+                    workload, method=method, accumulation_steps=row.accumulation_steps
+                )
                 with suppress(InputError):
                     yield partition(rewired, count, how, cost=cost, memory_budget=memory_budget)
                     fits = True
@@ -246,9 +258,9 @@ def better_stages(
     """
     found = [chosen]
     for count in stage_counts(rewired, cluster.devices):
-        each = max(chosen.accumulate * chosen.replicas * count // cluster.devices, 1)
+        each = max(chosen.accumulation_steps * chosen.replicas * count // cluster.devices, 1)
         if count != chosen.stages:
-            options |= {"methods": [chosen.method], "stages": count, "accumulate": each}
+            options |= {"methods": [chosen.method], "stages": count, "accumulation_steps": each}
             found.append(plan_cluster(rewired, cluster, workload, **options)[1][0])
     best = max(found, key=_rank)
     return None if best is chosen else best
@@ -259,10 +271,10 @@ def _chosen(names: Sequence[str]) -> list[tuple[str, Method]]:
     return [(name, choose("1f1b" if name == ZERO_BUBBLE else name)) for name in names]
 
 
-def _accumulations(method: Method, accumulate: int) -> tuple[int, ...]:
+def _accumulations(method: Method, accumulation_steps: int) -> tuple[int, ...]:
     """The numbers of micro-batches to an update for which a method is predicted."""
     drains = method.order not in (Order.CONTINUOUS, Order.SYNTHETIC)
-    return (accumulate,) if drains or accumulate == 1 else (accumulate, 1)
+    return (accumulation_steps,) if drains or accumulation_steps == 1 else (accumulation_steps, 1)
 
 
 def stage_counts(rewired: Rewired, devices: int) -> list[int]:

@@ -42,7 +42,9 @@ def cost_of_delay(rewired: Rewired, delay: int) -> str:
     late = "at most one update late" if delay == 1 else f"up to {delay} updates late"
     is_transformer = has_attention(rewired.graphs, rewired.root)
     if delay > (_HARMLESS_LIMITED if is_transformer else _HARMLESS_CONVOLUTIONS):
-        found = "later than any training that came close to backprop; use a larger accumulate"
+        found = (
+            "later than any training that came close to backprop; use a larger accumulation_steps"
+        )
     elif not is_transformer:
         found = "with DelayAwareSGD, convolutional nets learn nearly as by backprop"
     elif delay <= _HARMLESS:
@@ -60,7 +62,7 @@ def warn_of_delay(trainer: Trainer) -> None:
     far matrices move during the delay, backward may use any weights up to seven. The process that
     has the first stage warns whoever has called its caller.
     """
-    programs, updaters = trainer.programs, [(e.index, e.updater) for e in trainer.executors]
+    programs, updaters = trainer._programs, [(e.index, e.updater) for e in trainer._executors]
     late = [
         (trainer.delays[stage], optimizer)
         for stage, updater in updaters
@@ -88,11 +90,11 @@ def warn_of_delay(trainer: Trainer) -> None:
     if has_others:
         problems.append("and backward uses other weights than forward did")
     remedy = _remedy(plain[0] if plain else None, _STASHED if has_others else None, is_far)
-    enough = window(method, len(programs), 0, trainer.settings.accumulate) - 1
+    enough = window(method, len(programs), 0, trainer._settings.accumulation_steps) - 1
     warnings.warn(
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
         f"{', '.join(problems)}: expect it to learn much less than by backprop. Use {remedy}; or "
-        f"accumulate={enough}, with smaller micro-batches, to be no more than one update late",
+        f"accumulation_steps={enough}, with smaller micro-batches, for at most one update of delay",
         RevcompileWarning,
         stacklevel=3,
     )

@@ -86,19 +86,19 @@ class StageReport:
             for part, program, listed in zip(parts, programs, lists, strict=True)
         )
 
-    def delays(self, accumulate: int = 1) -> tuple[int, ...]:
+    def delays(self, accumulation_steps: int = 1) -> tuple[int, ...]:
         """Updates between forward and backward of a micro-batch at each stage."""
         count = self.num_stages
-        whole_number("net.delays", "accumulate", accumulate, 1)
-        return tuple(delay(self.method, count, j, accumulate) for j in range(count))
+        whole_number("net.delays", "accumulation_steps", accumulation_steps, 1)
+        return tuple(delay(self.method, count, j, accumulation_steps) for j in range(count))
 
     def memory(
         self,
-        batch_size: int | None = None,
+        microbatch_size: int | None = None,
         *,
-        buffers: torch.dtype | None = None,
+        kept_input_dtype: torch.dtype | None = None,
         weights: WeightsName | None = None,
-        accumulate: int = 1,
+        accumulation_steps: int = 1,
     ) -> tuple[StageMemory, ...]:
         """What each stage holds at its peak, in bytes.
 
@@ -107,69 +107,77 @@ class StageReport:
         norms.
 
         Args:
-            batch_size: Samples in a micro-batch. Default: the example's.
-            buffers, weights, accumulate: As the trainer will be given them.
+            microbatch_size: Samples in a micro-batch. Default: the example's.
+            kept_input_dtype, weights, accumulation_steps: As the trainer will be given them.
         """
         method = choose(self.method, weights=weights)
-        whole_number("net.memory", "accumulate", accumulate, 1)
-        bytes_each = buffer_bytes(buffers)
-        size = self._batch_size_or_default("net.memory", batch_size)
+        whole_number("net.memory", "accumulation_steps", accumulation_steps, 1)
+        bytes_each = buffer_bytes(kept_input_dtype)
+        size = self._microbatch_size_or_default("net.memory", microbatch_size)
         model = MemoryModel.of(
-            self.partition, Workload(method, size, accumulate, buffer_bytes=bytes_each)
+            self.partition, Workload(method, size, accumulation_steps, buffer_bytes=bytes_each)
         )
         return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
 
     @property
-    def batch_size(self) -> int:
+    def microbatch_size(self) -> int:
         """The batch size of the example the model was captured with."""
         return self.partition.parts[0].costs[0].batch
 
-    def _batch_size_or_default(self, caller: str, batch_size: int | None) -> int:
-        if batch_size is None:
-            return self.batch_size
-        return whole_number(caller, "batch_size", batch_size, 1)
+    def _microbatch_size_or_default(self, caller: str, microbatch_size: int | None) -> int:
+        if microbatch_size is None:
+            return self.microbatch_size
+        return whole_number(caller, "microbatch_size", microbatch_size, 1)
 
     def facts(
         self,
-        batch_size: int | None = None,
+        microbatch_size: int | None = None,
         *,
         memory_budget: int | str | None = None,
-        buffers: torch.dtype | None = None,
+        kept_input_dtype: torch.dtype | None = None,
     ) -> tuple[StageFacts, ...]:
         """The numbers of the summary, stage by stage."""
-        size = self._batch_size_or_default("net.facts", batch_size)
-        held: Sequence[StageMemory] = self.memory(size, buffers=buffers)
+        size = self._microbatch_size_or_default("net.facts", microbatch_size)
+        held: Sequence[StageMemory] = self.memory(size, kept_input_dtype=kept_input_dtype)
         programs = self._programs(self.method)
         if memory_budget is not None:
-            plan = self.memory_plan(memory_budget, batch_size=size, buffers=buffers)
+            plan = self.memory_plan(
+                memory_budget, microbatch_size=size, kept_input_dtype=kept_input_dtype
+            )
             programs = self._programs(self.method, plan.keeps)
             held = [choice.memory for choice in plan.chosen]
         return stage_facts(self.partition, programs, held, size)
 
     def summary(
         self,
-        batch_size: int | None = None,
+        microbatch_size: int | None = None,
         *,
         memory_budget: int | str | None = None,
-        buffers: torch.dtype | None = None,
+        kept_input_dtype: torch.dtype | None = None,
     ) -> str:
         """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
 
         Args:
-            batch_size: Samples in a micro-batch. Default: the example's.
-            memory_budget, buffers: As for the trainer; a device has one stage.
+            microbatch_size: Samples in a micro-batch. Default: the example's.
+            memory_budget, kept_input_dtype: As for the trainer; a device has one stage.
         """
-        facts = self.facts(batch_size, memory_budget=memory_budget, buffers=buffers)
+        facts = self.facts(
+            microbatch_size, memory_budget=memory_budget, kept_input_dtype=kept_input_dtype
+        )
         planned = ""
         if memory_budget is not None:
-            plan = self.memory_plan(memory_budget, batch_size=batch_size, buffers=buffers)
+            plan = self.memory_plan(
+                memory_budget, microbatch_size=microbatch_size, kept_input_dtype=kept_input_dtype
+            )
             planned = f"\n{plan}"
         workload = Workload(
-            choose("backprop"), self._batch_size_or_default("net.summary", batch_size)
+            choose("backprop"), self._microbatch_size_or_default("net.summary", microbatch_size)
         )
         model = MemoryModel.of(self.partition, workload, stages=1)
         plain = model.stage(0, 0, len(model.pieces))
-        how = "" if buffers is None else f", inputs in {str(buffers).split('.')[1]}"
+        how = (
+            "" if kept_input_dtype is None else f", inputs in {str(kept_input_dtype).split('.')[1]}"
+        )
         return stage_table(self.partition, facts, self.method.name + how, plain) + planned
 
     def explain(self, path: str) -> Explanation:
@@ -191,26 +199,28 @@ class StageReport:
         return explain(self.partition, self._programs(self.method), path)
 
     def draw(
-        self, path: str | Path, *, batch_size: int | None = None, name: str | None = None
+        self, path: str | Path, *, microbatch_size: int | None = None, name: str | None = None
     ) -> Path:
         """Draw the stages: `net.svg` to look at, `net.html` to open stage by stage.
 
         Args:
             path: The file to write, by its ending .svg or .html.
-            batch_size: Samples in a micro-batch. Default: the example's.
+            microbatch_size: Samples in a micro-batch. Default: the example's.
             name: The title. Default: the model's class.
         """
         path = new_file("net.draw", path, "net.svg")
-        size = self._batch_size_or_default("net.draw", batch_size)
+        size = self._microbatch_size_or_default("net.draw", microbatch_size)
         programs, memory = self._programs(self.method), self.memory(size)
         return drawing.draw(self.partition, programs, path, name=name, batch=size, memory=memory)
 
-    def draw_schedule(self, path: str | Path, *, accumulate: int | None = None) -> Path:
+    def draw_schedule(self, path: str | Path, *, accumulation_steps: int | None = None) -> Path:
         """Draw when each stage computes, by `net.method` beside others: `timeline.svg`."""
         path = new_file("net.draw_schedule", path, "timeline.svg")
         costs, name = drawing.costs_of(self.partition), self.partition.rewired.name
         methods = drawing.beside_others(self.method)
-        return drawing.draw_schedule(costs, path, methods, accumulate=accumulate, title=name)
+        return drawing.draw_schedule(
+            costs, path, methods, accumulation_steps=accumulation_steps, title=name
+        )
 
     def _repr_html_(self) -> str:
         return drawing.fragment(self.partition, self._programs(self.method))
@@ -222,19 +232,18 @@ class StageReport:
         self,
         memory_budget: int | str,
         *,
-        batch_size: int | None = None,
-        accumulate: int = 1,
-        order: str | None = None,
-        alpha: float | None = None,
+        microbatch_size: int | None = None,
+        accumulation_steps: int = 1,
+        in_flight_per_stage: float | None = None,
         optimizer_copies: float = 1.0,
-        buffers: torch.dtype | None = None,
+        kept_input_dtype: torch.dtype | None = None,
         stage_to_rank: Sequence[int] | None = None,
     ) -> MemoryPlan:
         """What each stage can keep within a budget per device: bytes, or text like "2GiB".
 
         Args:
-            memory_budget, batch_size, accumulate, order, alpha, buffers: As for the trainer, which
-                makes such a plan by itself.
+            memory_budget, microbatch_size, accumulation_steps, in_flight_per_stage,
+                kept_input_dtype: As for the trainer, which makes such a plan by itself.
             optimizer_copies: Numbers of optimizer state for each parameter: 1 for SGD with
                 momentum, 2 for Adam.
             stage_to_rank: The device of each stage. Default: one stage on each device.
@@ -248,13 +257,13 @@ class StageReport:
         check_optimizer_copies("net.memory_plan", optimizer_copies)
         if stage_to_rank is not None:
             check_stage_list("net.memory_plan", "stage_to_rank", stage_to_rank, self.num_stages)
-        method = choose(self.method, order=order, alpha=alpha)
+        method = choose(self.method, in_flight_per_stage=in_flight_per_stage)
         workload = Workload(
             method,
-            self._batch_size_or_default("net.memory_plan", batch_size),
-            accumulate,
+            self._microbatch_size_or_default("net.memory_plan", microbatch_size),
+            accumulation_steps,
             optimizer_copies,
-            buffer_bytes(buffers),
+            buffer_bytes(kept_input_dtype),
         )
         return plan_memory(
             self.partition, parse_memory_budget(memory_budget), workload, stage_to_rank

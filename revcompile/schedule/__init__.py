@@ -31,7 +31,7 @@ from revcompile.schedule.methods import (
 )
 from revcompile.schedule.steady_state import (
     busy_share,
-    hiding_alpha,
+    hiding_in_flight,
     period,
     stage_work,
     zero_bubble_period,
@@ -57,7 +57,7 @@ __all__ = [
     "choose",
     "delay",
     "dry_run",
-    "hiding_alpha",
+    "hiding_in_flight",
     "mean_delay",
     "period",
     "stage_work",

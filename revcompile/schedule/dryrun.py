@@ -144,15 +144,15 @@ def dry_run(lists: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
 def check_schedule(
     method: Method,
     stages: int,
-    accumulate: int = 1,
+    accumulation_steps: int = 1,
     ties: Iterable[Tie] = (),
-    synchronous: int = 0,
+    synchronous_updates: int = 0,
 ) -> None:
     """Dry-run a schedule from filling to drain; ScheduleError if it could deadlock."""
-    longest = max(window(method, stages, stage, accumulate) for stage in range(stages))
-    first = min(synchronous, 2)  # they are all alike
-    count = longest + 2 + first * accumulate
-    dry_run(actions(method, stages, count, accumulate, ties, first), Costs.uniform(stages))
+    longest = max(window(method, stages, stage, accumulation_steps) for stage in range(stages))
+    first = min(synchronous_updates, 2)  # they are all alike
+    count = longest + 2 + first * accumulation_steps
+    dry_run(actions(method, stages, count, accumulation_steps, ties, first), Costs.uniform(stages))
 
 
 class _DryRun:

@@ -71,9 +71,9 @@ class Schedule:
     Args:
         method: A row of the methods' table, or its name.
         stages: How many there are.
-        accumulate: Micro-batches an update.
+        accumulation_steps: Micro-batches an update.
         ties: Stages that share parameters.
-        synchronous: So many updates at the start are without delay: the pipeline is drained before
+        synchronous_updates: Updates without delay at the start: the pipeline is drained before
             each, in the 1F1B order. For methods that otherwise never drain.
 
     >>> schedule = Schedule("petra", stages=2)
@@ -88,25 +88,27 @@ class Schedule:
         self,
         method: str | Method,
         stages: int,
-        accumulate: int = 1,
+        accumulation_steps: int = 1,
         ties: Iterable[Tie] = (),
-        synchronous: int = 0,
+        synchronous_updates: int = 0,
     ) -> None:
-        check_sizes(stages, accumulate)
+        check_sizes(stages, accumulation_steps)
         self.method = choose(method)
-        self.synchronous = synchronous
-        if synchronous and self.method.order is not Order.CONTINUOUS:
+        self.synchronous_updates = synchronous_updates
+        if synchronous_updates and self.method.order is not Order.CONTINUOUS:
             raise InputError(
-                f"synchronous=: method {self.method.name!r} never applies late gradients; leave "
-                "it out"
+                f"synchronous_updates: method {self.method.name!r} never applies late gradients; "
+                "leave it out"
             )
         self.stages = stages
-        self.accumulate = accumulate
+        self.accumulation_steps = accumulation_steps
         self.ties = tuple(sorted(set(ties), key=lambda tie: (tie.owner, tie.holder)))
         self.injected = 0
-        self._windows = [window(self.method, stages, j, accumulate) for j in range(stages)]
+        self._windows = [window(self.method, stages, j, accumulation_steps) for j in range(stages)]
         drained = dataclasses.replace(self.method, order=Order.ONE_F_ONE_B, weights=Weights.LATEST)
-        self._drained_windows = [window(drained, stages, j, accumulate) for j in range(stages)]
+        self._drained_windows = [
+            window(drained, stages, j, accumulation_steps) for j in range(stages)
+        ]
         self._progress = [_Progress() for _ in range(stages)]
         self._owners: list[list[int]] = [[] for _ in range(stages)]
         self._holders: list[list[int]] = [[] for _ in range(stages)]
@@ -133,7 +135,7 @@ class Schedule:
 
     def is_updating(self, stage: int) -> bool:
         """In a full pipeline: does a stage update in the next step?"""
-        return self._progress[stage].accumulated + 1 == self.accumulate
+        return self._progress[stage].accumulated + 1 == self.accumulation_steps
 
     def waiting_tied(self, source: int, target: int) -> Sequence[int]:
         """The updates whose tied messages from one stage to another are sent and not received.
@@ -150,7 +152,7 @@ class Schedule:
     def is_synchronous(self) -> bool:
         """Is the pipeline drained before the next update, as at the start of a training?"""
         # Until then all stages have done as many updates; later, the first stage fewest.
-        return self._progress[0].updates < self.synchronous
+        return self._progress[0].updates < self.synchronous_updates
 
     @property
     def idle(self) -> bool:
@@ -182,12 +184,12 @@ class Schedule:
             at.outstanding.append(self.injected)
             del at.outstanding[0]
             at.accumulated += 1
-            if at.accumulated == self.accumulate:
+            if at.accumulated == self.accumulation_steps:
                 self._count_update(stage)
         self.injected += 1
 
     def drain(self) -> tuple[tuple[Action, ...], ...]:
-        """Finish what is in flight; fewer gradients than `accumulate` are applied too."""
+        """Finish what is in flight; fewer gradients than `accumulation_steps` are applied too."""
         lists = self._receive_tied()
         for stage, todo in enumerate(lists):
             at = self._progress[stage]
@@ -211,9 +213,9 @@ class Schedule:
         return {
             "method": method,
             "stages": self.stages,
-            "accumulate": self.accumulate,
+            "accumulation_steps": self.accumulation_steps,
             "ties": [[tie.owner, tie.holder] for tie in self.ties],
-            "synchronous": self.synchronous,
+            "synchronous_updates": self.synchronous_updates,
             "injected": self.injected,
             "progress": [at.state() for at in self._progress],
         }
@@ -224,13 +226,15 @@ class Schedule:
         choices = {key: kind(state["method"][key]) for key, kind in _CHOICES.items()}
         method = Method(**(state["method"] | choices))
         ties = [Tie(*pair) for pair in state["ties"]]
-        synchronous = state.get("synchronous", 0)
+        synchronous_updates = state.get("synchronous_updates", 0)
         if len(state["progress"]) != state["stages"]:
             raise InputError(
                 f"a schedule of {state['stages']} stages with the progress of "
                 f"{len(state['progress'])}"
             )
-        schedule = cls(method, state["stages"], state["accumulate"], ties, synchronous)
+        schedule = cls(
+            method, state["stages"], state["accumulation_steps"], ties, synchronous_updates
+        )
         schedule.injected = state["injected"]
         # A copy: the lists inside belong to whoever holds `state`.
         schedule._progress = [_Progress(**_Progress(**at).state()) for at in state["progress"]]
@@ -270,7 +274,7 @@ class Schedule:
         in_flight = len(at.outstanding)
         full = in_flight == window
         # No more forward passes before the next update: a pipeline that drains does so now.
-        complete = at.accumulated + in_flight == self.accumulate
+        complete = at.accumulated + in_flight == self.accumulation_steps
         match order:
             case Order.LOCKED | Order.SYNTHETIC | Order.CONTINUOUS:
                 return int(full)
@@ -289,7 +293,7 @@ class Schedule:
         if stage > 0:
             yield _action(Op.SEND_DX, microbatch)
         at.accumulated += 1
-        if at.accumulated == self.accumulate:
+        if at.accumulated == self.accumulation_steps:
             yield from self._update(stage)
 
     def _update(self, stage: int) -> Iterator[Action]:
@@ -319,9 +323,9 @@ def actions(
     method: str | Method,
     stages: int,
     microbatches: int,
-    accumulate: int = 1,
+    accumulation_steps: int = 1,
     ties: Iterable[Tie] = (),
-    synchronous: int = 0,
+    synchronous_updates: int = 0,
 ) -> tuple[tuple[Action, ...], ...]:
     """Each stage's whole action list for `microbatches` micro-batches and a drain.
 
@@ -330,6 +334,6 @@ def actions(
     F0 SY0 F1 SY1 RDY0 B0 U0 F2 SY2 RDY1 B1 U1 RDY2 B2 U2
     RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2
     """
-    schedule = Schedule(method, stages, accumulate, ties, synchronous)
+    schedule = Schedule(method, stages, accumulation_steps, ties, synchronous_updates)
     steps = [*(schedule.inject() for _ in range(microbatches)), schedule.drain()]
     return tuple(tuple(itertools.chain(*stage)) for stage in zip(*steps, strict=True))

@@ -46,11 +46,11 @@ class Order(enum.Enum):
     LOCKED = "locked"
     """One micro-batch in the whole pipeline at a time."""
     GPIPE = "gpipe"
-    """`accumulate` forward passes, then as many backward passes, first in first out."""
+    """`accumulation_steps` forward passes, then as many backward passes, first in first out."""
     ONE_F_ONE_B = "1f1b"
     """One forward, one backward in turn; the pipeline is drained (flushed) before an update."""
     CONTINUOUS = "continuous"
-    """One forward, one backward in turn, never drained; `Method.alpha` says how far apart."""
+    """One forward, one backward in turn, never drained; `Method.in_flight_per_stage` apart."""
     SYNTHETIC = "synthetic"
     """Backward at once, with a predicted gradient (DNI)."""
 
@@ -59,22 +59,29 @@ class Order(enum.Enum):
 class Method:
     """One row of the methods' table.
 
-    `alpha` is for the continuous order only: stage j of J has 1 + ceil(alpha (J-1-j)) micro-batches
-    in flight.
+    `in_flight_per_stage` is for the continuous order: stage j of J has one micro-batch in flight,
+    and so many more for each of the J-1-j stages behind it, rounded up.
+
+        1    a stage does one forward, then one backward pass: gradients come back as soon as they
+             can, and stage j of J is J-1-j updates late (with an update every micro-batch)
+        2    in the PETRA paper all stages do a forward and a backward pass in every time step, and
+             messages move one stage a step: to the last stage and back takes 2(J-1-j) steps
+
+    Both keep every stage equally busy.
     """
 
     name: str
     order: Order
-    alpha: float
+    in_flight_per_stage: float
     keep: Keep
     weights: Weights
 
     def __post_init__(self) -> None:
-        if self.order is Order.CONTINUOUS and not 1 <= self.alpha < math.inf:
+        if self.order is Order.CONTINUOUS and not 1 <= self.in_flight_per_stage < math.inf:
             raise InputError(
-                f"method {self.name!r}: alpha={self.alpha}, but a stage would stall before its "
-                "gradients are back with alpha below 1; use alpha >= 1 (1: least delay, "
-                "2: the order of the PETRA paper)"
+                f"method {self.name!r}: in_flight_per_stage={self.in_flight_per_stage}, but below "
+                "1 a stage would stall before its gradients are back; use in_flight_per_stage >= 1 "
+                "(1: the least delay, 2: as in the PETRA paper)"
             )
         if self.weights is Weights.PREDICTED and (
             self.order is not Order.CONTINUOUS or self.keep is Keep.GRAPH
@@ -88,7 +95,7 @@ class Method:
 
 def _table() -> Iterator[Method]:
     latest, stashed = Weights.LATEST, Weights.STASHED
-    #            name, order, alpha, kept for the backward pass, weights of the backward pass
+    #            name, order, in flight per stage, kept for backward, weights of backward
     yield Method("backprop", Order.LOCKED, 0.0, Keep.GRAPH, latest)
     yield Method("reversible_backprop", Order.LOCKED, 0.0, Keep.NOTHING, latest)
     yield Method("gpipe", Order.GPIPE, 0.0, Keep.GRAPH, latest)
@@ -106,71 +113,52 @@ def _table() -> Iterator[Method]:
 METHODS: Final[Mapping[str, Method]] = MappingProxyType({m.name: m for m in _table()})
 """Every method by name."""
 
-_ALPHAS: Final = {"1f1b": 1.0, "paper": 2.0}
-"""The named orders of methods that never drain, as alpha.
-
-    "1f1b"    a stage does one forward, then one backward pass: gradients come back as soon as
-              they can, and stage j of J is J-1-j updates late (accumulate = 1)
-    "paper"   in the PETRA paper all stages do a forward and a backward pass in every time step,
-              and messages move one stage a step: to the last stage and back takes 2(J-1-j) steps
-              with an update each, so stage j is 2(J-1-j) updates late
-
-Both keep every stage equally busy. The method "1f1b" is another thing: it drains before updates.
-"""
-
 
 def choose(
     name: str | Method,
     *,
-    order: str | None = None,
-    alpha: float | None = None,
+    in_flight_per_stage: float | None = None,
     weights: str | None = None,
 ) -> Method:
     """Look up a method by name.
 
     Args:
-        name: A name of `METHODS`, or a method, which is returned in another order.
-        order: "1f1b" or "paper" (see `_ALPHAS`), for methods that never drain.
-        alpha: The same as a number from 1 on; only one of `order` and `alpha` may be given.
+        name: A name of `METHODS`, or a method, which is returned with other choices.
+        in_flight_per_stage: See `Method`; for methods that never drain.
         weights: A value of `Weights`, for methods that never drain and keep no graphs. The method
             is that of the table with these choices, if there is one.
 
     Raises:
-        InputError: There is no such method, order or choice of weights, or the method's is fixed.
+        InputError: There is no such method or choice of weights, or the method's is fixed.
 
-    >>> choose("petra").alpha, choose("petra", order="paper").alpha
-    (1.0, 2.0)
+    >>> choose("petra", in_flight_per_stage=2).in_flight_per_stage
+    2.0
     >>> choose("petra", weights="stashed").name, choose("pipedream", weights="latest").name
     ('petra_stashed', 'features_replay')
     """
     if not isinstance(name, str | Method):
         raise InputError(f"method={name!r}; use the name of a method, e.g. method='petra'")
     if isinstance(name, str) and name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, 1)
+        near = difflib.get_close_matches(name.lower(), METHODS, 1)
         hint = f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(METHODS)
         raise InputError(f"method {name!r} does not exist; {hint}")
     method = METHODS[name] if isinstance(name, str) else name
     if weights is not None:
         method = _with_weights(method, weights)
-    if order is None and alpha is None:
+    if in_flight_per_stage is None:
         return method
-    if order is not None and alpha is not None:
-        raise InputError(f"order={order!r} and alpha={alpha} say the same thing; give one of them")
     if method.order is not Order.CONTINUOUS:
         free = ", ".join(m.name for m in METHODS.values() if m.order is Order.CONTINUOUS)
         raise InputError(
-            f"method {method.name!r} has a fixed order; leave out order= and alpha=, "
+            f"method {method.name!r} has a fixed order; leave out in_flight_per_stage, "
             f"or use one of: {free}"
         )
-    if order is not None:
-        if not isinstance(order, str) or order not in _ALPHAS:
-            raise InputError(f'order={order!r} does not exist; use "1f1b" or "paper"')
-        alpha = _ALPHAS[order]
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+    if isinstance(in_flight_per_stage, bool) or not isinstance(in_flight_per_stage, int | float):
         raise InputError(
-            f"alpha={alpha!r}; use a number, at least 1 (1: order='1f1b', 2: order='paper')"
+            f"in_flight_per_stage={in_flight_per_stage!r}; use a number, at least 1 (1: the least "
+            "delay, 2: as in the PETRA paper)"
         )
-    return dataclasses.replace(method, alpha=float(alpha))
+    return dataclasses.replace(method, in_flight_per_stage=float(in_flight_per_stage))
 
 
 def _with_weights(method: Method, weights: str) -> Method:
@@ -191,12 +179,16 @@ def _with_weights(method: Method, weights: str) -> Method:
             + "; leave out weights=, or use e.g. method='petra' or 'pipedream'"
         )
     # Named after the row of the table with these choices, or with the nearest there are.
-    published = METHODS[method.name].alpha if method.name in METHODS else method.alpha
+    published = (
+        METHODS[method.name].in_flight_per_stage
+        if method.name in METHODS
+        else method.in_flight_per_stage
+    )
     wanted = Weights.LATEST if chosen is Weights.PREDICTED else chosen
     rows = [
         row.name
         for row in METHODS.values()
-        if (row.order, row.alpha, row.keep, row.weights)
+        if (row.order, row.in_flight_per_stage, row.keep, row.weights)
         == (method.order, published, method.keep, wanted)
     ]
     return dataclasses.replace(method, name=(*rows, method.name)[0], weights=chosen)

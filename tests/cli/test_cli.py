@@ -139,7 +139,10 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         (["inspect", MODEL, "--stages", "2", "--method", "petar"], "did you mean 'petra'"),
         (["draw", MODEL, "--stages", "2"], "nothing to draw"),
         (["inspect", "resnet18", "--stages", "2", "--input", "4,32,32"], "fails on the example"),
-        (["plan", MODEL, "--devices", "2", "--alpha", "0"], "use alpha >= 1"),
+        (
+            ["plan", MODEL, "--devices", "2", "--in-flight-per-stage", "0"],
+            "use in_flight_per_stage >= 1",
+        ),
         (["plan", MODEL, "--devices", "2", "--latency", "3"], "'3' is not understood"),
         (["plan", MODEL, "--devices", "2", "--device", "foo"], "device='foo' does not exist"),
         (["draw", MODEL, "--stages", "2", "--out", "net.png"], "net.png"),
@@ -205,9 +208,9 @@ def test_tables_fit_80_columns(
 
 
 def test_inspect_prints_the_table_and_its_numbers(called: Called) -> None:
-    code, out, _ = called("inspect", MODEL, "--stages", "3", "--batch-size", "8")
+    code, out, _ = called("inspect", MODEL, "--stages", "3", "--microbatch-size", "8")
     assert code == 0 and "Sequential: 3 stages, petra, micro-batches of 8" in out
-    found = in_json(called, "inspect", MODEL, "--stages", "3", "--batch-size", "8")
+    found = in_json(called, "inspect", MODEL, "--stages", "3", "--microbatch-size", "8")
     assert [stage["delay"] for stage in found["stages"]] == [2, 1, 0]
     assert found["stages"][-1]["sent_bytes"] == 8 * 2 * 4
 
@@ -219,7 +222,7 @@ def test_inspect_shows_one_stage_one_block_and_another_order(called: Called) -> 
     assert "FORWARD m0" in called("inspect", *cut, "--program", "1")[1]
     assert "(a, b) -> (b, a + F(b))" in called("inspect", *cut, "--explain", "1")[1]
     assert in_json(called, "inspect", *cut, "--program", "2")["actions"][:2] == ["RX0", "F0"]
-    paper = in_json(called, "inspect", *cut, "--order", "paper")
+    paper = in_json(called, "inspect", *cut, "--in-flight-per-stage", "2")
     assert [stage["delay"] for stage in paper["stages"]] == [4, 2, 0]
 
 
@@ -289,9 +292,12 @@ def test_draw_writes_what_it_is_asked_for(called: Called, tmp_path: Path) -> Non
     ("options", "first"),
     [
         ((), "PETRA, 1F1B order"),
-        (("--order", "paper"), "PETRA, paper order"),
+        (("--in-flight-per-stage", "2"), "PETRA, paper order"),
         (("--method", "pipedream"), "pipedream"),
-        (("--weights", "stashed", "--order", "paper"), "petra_stashed, alpha=2"),
+        (
+            ("--weights", "stashed", "--in-flight-per-stage", "2"),
+            "petra_stashed, in_flight_per_stage=2",
+        ),
         (("--policy", "pretrained"), "petra_stashed"),
     ],
 )
@@ -309,7 +315,7 @@ def test_the_method_of_the_command_line_is_drawn_first(
 
 def test_plan_compares_methods_on_a_cluster(called: Called) -> None:
     argv = ("plan", MODEL, "--devices", "8", "--link", "10Gbps", "--latency", "1ms")
-    found = in_json(called, *argv, "--batch-size", "4")
+    found = in_json(called, *argv, "--microbatch-size", "4")
     assert [one["method"] for one in found["forecasts"]] == [
         "petra",
         "petra",
@@ -320,7 +326,7 @@ def test_plan_compares_methods_on_a_cluster(called: Called) -> None:
     assert {(one["stages"], one["replicas"]) for one in found["forecasts"]} == {(4, 2)}
     code, out, _ = called(*argv)
     assert code == 0 and "4 stages x 2 replicas on 8 devices" in out
-    assert re.search(r"petra, accumulate 16: .*(update|updates) late", out)
+    assert re.search(r"petra, accumulation_steps=16: .*(update|updates) late", out)
 
 
 def test_where_another_method_is_faster_plan_says_so_and_what_helps(called: Called) -> None:
@@ -337,7 +343,7 @@ def test_a_plan_that_does_not_fit_ends_in_1(called: Called) -> None:
 
 def test_a_plan_can_be_measured_here(called: Called) -> None:
     argv = ("plan", MODEL, "--devices", "2", "--cost", "measured", "--methods", "petra")
-    (petra,) = in_json(called, *argv, "--accumulate", "1")["forecasts"]
+    (petra,) = in_json(called, *argv, "--accumulation-steps", "1")["forecasts"]
     assert petra["throughput"] > 0
 
 

@@ -190,12 +190,12 @@ def test_buffers_that_see_only_the_input_are_the_originals(kind: type[nn.Module]
 def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: str) -> None:
     model, batches = made(kind)
     net = revcompile.petrafy(model, 2, example_inputs=batches[0])
-    reference = net.module().train()
+    reference = net.to_module().train()
     trainer = net.trainer(
         method=method,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         loss=lambda out, _: out.square().mean(),
-        accumulate=len(batches),
+        accumulation_steps=len(batches),
     )
     for x in batches:
         trainer.step(x, torch.zeros(5))
@@ -204,7 +204,7 @@ def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: s
     for x in batches:
         (reference(x).square().mean() / len(batches)).backward()
     optimizer.step()
-    trained_model = net.module()
+    trained_model = net.to_module()
     for named in ("named_parameters", "named_buffers"):
         got, wanted = (dict(getattr(m, named)()) for m in (trained_model, reference))
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)

@@ -75,7 +75,7 @@ def _train(model: nn.Module, *sizes: tuple[int, int]) -> None:
     for x, y in zip(batches, targets, strict=True):
         trainer.step(x, y)
     trainer.flush()
-    reference = net.module().train()
+    reference = net.to_module().train()
     reference.reversible = False  # type: ignore[assignment]
     for index, (x, y) in enumerate(zip(batches, targets, strict=True)):
         assert gradient_error(trainer, reference, index, x, y) < 1e-10
@@ -89,7 +89,7 @@ def _same_with_stored_activations(net: revcompile.StagedModel, batches: list[Ten
         for index, x in enumerate(batches):
             trainer.step(x, torch.tensor([0.1 * (index + 1)]))
         trainer.flush()
-        seen = [executor.updater.optimizer.seen for executor in trainer.executors]
+        seen = [executor.updater.optimizer.seen for executor in trainer._executors]
         gradients.append([g for stage in seen for step in stage for g in step])
     for want, got in zip(*gradients, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)

@@ -82,7 +82,7 @@ def test_what_is_detached_has_no_gradient_to_lose() -> None:
             return (picks * largest.detach()).unbind(1)
 
     net: Any = revcompile.petrafy(made(Detached), 3, example())
-    module = net.module()
+    module = net.to_module()
     module(example()).sum().backward()
     assert module.ada.weight.grad is None
 

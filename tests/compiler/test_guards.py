@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
+from revcompile.compiler.capture import capture
 from revcompile.errors import CaptureError, GuardError, InputError
 
 WIDTH = 8
@@ -221,7 +222,7 @@ def test_counters_are_refused_at_the_top_and_kept_whole_inside(kind: str) -> Non
     x = torch.randn(3, WIDTH)
     with pytest.raises(CaptureError, match="counts in its attribute"):
         revcompile.reversify(Counter(kind), x)
-    captured = revcompile.capture(nn.Sequential(Inner(), Counter(kind)), x, check="off")
+    captured = capture(nn.Sequential(Inner(), Counter(kind)), x, check="off")
     assert "1" in captured.leaf_modules
 
 
@@ -308,9 +309,9 @@ class LayerDrop(nn.Module):
 
 def test_layer_drop_that_is_off_stops_nothing() -> None:
     x = torch.randn(3, WIDTH)
-    revcompile.capture(LayerDrop(0.0), x, check="full")
+    capture(LayerDrop(0.0), x, check="full")
     with pytest.raises(CaptureError, match=r"LayerDrop with p = 0\.5\); set that probability to 0"):
-        revcompile.capture(LayerDrop(0.5), x)
+        capture(LayerDrop(0.5), x)
 
 
 class DroppedLayer(nn.Module):
@@ -328,7 +329,7 @@ class DroppedLayer(nn.Module):
 
 def test_one_line_may_draw_numbers_that_decide_and_numbers_that_do_not() -> None:
     model = nn.Sequential(*(DroppedLayer(rate) for rate in (0.0, 0.3, 0.6, 0.5)))
-    captured = revcompile.capture(model, torch.randn(3, WIDTH), check="full")
+    captured = capture(model, torch.randn(3, WIDTH), check="full")
     leaves = [str(node.target) for node in captured.graph.nodes if node.op == "call_module"]
     assert leaves == ["0.layer", "1", "2", "3"] and len(captured.draws) == 1
 

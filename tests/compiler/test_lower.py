@@ -51,7 +51,7 @@ def programs(method: str) -> tuple[StageProgram, ...]:
     net = sided()
     chosen = choose(method)
     return tuple(
-        executor.program for executor in net.trainer(sgd, F.mse_loss, method=chosen).executors
+        executor.program for executor in net.trainer(sgd, F.mse_loss, method=chosen)._executors
     )
 
 
@@ -230,7 +230,7 @@ def normed(stages: int) -> revcompile.StagedModel:
 def test_statistics_move_once_a_micro_batch(method: str, stages: int) -> None:
     """With standing weights they are those of a plain forward pass of every micro-batch."""
     net = copy.deepcopy(normed(stages))
-    reference = net.module()
+    reference = net.to_module()
     trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.0), F.cross_entropy, method=method)
     for size in (4, 4, 3, 4, 4, 4, 2):
         x = torch.randn(size, 5, dtype=torch.float64)

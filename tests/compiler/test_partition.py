@@ -124,7 +124,7 @@ def test_torn_segments_compute_the_same(stages: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 4, 6)
     net = revcompile.petrafy(Opaques(), stages, x, check="off")
-    expected = net.module()(x)
+    expected = net.to_module()(x)
     trainer = net.trainer(
         lambda p: torch.optim.SGD(p, lr=1.0), lambda output, _: output[0].sum() + output[1].sum()
     )
@@ -132,7 +132,7 @@ def test_torn_segments_compute_the_same(stages: int) -> None:
     found = trainer.step(x).output
     trainer.flush()
     torch.testing.assert_close(found, tuple(e.detach() for e in expected))
-    module = net.module()
+    module = net.to_module()
     module.load_state_dict(before, strict=False)
     sum(o.sum() for o in module(x)).backward()
     for name, parameter in module.named_parameters():
@@ -289,20 +289,20 @@ def test_a_memory_limit_moves_the_cuts() -> None:
     """The work is even with one heavy layer in front; memory is not."""
     x = torch.randn(2, 5)
     heavy = {"stem": 4.0, "head": 1.0, **{f"layers.{i}": 1.0 for i in range(5)}}
-    free = cut(Chain(), 2, x, cost=heavy, batch_size=64)
+    free = cut(Chain(), 2, x, cost=heavy, microbatch_size=64)
     largest = max(needs(free, 64))
     limit = largest - 1
-    bound = cut(Chain(), 2, x, cost=heavy, memory_budget=limit, batch_size=64)
+    bound = cut(Chain(), 2, x, cost=heavy, memory_budget=limit, microbatch_size=64)
     assert sizes(bound) != sizes(free)
     assert max(needs(bound, 64)) <= limit
     assert max(work(bound)) > max(work(free))
-    as_text = cut(Chain(), 2, x, cost=heavy, memory_budget=f"{limit}B", batch_size=64)
+    as_text = cut(Chain(), 2, x, cost=heavy, memory_budget=f"{limit}B", microbatch_size=64)
     assert sizes(as_text) == sizes(bound)
 
 
 def test_a_memory_limit_that_cannot_be_met() -> None:
     with pytest.raises(InputError) as raised:
-        cut(Chain(), 2, torch.randn(2, 5), memory_budget=1000, batch_size=64)
+        cut(Chain(), 2, torch.randn(2, 5), memory_budget=1000, microbatch_size=64)
     said = str(raised.value)
     assert said.startswith("petrafy: Chain does not fit 2 devices of 1000 B at 64 samples")
     assert "the most), and no other cut fits either. Use more stages" in said

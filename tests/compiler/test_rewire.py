@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import revcompile
-from revcompile import Enter, Fuse, Policy
 from revcompile.compiler.capture import capture
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import VerificationError
+from revcompile.ir.policy import Enter, Fuse, Policy
 from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import Body, Captured, Coupling, Opaque, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion

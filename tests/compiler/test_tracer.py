@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from tracing import lines, traced
 
-import revcompile
+from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import fake_copy
 from revcompile.compiler.capture.fx_frontend import trace
@@ -369,5 +369,5 @@ def test_other_threads_see_nothing_of_a_trace() -> None:
             return y * math.sqrt(x.shape[1])
 
     with ThreadPoolExecutor(1) as other:
-        captured = revcompile.capture(Model(), X, check="fast")
+        captured = capture(Model(), X, check="fast")
     assert captured.leaf_modules == () and len(found) > 10 and all(found)

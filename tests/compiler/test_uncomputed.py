@@ -69,7 +69,7 @@ def _net() -> Any:
 
 def test_a_tensor_that_the_graph_does_not_leave_in_an_attribute_is_not_there() -> None:
     staged = revcompile.petrafy(nn.Sequential(Block(), Block(), Block()), 2, X)
-    for net in (_net(), staged.module()):
+    for net in (_net(), staged.to_module()):
         net(X)
         block = net.get_submodule("1")
         assert not hasattr(block, "aux") and block.losses == {}
@@ -93,7 +93,7 @@ def test_a_cache_that_is_filled_in_eval_mode_is_computed_in_every_call(
     staged = revcompile.petrafy(model, 2, X)
     trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
     trainer.step(X, X)
-    expected = nn.functional.mse_loss(staged.module().eval()(X), X)
+    expected = nn.functional.mse_loss(staged.to_module().eval()(X), X)
     assert trainer.evaluate([(X, X)]).loss == pytest.approx(expected.item())
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
+from revcompile import TrainerOptions
+from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.isolation import preserve_model
 from revcompile.errors import CaptureError, ModifiedError
 from revcompile.runtime.reversible.replay import StatefulBuffers
@@ -84,11 +86,11 @@ class CustomFunction(Block):
 
 @pytest.mark.parametrize("function", [Tripled, Unchanged, WithSetup])
 def test_a_custom_function_stays_in_a_module_of_its_own(function: Any) -> None:
-    captured = revcompile.capture(nn.Sequential(CustomFunction(function)), X, check="full")
+    captured = capture(nn.Sequential(CustomFunction(function)), X, check="full")
     assert captured.leaf_modules == ("0",)
     expected = f"custom autograd function {function.__name__} "
     with pytest.raises(CaptureError, match=expected) as caught:
-        revcompile.capture(CustomFunction(function), X)
+        capture(CustomFunction(function), X)
     assert "submodule" in str(caught.value) and "test_unseen.py" in str(caught.value)
 
 
@@ -98,7 +100,7 @@ def test_a_custom_function_without_gradients_is_part_of_the_graph() -> None:
             with torch.no_grad():
                 return h + super().effect(h)
 
-    assert revcompile.capture(Model(Tripled), X, check="full").leaf_modules == ()
+    assert capture(Model(Tripled), X, check="full").leaf_modules == ()
 
 
 # -- data of a buffer -----------------------------------------------------------------------------
@@ -112,7 +114,7 @@ class SetData(Block):
 
 def test_data_that_is_assigned_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"assigns to \.data of a tensor") as caught:
-        revcompile.capture(SetData(), X)
+        capture(SetData(), X)
     assert "test_unseen.py" in str(caught.value) and "copy_" in str(caught.value)
 
 
@@ -276,7 +278,7 @@ def test_buffers_beside_a_batch_norm_move_once_a_micro_batch(method: str) -> Non
         lambda p: torch.optim.SGD(p, lr=0.0),
         nn.functional.mse_loss,
         method=method,
-        measure_every=1,
+        options=TrainerOptions(measure_reconstruction_every=1),
     )
     errors: list[float] = []
     for _ in range(4):
@@ -307,7 +309,7 @@ class ByTypeOfName(Block):
 @pytest.mark.parametrize("kind", [ByType, ByTypeOfName])
 def test_a_type_compared_by_identity_decides_and_is_a_guard(kind: type[Block]) -> None:
     model = kind().double()
-    captured = revcompile.capture(model, X.double(), check="full")
+    captured = capture(model, X.double(), check="full")
     assert any("dtype" in guard.expression for guard in captured.guards.train.sizes[0].guards)
     net = revcompile.reversify(model, X.double())
     anew = revcompile.reversify(copy.deepcopy(model).float(), X)
@@ -336,11 +338,11 @@ class RemembersInChild(Block):
 @pytest.mark.parametrize("kind", [CountsInChild, AppendsInChild])
 def test_counting_in_an_attribute_of_a_child_is_seen(kind: type[Block]) -> None:
     with pytest.raises(CaptureError, match="counts in the attribute"):
-        revcompile.capture(kind(), X, check="off")
-    captured = revcompile.capture(nn.Sequential(kind(), Block()), X, check="off")
+        capture(kind(), X, check="off")
+    captured = capture(nn.Sequential(kind(), Block()), X, check="off")
     assert captured.leaf_modules == ("0",)
 
 
 def test_what_is_remembered_in_a_child_is_no_counter() -> None:
-    captured = revcompile.capture(nn.Sequential(RemembersInChild(), Block()), X, check="full")
+    captured = capture(nn.Sequential(RemembersInChild(), Block()), X, check="full")
     assert captured.leaf_modules == ()

@@ -13,6 +13,7 @@ from helpers import gradients, worst
 from torch import Tensor, nn
 
 import revcompile
+from revcompile.compiler.capture import capture
 from revcompile.compiler.dataflow import holds_tensor, is_plain, tensor_type
 from revcompile.ir.types import TensorType
 from tests.support.comparing import Recorder
@@ -173,7 +174,7 @@ def staged_gradients(
     trainer.step(x, torch.zeros(1))
     trainer.flush()
     found = {}
-    for executor in trainer.executors:
+    for executor in trainer._executors:
         optimizer: Any = executor.updater.optimizer
         if optimizer is not None:
             found |= dict(zip(executor.updater.parameters, optimizer.seen[0], strict=True))
@@ -183,7 +184,7 @@ def staged_gradients(
 def stored_gradients(
     net: revcompile.StagedModel, x: Any, loss: Callable[[Any, Tensor], Tensor]
 ) -> dict[str, Tensor | None]:
-    module: Any = net.module()
+    module: Any = net.to_module()
     module.reversible = False
     loss(module.train()(x), torch.zeros(1)).backward()
     return {name: p.grad for name, p in module.named_parameters()}
@@ -241,7 +242,7 @@ def test_items_of_structured_values_get_their_gradients_in_stages(kind: type[nn.
 
 @pytest.mark.parametrize("kind", STRUCTURES, ids=lambda kind: kind.__name__)
 def test_structured_values_are_taken_apart_behind_their_producer(kind: type[nn.Module]) -> None:
-    captured = revcompile.capture(made(kind), example(), leaf_modules=leaves_of(kind))
+    captured = capture(made(kind), example(), leaf_modules=leaves_of(kind))
     nodes = list(captured.graph.nodes)
     for node in nodes:
         if node.op == "output" or tensor_type(node) is not None or is_plain(node):
@@ -298,9 +299,9 @@ def of_maximum(output: Any, target: Tensor) -> Tensor:
 def test_structured_results_are_what_they_were_and_train(kind: Any, loss: Any) -> None:
     model = made(kind)
     net = revcompile.petrafy(model, 3, example(), check="full", leaf_modules=["ada"])
-    expected, actual = model(example()), net.module()(example())
+    expected, actual = model(example()), net.to_module()(example())
     assert [type(part) for part in expected] == [type(part) for part in actual]
-    module: Any = net.module()
+    module: Any = net.to_module()
     module.reversible = False
     loss(module(example()), torch.zeros(1)).backward()
     for method in ("petra", "backprop"):
@@ -398,9 +399,9 @@ def test_complex_values_are_checkpointed_in_flight(tmp_path: Any) -> None:
             for _ in range(2):
                 trainer.step(example(), torch.zeros(1))
         trainer.flush()
-        file = net.export(tmp_path / "weights.safetensors")
-        net.load(file)
-        return dict(net.module().state_dict())
+        file = net.save_weights(tmp_path / "weights.safetensors")
+        net.load_weights(file)
+        return dict(net.to_module().state_dict())
 
     expected = trained(tmp_path / "run", range(3), load=False)
     actual = trained(tmp_path / "run", range(2), load=True)

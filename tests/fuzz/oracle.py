@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 import revcompile
+from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.random_draws import draws_left_out
 from revcompile.errors import InputError, RevcompileError, RevcompileWarning, VerificationError
 from revcompile.ir.coupling_ops import seed_torch
@@ -228,7 +229,7 @@ class Examination:
         """The graph against the original, in both modes."""
         call = self.calls[0]
         with self.watched("capture"):
-            captured = revcompile.capture(build(self.net), call.args, call.kwargs)
+            captured = capture(build(self.net), call.args, call.kwargs)
         self.captured = captured
         if captured.draws:
             self.original = self.observe_original(build(self.net), self.calls)
@@ -410,7 +411,7 @@ class Examination:
         start = copy_module(staged.model)
         fed = [self.call((batch, LENGTH), seed) for seed, batch in enumerate((3, 3, 3, 4))]
         reference = None
-        module = staged.module()
+        module = staged.to_module()
         module.reversible = False  # type: ignore[assignment]
         stored = copy_module(module)
 
@@ -466,7 +467,7 @@ class Examination:
         for index, call in enumerate(fed):
             trainer.step(_as_inputs(staged, call), torch.tensor(0.1 * (index + 1)))
         trainer.flush()
-        names = {id(p): name for name, p in trainer.parameters().items()}
+        names = {id(p): name for name, p in trainer.named_parameters()}
         steps = recorder.gradients(names)
         buffers = {name: b.detach().clone() for name, b in trainer.model.named_buffers()}
         every: dict[str, Tensor | None] = dict.fromkeys(names.values())

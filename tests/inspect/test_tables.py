@@ -35,7 +35,7 @@ def test_every_piece_and_parameter_is_listed_once() -> None:
     facts = resnet().facts()
     pieces = [name for stage in facts for name in stage.pieces]
     assert pieces == [p.name for part in resnet().partition.parts for p in part.pieces]
-    total = sum(p.numel() for p in resnet().module().parameters())
+    total = sum(p.numel() for p in resnet().to_module().parameters())
     assert sum(stage.parameters for stage in facts) == total
     assert sum(stage.flops_share for stage in facts) == pytest.approx(1)
     assert sum(stage.work_share for stage in facts) == pytest.approx(1)
@@ -51,7 +51,7 @@ def test_what_is_not_reversible_has_its_reason() -> None:
 
 
 def test_boundaries_windows_and_delays_are_the_methods() -> None:
-    facts, petra = resnet().facts(batch_size=10), choose("petra")
+    facts, petra = resnet().facts(microbatch_size=10), choose("petra")
     for stage in facts:
         assert stage.window == window(petra, 4, stage.index)
         assert stage.delay == delay(petra, 4, stage.index)
@@ -62,7 +62,7 @@ def test_boundaries_windows_and_delays_are_the_methods() -> None:
 
 
 def test_memory_grows_with_the_batch() -> None:
-    small, large = resnet().facts(batch_size=2), resnet().facts(batch_size=8)
+    small, large = resnet().facts(microbatch_size=2), resnet().facts(microbatch_size=8)
     for one, four in zip(small, large, strict=True):
         assert four.working == 4 * one.working and four.buffers == 4 * one.buffers
     assert [stage.memory for stage in small] == [held.total for held in resnet().memory(2)]
@@ -79,7 +79,7 @@ def test_the_table_names_stages_reasons_balance_and_totals() -> None:
     worst = max(resnet().facts(), key=lambda stage: stage.work_share)
     assert f"(stage {worst.index}) has {4 * worst.work_share:.2f}x the mean work" in text
     before = sum(p.numel() for p in ResNet().parameters())
-    after = sum(p.numel() for p in resnet().module().parameters())
+    after = sum(p.numel() for p in resnet().to_module().parameters())
     assert (
         f"{after:,} parameters ({before:,} before rewiring: {100 * (after / before - 1):+.1f} %)"
         in text

@@ -61,7 +61,7 @@ def after_a_step(modules: Sequence[nn.Module], output: Tensor, target: Tensor) -
 @pytest.mark.parametrize("name", MODELS)
 def test_modules_in_sequence_are_the_model(name: str, reversible: bool) -> None:
     net, (inputs, target) = compiled(name), data(name)
-    module = net.module()
+    module = net.to_module()
     setattr(module, "reversible", False)  # noqa: B010 - a flag of the compiled module only
     expected = after_a_step([module], module(*inputs), target)
     stages = net.to_pipeline_stages(reversible=reversible)
@@ -178,7 +178,7 @@ def joined(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
 def test_every_weight_has_its_name_and_one_home() -> None:
     net = compiled("resnet")
     stages = net.to_pipeline_stages()
-    state, whole = joined(stages), net.module().state_dict()
+    state, whole = joined(stages), net.to_module().state_dict()
     assert state.keys() == whole.keys()
     assert sum(len(stage.state_dict()) for stage in stages) == len(whole)
     assert all(torch.equal(state[name], whole[name]) for name in whole)
@@ -186,7 +186,7 @@ def test_every_weight_has_its_name_and_one_home() -> None:
 
 def test_weights_are_copies_and_go_back_by_name() -> None:
     net = revcompile.petrafy(ResNet().double().train(), 3, images(2), check="off")
-    before = net.module().state_dict()
+    before = net.to_module().state_dict()
     stages = net.to_pipeline_stages()
     with torch.no_grad():
         for parameter in itertools.chain(*(stage.parameters() for stage in stages)):
@@ -198,7 +198,7 @@ def test_weights_are_copies_and_go_back_by_name() -> None:
 
 def test_a_checkpoint_of_the_original_loads_into_every_stage() -> None:
     net, original = compiled("resnet"), ResNet().double()
-    module = net.module()
+    module = net.to_module()
     module.load_state_dict(original.state_dict())
     stages = net.to_pipeline_stages()
     for stage in stages:
@@ -227,7 +227,7 @@ def test_a_frozen_parameter_of_two_stages_is_copied() -> None:
     model.embed.weight.requires_grad_(False)
     net = revcompile.petrafy(model, 4, inputs, check="off")
     stages = net.to_pipeline_stages()
-    assert torch.equal(run_in_sequence(stages, inputs), net.module()(*inputs))
+    assert torch.equal(run_in_sequence(stages, inputs), net.to_module()(*inputs))
 
 
 def test_running_statistics_of_two_stages_are_refused_by_name() -> None:
@@ -254,11 +254,11 @@ def test_several_outputs_come_in_order_and_only_in_training() -> None:
     model = Returning().double().train()
     net = revcompile.petrafy(model, 3, rows(2), check="off", policy="same_parameters")
     stages, (x,) = net.to_pipeline_stages(), rows(3)
-    expected = net.module()(x)
+    expected = net.to_module()(x)
     found = run_in_sequence(stages, (x,))
     assert [t.shape for t in found] == [(3, 5), (3, 6)]
     assert torch.equal(found[0], expected["logits"]) and torch.equal(found[1], expected["hidden"])
-    with pytest.raises(InputError, match=r"evaluate net\.module\(\)"):
+    with pytest.raises(InputError, match=r"evaluate net\.to_module\(\)"):
         stages[0].eval()(x)
 
 
@@ -285,7 +285,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def by_us(model: str, method: str) -> tuple[list[float], dict[str, Tensor]]:
     """The same step with our engine: losses, gradients and buffers."""
     net, (inputs, target) = compiled(model), data(model)
-    start = net.module().state_dict()
+    start = net.to_module().state_dict()
     gradients: dict[int, Tensor] = {}
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -298,14 +298,16 @@ def by_us(model: str, method: str) -> tuple[list[float], dict[str, Tensor]]:
         made.register_step_pre_hook(note)
         return made
 
-    trainer = net.trainer(optimizer, F.cross_entropy, method=method, accumulate=MICROBATCHES)
+    trainer = net.trainer(
+        optimizer, F.cross_entropy, method=method, accumulation_steps=MICROBATCHES
+    )
     losses: dict[int, float] = {}
     chunks = zip(*(t.chunk(MICROBATCHES) for t in (*inputs, target)), strict=True)
     for *fed, wanted in chunks:
         metrics = trainer.step(tuple(fed), wanted)
         losses[metrics.microbatch] = metrics.loss
     trainer.flush()
-    state = {n: gradients[id(p)] for n, p in trainer.parameters().items() if id(p) in gradients}
+    state = {n: gradients[id(p)] for n, p in trainer.named_parameters() if id(p) in gradients}
     buffers = net.model.named_buffers()
     state |= {f"buffer {n}": b.clone() for n, b in buffers if b.is_floating_point()}
     net.model.load_state_dict(start)

@@ -89,7 +89,7 @@ def test_stages_of_a_model_that_returns_its_own_loss() -> None:
     trainer.step(kwargs)
     trainer.flush()
     assert trainer.evaluate([kwargs]).loss != want
-    trained = net.module(original=True).eval()
+    trained = net.to_original().eval()
     assert trainer.evaluate([kwargs]).loss == trained(**kwargs).loss.item()
 
 

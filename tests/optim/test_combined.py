@@ -48,7 +48,7 @@ def test_nothing_cannot_be_combined() -> None:
 def test_without_delay_each_does_what_it_does_alone() -> None:
     data = batches(6)
     net = fresh(Plain, 1)
-    model = net.module().train()
+    model = net.to_module().train()
     trainer = net.trainer(
         both, F.cross_entropy, method="backprop", clip_grad_norm=0.5, lr_schedule=falling
     )
@@ -60,7 +60,7 @@ def test_without_delay_each_does_what_it_does_alone() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for optimizer, schedule in zip(alone, schedules, strict=True):
             optimizer.step(), optimizer.zero_grad(), schedule.step()
-    for name, value in net.module().state_dict().items():
+    for name, value in net.to_module().state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name])
 
 
@@ -71,13 +71,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(backend: str) -> None:
     trainers = [
         net.trainer(both, F.cross_entropy, lr_schedule=falling, backend=backend) for net in nets
     ]
-    told = [executor.updater.optimizer.optimizers[0].delay for executor in trainers[0].executors]
+    told = [executor.updater.optimizer.optimizers[0].delay for executor in trainers[0]._executors]
     assert told == [3.0, 2.0, 1.0, 0.0]
     feed(trainers[0], data[:10])
     trainers[1].load_state_dict(through_a_file(trainers[0].state_dict()))
     for trainer in trainers:
         feed(trainer, data[10:])
-        assert trainer.runner.is_active == (backend == "static")
+        assert trainer._runner.is_active == (backend == "static")
     assert same(trainers[0].state_dict(), trainers[1].state_dict())
 
 

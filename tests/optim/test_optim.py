@@ -229,7 +229,7 @@ def test_every_stage_knows_its_delay() -> None:
         made.append(DelayAwareSGD(params, 0.1))
         return made[-1]
 
-    trainer = net.trainer(factory, F.cross_entropy, accumulate=2)
+    trainer = net.trainer(factory, F.cross_entropy, accumulation_steps=2)
     method = choose("petra")
     assert [o.delay for o in made] == [mean_delay(method, 4, j, 2) for j in range(4)]
     assert [o.delay for o in made] == [1.5, 1.0, 0.5, 0.0]
@@ -237,7 +237,7 @@ def test_every_stage_knows_its_delay() -> None:
         trainer.step(*batch)
     trainer.flush()
     made.clear()
-    later = net.trainer(factory, F.cross_entropy, accumulate=2, method="backprop")
+    later = net.trainer(factory, F.cross_entropy, accumulation_steps=2, method="backprop")
     later.load_state_dict(trainer.state_dict())
     assert [o.delay for o in made] == [0.0] * 4, "a checkpoint brings no delay of its own"
     for batch in batches(4):
@@ -248,7 +248,7 @@ def test_without_delay_a_pipeline_trains_as_with_nesterov_momentum() -> None:
     found = []
     for make in (lambda p: DelayAwareSGD(p, 0.1), lambda p: SGD(p, 0.1, 0.9, nesterov=True)):
         net = fresh(Plain, 2)
-        trainer = net.trainer(make, F.cross_entropy, method="1f1b", accumulate=2)
+        trainer = net.trainer(make, F.cross_entropy, method="1f1b", accumulation_steps=2)
         for batch in batches(12):
             trainer.step(*batch)
         trainer.flush()
@@ -259,4 +259,4 @@ def test_without_delay_a_pipeline_trains_as_with_nesterov_momentum() -> None:
 def test_other_optimizers_are_given_no_delay() -> None:
     net = fresh(Plain, 2)
     trainer = net.trainer(lambda p: AdamW(p), F.cross_entropy)
-    assert not any(hasattr(executor.updater.optimizer, "delay") for executor in trainer.executors)
+    assert not any(hasattr(executor.updater.optimizer, "delay") for executor in trainer._executors)

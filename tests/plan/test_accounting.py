@@ -112,7 +112,7 @@ def test_a_run_of_opaque_pieces_keeps_its_input_for_every_micro_batch_in_flight(
     memory = model(PETRA).stage(1, 2, 6)  # stage 1 of 4: 3 in flight
     assert memory.buffers == 3 * 2 * STREAM
     assert memory.working == saved(3, 4)
-    twice = model(choose("petra", order="paper")).stage(1, 2, 6)
+    twice = model(choose("petra", in_flight_per_stage=2)).stage(1, 2, 6)
     assert twice.buffers == 5 * 2 * STREAM
 
 
@@ -202,15 +202,17 @@ def test_a_stage_that_keeps_its_graph_has_one_for_every_micro_batch_in_flight() 
     assert memory.working == 0
 
 
-@pytest.mark.parametrize(("accumulate", "buffered"), [(1, 1), (2, 2), (8, 3)])
-def test_flushing_methods_hold_a_group_at_most(accumulate: int, buffered: int) -> None:
-    memory = model(choose("1f1b"), accumulate=accumulate).stage(1, 1, 3)
+@pytest.mark.parametrize(("accumulation_steps", "buffered"), [(1, 1), (2, 2), (8, 3)])
+def test_flushing_methods_hold_a_group_at_most(accumulation_steps: int, buffered: int) -> None:
+    memory = model(choose("1f1b"), accumulation_steps=accumulation_steps).stage(1, 1, 3)
     assert memory.buffers == buffered * saved(1, 2)
 
 
-@pytest.mark.parametrize(("accumulate", "versions"), [(1, 6), (2, 3), (4, 2), (6, 1)])
-def test_stashed_parameters_are_the_versions_in_flight(accumulate: int, versions: int) -> None:
-    memory = model(choose("delayed"), accumulate=accumulate).stage(0, 0, 2)
+@pytest.mark.parametrize(("accumulation_steps", "versions"), [(1, 6), (2, 3), (4, 2), (6, 1)])
+def test_stashed_parameters_are_the_versions_in_flight(
+    accumulation_steps: int, versions: int
+) -> None:
+    memory = model(choose("delayed"), accumulation_steps=accumulation_steps).stage(0, 0, 2)
     assert memory.stashed == versions * memory.gradients  # frozen ones are not copied
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import Plain, fresh
+from training import Plain, fresh, settings_of
 
 import revcompile
 from revcompile.errors import RevcompileWarning
@@ -66,7 +66,7 @@ def test_attention_is_found_however_it_is_written(kind: str) -> None:
 def advice(net: revcompile.StagedModel, optimizer: Any, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        net.trainer(optimizer, F.mse_loss, **options)
+        net.trainer(optimizer, F.mse_loss, **settings_of(**options))
     found = [w for w in caught if w.category is RevcompileWarning]
     assert all(w.filename == __file__ for w in found)
     return [str(w.message) for w in found]
@@ -76,10 +76,10 @@ def test_one_warning_names_the_remedies() -> None:
     (text,) = advice(net(), torch.optim.AdamW)
     assert "up to 3 updates late, which AdamW does not compensate" in text
     assert "muon_groups(model), or revcompile.optim.ErrorFeedback(AdamW(...)) and weights" in text
-    assert "'stashed'" in text and "accumulate=3" in text
-    (text,) = advice(net(), torch.optim.AdamW, weights="stashed", order="paper")
-    assert "'stashed'" not in text and "up to 6 updates" in text and "accumulate=6" in text
-    (text,) = advice(net(stages=5), torch.optim.AdamW, order="paper")
+    assert "'stashed'" in text and "accumulation_steps=3" in text
+    (text,) = advice(net(), torch.optim.AdamW, weights="stashed", in_flight_per_stage=2)
+    assert "'stashed'" not in text and "up to 6 updates" in text and "accumulation_steps=6" in text
+    (text,) = advice(net(stages=5), torch.optim.AdamW, in_flight_per_stage=2)
     assert "up to 8 updates" in text and "ErrorFeedback(AdamW(...)), and weights=" in text
 
 
@@ -88,10 +88,10 @@ def test_other_weights_in_backward_are_warned_of_unless_matrices_move_little() -
     assert "up to 3 updates late, and backward uses other weights than forward did" in text
     assert "Use revcompile.optim.DelayAwareMuon (not with max_drift=None)" in text
     assert ", or weights='stashed'" in text
-    assert "accumulate=3" in text and "ErrorFeedback" not in text
+    assert "accumulation_steps=3" in text and "ErrorFeedback" not in text
     assert not advice(net(), DelayAwareMuon)
     assert not advice(net(), DelayAwareMuon, weights="predicted")
-    (text,) = advice(net(stages=5), DelayAwareMuon, order="paper")
+    (text,) = advice(net(stages=5), DelayAwareMuon, in_flight_per_stage=2)
     assert "up to 8 updates late" in text and "Use weights='stashed'" in text
 
 
@@ -103,8 +103,8 @@ def test_remedies_that_would_not_work_are_not_named() -> None:
 def test_no_warning_where_there_is_nothing_to_say() -> None:
     muon = {"param_groups": muon_groups(net().model)}
     assert not advice(net(), DelayAwareMuon, weights="stashed", **muon)
-    assert not advice(net(), DelayAwareMuon, accumulate=3, **muon)
+    assert not advice(net(), DelayAwareMuon, accumulation_steps=3, **muon)
     assert not advice(net(), lambda p: [ErrorFeedback(torch.optim.AdamW(p))], weights="stashed")
-    assert not advice(net(), torch.optim.AdamW, accumulate=3)
+    assert not advice(net(), torch.optim.AdamW, accumulation_steps=3)
     assert not advice(net(), torch.optim.AdamW, method="1f1b")
     assert not advice(fresh(Plain), torch.optim.AdamW)

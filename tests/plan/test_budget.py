@@ -16,6 +16,7 @@ import pytest
 import torch
 import training
 from torch import nn
+from training import settings_of
 
 import revcompile
 import tests.plan.test_stage_memory as models
@@ -40,7 +41,7 @@ from tests.support.measuring import LiveStorages
 from tests.support.stage_memory import Bytes, CpuMeter, Watch, images
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
-PETRA: Final = Workload(choose("petra"), batch_size=8)
+PETRA: Final = Workload(choose("petra"), microbatch_size=8)
 CPU: Final = torch.device("cpu")
 LAYOUTS: Final = {"one device": (0, 0, 0, 0, 0), "two": (0, 0, 1, 1, 1), "one each": None}
 
@@ -81,7 +82,7 @@ def limits(workload: Workload, stage_to_rank: Sequence[int]) -> list[int]:
 # -- the plan -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workload", [PETRA, dataclasses.replace(PETRA, accumulate=3)])
+@pytest.mark.parametrize("workload", [PETRA, dataclasses.replace(PETRA, accumulation_steps=3)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_plan_that_fits_is_faster(layout: str, workload: Workload) -> None:
     stage_to_rank = LAYOUTS[layout] or tuple(range(5))
@@ -125,17 +126,17 @@ def test_a_budget_too_small_names_the_stage_and_what_to_do() -> None:
     with pytest.raises(InputError) as raised:
         plan_memory(cut(), 1000, PETRA)
     said = str(raised.value)
-    for part in ("memory_budget=1000", "8 samples", "Stage 0 needs the most", "batch_size="):
+    for part in ("memory_budget=1000", "8 samples", "Stage 0 needs the most", "microbatch_size="):
         assert part in said
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"batch_size": 9},
+        {"microbatch_size": 9},
         {"optimizer_copies": 1.1},
-        {"method": choose("petra", alpha=1.2)},
-        {"accumulate": 4},
+        {"method": choose("petra", in_flight_per_stage=1.2)},
+        {"accumulation_steps": 4},
     ],
     ids=str,
 )
@@ -227,10 +228,10 @@ def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
 
 def test_the_summary_says_what_is_kept() -> None:
     net = models.staged("vit")
-    plan = net.memory_plan("100MiB", batch_size=8)
-    assert net.summary(batch_size=8, memory_budget="100MiB").endswith(str(plan))
+    plan = net.memory_plan("100MiB", microbatch_size=8)
+    assert net.summary(microbatch_size=8, memory_budget="100MiB").endswith(str(plan))
     assert "stage 1 (device 1) keeps its graph" in str(plan)
-    facts = net.facts(batch_size=8, memory_budget="100MiB")
+    facts = net.facts(microbatch_size=8, memory_budget="100MiB")
     assert [stage.buffers for stage in facts] == [c.memory.buffers for c in plan.chosen]
 
 
@@ -240,7 +241,7 @@ def test_a_plan_of_uneven_devices_says_how_to_even_them() -> None:
         keep: revcompile.petrafy(Chain(), 2, x, cost=HEAVY_HEAD, keep=keep, check="off")
         for keep in ("nothing", "graph")
     }
-    plans = {keep: net.memory_plan("1GiB", batch_size=8) for keep, net in made.items()}
+    plans = {keep: net.memory_plan("1GiB", microbatch_size=8) for keep, net in made.items()}
     assert {keep: round(plan.balance, 2) for keep, plan in plans.items()} == {
         "nothing": 1.17,
         "graph": 1.0,
@@ -251,7 +252,7 @@ def test_a_plan_of_uneven_devices_says_how_to_even_them() -> None:
 
 def test_a_micro_batch_larger_than_planned_is_said() -> None:
     net = training.fresh(training.Plain)
-    trainer = training.trainer_of(net, memory_budget="1GiB", batch_size=3)
+    trainer = training.trainer_of(net, memory_budget="1GiB", microbatch_size=3)
     assert isinstance(trainer.memory_plan, MemoryPlan)
     small, large = ((x[:size], y[:size]) for size in (3, 4) for x, y in training.batches(1))
     trainer.step(*small)
@@ -305,14 +306,16 @@ def trainer_of(net: StagedModel, **settings: Any) -> Trainer:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
 
-    return net.trainer(sgd, nn.functional.cross_entropy, batch_size=BATCH, **settings)
+    return net.trainer(
+        sgd, nn.functional.cross_entropy, **settings_of(**settings, microbatch_size=BATCH)
+    )
 
 
 @functools.cache
 def watched(name: str, share: float) -> tuple[MemoryPlan, Watch, int]:
     """Train with a budget between the least and the most: the plan, and what was really held."""
     net = models.staged(name)
-    workload = dataclasses.replace(PETRA, batch_size=BATCH)
+    workload = dataclasses.replace(PETRA, microbatch_size=BATCH)
     stage_to_rank = (0,) * net.num_stages
     ends = [max(held) for _, held in every_plan(net.partition, workload, stage_to_rank)]
     limit = min(ends) + round(share * (max(ends) - min(ends)))

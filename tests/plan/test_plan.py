@@ -35,7 +35,7 @@ from revcompile.schedule import (
     actions,
     choose,
     dry_run,
-    hiding_alpha,
+    hiding_in_flight,
     period,
     window,
     zero_bubble_period,
@@ -60,41 +60,45 @@ def drawn(stages: int, link: float, update: float, seed: int) -> Costs:
     )
 
 
-def played(method: Any, costs: Costs, accumulate: int = 1, microbatches: int = 300) -> float:
+def played(
+    method: Any, costs: Costs, accumulation_steps: int = 1, microbatches: int = 300
+) -> float:
     """Time a micro-batch in the middle of a dry run, at the slowest stage."""
     stages = len(costs.forward)
-    work = [f + b + u / accumulate for f, b, u in zip(*_work(costs), strict=True)]
+    work = [f + b + u / accumulation_steps for f, b, u in zip(*_work(costs), strict=True)]
     slowest = work.index(max(work))
     ends = {
         span.action.index: span.end
-        for span in dry_run(actions(method, stages, microbatches, accumulate), costs).spans
+        for span in dry_run(actions(method, stages, microbatches, accumulation_steps), costs).spans
         if span.stage == slowest and span.action.op is Op.BACKWARD
     }
     # Behind slow links micro-batches come in bursts of as many as are in flight.
-    burst = math.lcm(accumulate, window(choose(method), stages, 0, accumulate))
-    first = microbatches // 3 // accumulate * accumulate
+    burst = math.lcm(accumulation_steps, window(choose(method), stages, 0, accumulation_steps))
+    first = microbatches // 3 // accumulation_steps * accumulation_steps
     last = first + (microbatches // 2) // burst * burst
     return (ends[last] - ends[first]) / (last - first)
 
 
 @pytest.mark.parametrize("link", [0.0, 0.5, 6.0])
 @pytest.mark.parametrize("stages", [1, 2, 5])
-@pytest.mark.parametrize("alpha", [1.0, 1.5, 3.0])
-def test_the_period_without_drains_is_the_dry_runs(stages: int, link: float, alpha: float) -> None:
+@pytest.mark.parametrize("in_flight_per_stage", [1.0, 1.5, 3.0])
+def test_the_period_without_drains_is_the_dry_runs(
+    stages: int, link: float, in_flight_per_stage: float
+) -> None:
     costs = drawn(stages, link, update=0.3, seed=stages)
-    method = choose("petra", alpha=alpha)
+    method = choose("petra", in_flight_per_stage=in_flight_per_stage)
     assert period(method, costs) == pytest.approx(played(method, costs), rel=0.01)
 
 
 @pytest.mark.parametrize("link", [0.0, 2.0])
 @pytest.mark.parametrize("method", ["gpipe", "1f1b", "backprop", "reversible_backprop"])
-@pytest.mark.parametrize("accumulate", [1, 3, 8])
+@pytest.mark.parametrize("accumulation_steps", [1, 3, 8])
 def test_the_period_with_drains_is_exactly_the_dry_runs(
-    method: str, accumulate: int, link: float
+    method: str, accumulation_steps: int, link: float
 ) -> None:
-    costs = drawn(4, link, update=0.3, seed=accumulate)
-    expected = played(method, costs, accumulate)
-    assert period(method, costs, accumulate) == pytest.approx(expected, rel=1e-9)
+    costs = drawn(4, link, update=0.3, seed=accumulation_steps)
+    expected = played(method, costs, accumulation_steps)
+    assert period(method, costs, accumulation_steps) == pytest.approx(expected, rel=1e-9)
 
 
 def test_thousands_of_stages_take_no_time_at_all() -> None:
@@ -103,24 +107,30 @@ def test_thousands_of_stages_take_no_time_at_all() -> None:
     # All the way and back: 4 a stage and 6 a border, shared by 4096 micro-batches.
     assert period("petra", costs) == pytest.approx((4 * 4096 + 6 * 4095) / 4096)
     # To the next stage and back takes 4 + 4 + 6: that must be shared by four, windows 3 apart.
-    assert hiding_alpha("petra", costs) == 3.0
+    assert hiding_in_flight("petra", costs) == 3.0
 
 
 def test_a_narrow_link_sets_the_pace_whatever_is_in_flight() -> None:
     costs = Costs.uniform(4, forward=1, backward=3, link=9)
-    assert period(choose("petra", alpha=50), costs) == 4
-    assert period(choose("petra", alpha=50), costs, link_busy=[9, 9, 9]) == 9
-    alpha = hiding_alpha("petra", costs, link_busy=[9, 9, 9])
-    assert period(choose("petra", alpha=alpha), costs, link_busy=[9, 9, 9]) == 9
+    assert period(choose("petra", in_flight_per_stage=50), costs) == 4
+    assert period(choose("petra", in_flight_per_stage=50), costs, link_busy=[9, 9, 9]) == 9
+    in_flight_per_stage = hiding_in_flight("petra", costs, link_busy=[9, 9, 9])
+    assert (
+        period(choose("petra", in_flight_per_stage=in_flight_per_stage), costs, link_busy=[9, 9, 9])
+        == 9
+    )
 
 
 @pytest.mark.parametrize("link", [1.0, 4.0, 40.0])
 def test_the_chosen_alpha_is_the_least_that_hides_the_links(link: float) -> None:
     costs = Costs.uniform(6, forward=1, backward=3, link=link)
-    alpha = hiding_alpha("petra", costs)
-    assert period(choose("petra", alpha=alpha), costs) <= 4 * 1.01
-    if alpha > 1:
-        assert period(choose("petra", alpha=round(alpha - 0.05, 2)), costs) > 4 * 1.01
+    in_flight_per_stage = hiding_in_flight("petra", costs)
+    assert period(choose("petra", in_flight_per_stage=in_flight_per_stage), costs) <= 4 * 1.01
+    if in_flight_per_stage > 1:
+        assert (
+            period(choose("petra", in_flight_per_stage=round(in_flight_per_stage - 0.05, 2)), costs)
+            > 4 * 1.01
+        )
 
 
 @pytest.mark.parametrize("update", [0.1, 4.0, 40.0])
@@ -164,7 +174,7 @@ SLOW_DEVICE = TimeModel.on(Device(flops=1e9, bandwidth=1e9))
 FAST = NetworkLink(bandwidth=1e12)
 
 
-PETRA = Workload(choose("petra"), batch_size=16)
+PETRA = Workload(choose("petra"), microbatch_size=16)
 
 
 def planned(devices: int, link: NetworkLink = FAST, **options: Any) -> dict[str, Forecast]:
@@ -182,16 +192,16 @@ def test_every_method_is_forecast_on_the_same_stages() -> None:
     assert set(found) == {"petra", "1f1b", "gpipe", "zero-bubble (bound)"}
     assert {(one.stages, one.replicas) for one in found.values()} == {(4, 1)}
     petra, drained, gpipe = (found[name] for name in ("petra", "1f1b", "gpipe"))
-    assert (petra.delay, petra.alpha, petra.accumulate) == (3, 1.0, 1)
-    assert (drained.delay, drained.alpha, drained.accumulate) == (0, None, 16)
+    assert (petra.delay, petra.in_flight_per_stage, petra.accumulation_steps) == (3, 1.0, 1)
+    assert (drained.delay, drained.in_flight_per_stage, drained.accumulation_steps) == (0, None, 16)
     # PETRA computes forward twice, but has no bubbles; GPipe keeps every graph of a group.
     assert petra.efficiency > drained.efficiency
     assert petra.memory < drained.memory < gpipe.memory
 
 
 def test_methods_are_compared_with_the_same_samples_to_an_update() -> None:
-    _, found = plan_cluster(rewired(), Cluster(4, FAST, SLOW_DEVICE), PETRA, accumulate=6)
-    assert [(one.method, one.accumulate) for one in found] == [
+    _, found = plan_cluster(rewired(), Cluster(4, FAST, SLOW_DEVICE), PETRA, accumulation_steps=6)
+    assert [(one.method, one.accumulation_steps) for one in found] == [
         ("petra", 6),
         ("petra", 1),
         ("1f1b", 6),
@@ -219,7 +229,9 @@ def test_the_better_number_of_stages_is_found() -> None:
     narrow = plan_cluster(rewired(), cluster, PETRA)[1][0]
     better = better_stages(rewired(), cluster, PETRA, narrow)
     assert better is not None and better.throughput > narrow.throughput
-    assert better.accumulate * better.replicas == narrow.accumulate * narrow.replicas
+    assert (
+        better.accumulation_steps * better.replicas == narrow.accumulation_steps * narrow.replicas
+    )
     assert better_stages(rewired(), cluster, PETRA, better) is None
 
 
@@ -238,7 +250,7 @@ def test_what_delay_costs_is_that_of_the_results() -> None:
         assert says in cost_of_delay(model, most)
         assert says not in cost_of_delay(model, most + 1)
     for model, delay in ((attention, 8), (rewired(), 10)):
-        assert "use a larger accumulate" in cost_of_delay(model, delay)
+        assert "use a larger accumulation_steps" in cost_of_delay(model, delay)
     assert cost_of_delay(attention, 0) == "no gradient is late"
 
 
@@ -257,10 +269,12 @@ def test_without_a_number_of_stages_no_device_idles_and_stages_are_many() -> Non
 def test_slow_links_cost_delay_and_not_throughput() -> None:
     near = planned(8, stages=8)["petra"]
     far = planned(8, NetworkLink(bandwidth=1e12, latency=0.01), stages=8)["petra"]
-    assert far.alpha is not None and far.alpha > 1
+    assert far.in_flight_per_stage is not None and far.in_flight_per_stage > 1
     assert far.delay > near.delay == 7
     assert far.throughput == pytest.approx(near.throughput, rel=0.02)
-    fixed = planned(8, NetworkLink(bandwidth=1e12, latency=0.01), stages=8, alpha=1.0)["petra"]
+    fixed = planned(
+        8, NetworkLink(bandwidth=1e12, latency=0.01), stages=8, in_flight_per_stage=1.0
+    )["petra"]
     assert fixed.delay == 7 and fixed.throughput < 0.5 * far.throughput
     assert fixed.bottleneck == "bubbles" and far.bottleneck.startswith("stage")
 
@@ -271,16 +285,16 @@ def test_narrow_links_are_named() -> None:
 
 
 def test_with_a_memory_limit_the_fastest_cut_that_fits_is_taken() -> None:
-    roomy = planned(8, memory_budget=10**9, accumulate=1)["petra"]
+    roomy = planned(8, memory_budget=10**9, accumulation_steps=1)["petra"]
     assert (roomy.stages, roomy.fits) == (1, True)
-    tight = planned(8, memory_budget=roomy.memory // 2, accumulate=1)["petra"]
+    tight = planned(8, memory_budget=roomy.memory // 2, accumulation_steps=1)["petra"]
     assert tight.stages > 1 and tight.fits and tight.memory <= roomy.memory // 2
     assert planned(8, memory_budget=1000)["petra"].fits is False
 
 
 @pytest.mark.parametrize("stages", [2, 3, 6])
 def test_a_plan_fits_where_petrafy_finds_a_cut_that_does(stages: int) -> None:
-    workload = replace(PETRA, batch_size=1024)
+    workload = replace(PETRA, microbatch_size=1024)
 
     def least(budget: int | None) -> Forecast:
         cluster = Cluster(stages, FAST, SLOW_DEVICE)
@@ -294,12 +308,16 @@ def test_a_plan_fits_where_petrafy_finds_a_cut_that_does(stages: int) -> None:
 
 
 def test_within_a_memory_budget_fewer_micro_batches_are_in_flight() -> None:
-    far = {"link": NetworkLink(bandwidth=1e12, latency=0.01), "stages": 3, "accumulate": 1}
+    far = {"link": NetworkLink(bandwidth=1e12, latency=0.01), "stages": 3, "accumulation_steps": 1}
     roomy = planned(3, **far)["petra"]
     tight = planned(3, **far, memory_budget=int(0.9 * roomy.memory))["petra"]
-    assert tight.fits and tight.alpha is not None and roomy.alpha is not None
-    assert 1 < tight.alpha < roomy.alpha
-    assert planned(3, **far, memory_budget=1000)["petra"].alpha == 1
+    assert (
+        tight.fits
+        and tight.in_flight_per_stage is not None
+        and roomy.in_flight_per_stage is not None
+    )
+    assert 1 < tight.in_flight_per_stage < roomy.in_flight_per_stage
+    assert planned(3, **far, memory_budget=1000)["petra"].in_flight_per_stage == 1
 
 
 def test_averaging_over_slow_links_is_counted_but_is_no_work() -> None:
@@ -310,13 +328,13 @@ def test_averaging_over_slow_links_is_counted_but_is_no_work() -> None:
     assert slow.efficiency < 0.5 * fast.efficiency
     assert (fast.bottleneck, slow.bottleneck) == ("stage 0", "averaging")
     cluster = Cluster(8, NetworkLink(1e6), SLOW_DEVICE)
-    seldom = plan_cluster(rewired(), cluster, PETRA, stages=1, accumulate=100)[1][0]
+    seldom = plan_cluster(rewired(), cluster, PETRA, stages=1, accumulation_steps=100)[1][0]
     assert seldom.throughput > 2 * slow.throughput
 
 
 def test_costs_grow_with_the_batch_and_kept_graphs_are_not_computed_again() -> None:
-    def costs(method: str, batch_size: int) -> Costs:
-        workload = Workload(choose(method), batch_size)
+    def costs(method: str, microbatch_size: int) -> Costs:
+        workload = Workload(choose(method), microbatch_size)
         return stage_times(cut(3), workload, SLOW_DEVICE, NetworkLink(1e9))
 
     small, large, kept = costs("petra", 4), costs("petra", 8), costs("1f1b", 4)
@@ -330,7 +348,7 @@ def test_costs_grow_with_the_batch_and_kept_graphs_are_not_computed_again() -> N
 def test_measured_costs_are_seconds_already() -> None:
     stages = cut(2)
     time_model = TimeModel.measured(update_speed(elements=2**10, repeats=1))
-    workload = Workload(choose("petra"), batch_size=4)
+    workload = Workload(choose("petra"), microbatch_size=4)
     found = forecast(stages, workload, Cluster(2, FAST, time_model))
     work = [sum(c.forward + c.backward for c in part.costs) for part in stages.parts]
     assert found.period >= 0.7 * max(work)  # the last stage computes less than counted

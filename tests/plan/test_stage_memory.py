@@ -17,7 +17,7 @@ BATCH = 24
 SIZE = 32
 METHODS = {
     "petra": Setting(BATCH, "petra"),
-    "petra, paper": Setting(BATCH, "petra", "paper"),
+    "petra, paper": Setting(BATCH, "petra", 2),
     "dsp": Setting(BATCH, "dsp"),
     "delayed": Setting(BATCH, "delayed"),
 }
@@ -95,7 +95,9 @@ def test_the_peak_follows_the_accounting(name: str, method: str) -> None:
     assert found.ratio == pytest.approx(1, abs=BAR), found
 
 
-@pytest.mark.parametrize("setting", [Setting(8, optimizer="adamw"), Setting(8, accumulate=2)])
+@pytest.mark.parametrize(
+    "setting", [Setting(8, optimizer="adamw"), Setting(8, accumulation_steps=2)]
+)
 def test_it_does_with_another_optimizer_and_with_gradients_that_accumulate(
     setting: Setting,
 ) -> None:
@@ -113,11 +115,11 @@ def wide() -> StagedModel:
     return revcompile.petrafy(model, 4, torch.randn(2, 3, SIZE // 2, SIZE // 2), check="off")
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulation_steps", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "delayed"])
-def test_it_does_where_weights_are_most_of_it(method: str, accumulate: int) -> None:
+def test_it_does_where_weights_are_most_of_it(method: str, accumulation_steps: int) -> None:
     """Copies of them count: versions, sums of gradients, gradients on their way into sums."""
-    setting = Setting(2, method, accumulate=accumulate)
+    setting = Setting(2, method, accumulation_steps=accumulation_steps)
     found = measure(wide(), setting, images(2, SIZE // 2, CPU))
     assert found.ratio == pytest.approx(1, abs=BAR / 3), found
 
@@ -219,7 +221,7 @@ def test_stages_cut_for_a_memory_limit_fit_it() -> None:
         torch.randn(2, 3, SIZE, SIZE),
         check="off",
         memory_budget=limit,
-        batch_size=BATCH,
+        microbatch_size=BATCH,
     )
     assert cuts(bound) != cuts(free)
     found = measure(bound, METHODS["petra"], images(BATCH, SIZE, CPU))
@@ -231,7 +233,7 @@ def test_a_limit_counts_no_gradients_of_frozen_parameters() -> None:
     model.head.requires_grad_(True)
     cut = functools.partial(revcompile.petrafy, model, 4, torch.randn(2, 3, SIZE, SIZE))
     needed = max(stage.total for stage in cut(check="off").memory(BATCH))
-    bound = cut(check="off", memory_budget=needed, batch_size=BATCH)
+    bound = cut(check="off", memory_budget=needed, microbatch_size=BATCH)
     assert max(stage.total for stage in bound.memory(BATCH)) <= needed
 
 
@@ -239,9 +241,9 @@ def test_a_limit_counts_the_batches_that_the_first_stage_keeps() -> None:
     """Two of them, of 96,000 bytes each; all else the stage holds are 145,584."""
     model = nn.Sequential(nn.Linear(1000, 4), nn.ReLU(), nn.Linear(4, 4))
     cut = functools.partial(revcompile.petrafy, model, 2, torch.randn(2, 1000), check="off")
-    assert cut(memory_budget=337_584, batch_size=BATCH).num_stages == 2
+    assert cut(memory_budget=337_584, microbatch_size=BATCH).num_stages == 2
     with pytest.raises(InputError, match="does not fit 2 devices"):
-        cut(memory_budget=337_583, batch_size=BATCH)
+        cut(memory_budget=337_583, microbatch_size=BATCH)
 
 
 # -- counting -------------------------------------------------------------------------------------

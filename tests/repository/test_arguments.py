@@ -14,6 +14,7 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from training import settings_of
 
 import revcompile
 from revcompile import StagedModel, arguments
@@ -107,7 +108,7 @@ def test_what_is_no_model(model: Any, said: str) -> None:
         ({"leaf_modules": "f"}, r"expected a list .* got 'f'; write leaf_modules=\['f'\]"),
         ({"leaf_modules": nn.Linear}, r"got Linear; write leaf_modules=\[Linear\]"),
         ({"memory_budget": 0}, 'memory_budget=0; give bytes above 0, or a size like "2GiB"'),
-        ({"batch_size": 0}, "batch_size=0; expected a whole number"),
+        ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number"),
         ({"example_kwargs": X}, "example_kwargs: expected a dict of keyword arguments, got Tensor"),
     ],
 )
@@ -138,9 +139,12 @@ def raising(argument: Any) -> Any:
     [
         ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
         ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
-        ({"order": ["paper"]}, 'use "1f1b" or "paper"'),
-        ({"alpha": "x"}, r"alpha='x'; use a number, at least 1 \(1: order='1f1b'"),
-        ({"alpha": True}, "alpha=True; use a number, at least 1"),
+        ({"in_flight_per_stage": [2]}, "use a number, at least 1"),
+        (
+            {"in_flight_per_stage": "x"},
+            r"in_flight_per_stage='x'; use a number, at least 1 \(1: the least",
+        ),
+        ({"in_flight_per_stage": True}, "in_flight_per_stage=True; use a number, at least 1"),
         (
             {"param_groups": lambda named: None},
             r"stage 0: .* got None; return a list of dicts",
@@ -153,10 +157,10 @@ def raising(argument: Any) -> Any:
         ({"device": "meta"}, "device='meta' cannot be used here: it holds no values"),
         ({"device": "xla"}, "device='xla' cannot be used here: "),
         ({"check_finite": "no"}, "check_finite='no'; use True or False"),
-        ({"report_loss": 1}, "report_loss=1; use True or False"),
+        ({"loss_on_all_ranks": 1}, "loss_on_all_ranks=1; use True or False"),
         ({"average_statistics": None}, "average_statistics=None; use True or False"),
         ({"clip_grad_norm": True}, "clip_grad_norm=True; use a positive norm or None"),
-        ({"timeout": -1}, "net.trainer: timeout=-1; use a number of seconds above 0"),
+        ({"timeout": -1}, "TrainerOptions: timeout=-1; use a number of seconds above 0"),
         ({"timeout": None}, "timeout=None; use a number of seconds"),
         (
             {"stage_to_rank": [0]},
@@ -164,36 +168,41 @@ def raising(argument: Any) -> Any:
         ),
         ({"stage_to_rank": "01"}, "stage_to_rank='01'; expected a list of 2 numbers"),
         ({"stage_to_rank": [0, "1"]}, "an entry of stage_to_rank='1'; expected a whole number"),
-        ({"batch_size": 0}, "batch_size=0; expected a whole number, at least 1"),
+        ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number, at least 1"),
     ],
 )
 def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, **options)
+        staged.trainer(
+            lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, **settings_of(**options)
+        )
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda net: net(X), r"net\.trainer\(\.\.\.\) trains it.*net\.module\(\)\(x\)"),
+        (lambda net: net(X), r"net\.trainer\(\.\.\.\) trains it.*net\.to_module\(\)\(x\)"),
         (lambda net: net.draw(None), r"expected a path, got None; .* net\.draw\('net\.svg'\)"),
         (
-            lambda net: net.draw("x.svg", batch_size="8"),
-            "net.draw: batch_size='8'; expected",
+            lambda net: net.draw("x.svg", microbatch_size="8"),
+            "net.draw: microbatch_size='8'; expected",
         ),
         (lambda net: net.draw_schedule(3), r"got 3; write e.g. net.draw_schedule\('timeline.svg'"),
         (lambda net: net.draw("no_such_folder/x.svg"), "net.draw: there is no folder .*no_such_f"),
         (lambda net: setattr(net, "method", "pettra"), "method 'pettra' does not exist; did you m"),
         (lambda net: setattr(net, "method", 3), "method=3; use the name of a method"),
-        (lambda net: net.load(None), "net.load: expected a path, got None"),
-        (lambda net: net.export(None), "net.export: expected a path, got None"),
+        (lambda net: net.load_weights(None), "net.load_weights: expected a path, got None"),
+        (lambda net: net.save_weights(None), "net.save_weights: expected a path, got None"),
         (lambda net: net.explain(None), "net.explain: expected the path of a module, got None"),
-        (lambda net: net.delays("2"), "net.delays: accumulate='2'; expected a whole number"),
+        (
+            lambda net: net.delays("2"),
+            "net.delays: accumulation_steps='2'; expected a whole number",
+        ),
         (
             lambda net: net.memory(-1),
-            "net.memory: batch_size=-1; .* at least 1",
+            "net.memory: microbatch_size=-1; .* at least 1",
         ),
-        (lambda net: net.summary(0), "batch_size=0; expected a whole number, at least 1"),
+        (lambda net: net.summary(0), "microbatch_size=0; expected a whole number, at least 1"),
         (lambda net: net.memory_plan("1GiB", optimizer_copies=-1), "optimizer_copies=-1; use "),
         (
             lambda net: net.memory_plan("1GiB", stage_to_rank=[0]),
@@ -201,10 +210,10 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
         ),
         (lambda net: net.to_pipeline_stages("gpu"), "device='gpu' does not exist"),
         (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),
-        (lambda net: revcompile.check_invertible(net, X), r"pass its module, net\.module\(\)"),
-        (lambda net: revcompile.check_invertible(net.module(), X, tolerance=-1), "tolerance=-1"),
+        (lambda net: revcompile.check_invertible(net, X), r"pass its module, net\.to_module\(\)"),
+        (lambda net: revcompile.check_invertible(net.to_module(), X, tolerance=-1), "tolerance=-1"),
         (
-            lambda net: revcompile.check_invertible(net.module(), X, policy="pretrained"),
+            lambda net: revcompile.check_invertible(net.to_module(), X, policy="pretrained"),
             "policy='pretrained', but the model was rewired with another one",
         ),
     ],
@@ -260,7 +269,6 @@ def test_a_trace_needs_a_file(staged: StagedModel) -> None:
     ("names", "words"),
     [
         (arguments.MethodName, list(METHODS)),
-        (arguments.OrderName, ["1f1b", "paper"]),
         (arguments.BackendName, [backend.value for backend in Backend]),
         (arguments.KeepName, [keep.value for keep in Keep]),
         (arguments.CheckName, [check.value for check in Check]),

@@ -158,7 +158,7 @@ def test_the_recipe_for_signals_saves_and_goes_on(
     assert (tmp_path / "runs/c/latest").read_text() == "step_00000010\n"
     namespace["make_trainer"] = make
     exec(recipe, namespace)
-    assert namespace["trainer"].schedule.injected == 40
+    assert namespace["trainer"].microbatches_seen == 40
 
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=name_of)

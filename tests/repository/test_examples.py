@@ -236,7 +236,7 @@ def test_a_run_s_recipe_follows_its_batches_and_epochs() -> None:
     make = example("recipe").paper_recipe
     long = make(391, 128, 4, 30, schedule="cosine")
     assert (long.rate, long.updates, long.warmup) == (0.2, 2932, 489)
-    assert long.schedule == "cosine"
+    assert long._schedule == "cosine"
     short = make(10, 64, 1, 3, rate=0.3)
     assert (short.rate, short.updates, short.warmup) == (0.3, 30, 5)
     assert make(10, 64, 1, 3, warmup=0.0).warmup == 1

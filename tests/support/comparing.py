@@ -102,7 +102,7 @@ def examine_timm(
     for x, y in zip(batches, targets, strict=True):
         trainer.step(x, y)
     trainer.flush()
-    reference = net.module()
+    reference = net.to_module()
     reference.reversible = False  # type: ignore[assignment]
     error = max(
         gradient_error(trainer, reference.train(), index, x, y)
@@ -129,7 +129,7 @@ def gradient_error(trainer: Any, reference: nn.Module, index: int, x: Any, y: Te
     expected = {name: p.grad for name, p in reference.named_parameters()}
     largest = max(float(g.abs().max()) for g in expected.values() if g is not None)
     worst = 0.0
-    for executor in trainer.executors:
+    for executor in trainer._executors:
         if executor.updater.optimizer is None:
             continue
         seen = executor.updater.optimizer.seen[index]
@@ -239,7 +239,7 @@ def train(net: Any, architecture: Architecture, last: tuple[int, int]) -> float:
     for x, y in zip(batches, targets, strict=True):
         trainer.step(x, y)
     trainer.flush()
-    reference = net.module().train()
+    reference = net.to_module().train()
     reference.reversible = False
     return max(
         gradient_error(trainer, reference, index, x, y)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from distributed_worker import Run, batches, compiled, fed, final, optimizer, trainer_of
 from torch.nn import functional as F
+from training import settings_of
 
 from revcompile.errors import InputError
 
@@ -20,23 +21,25 @@ def holdings(rank: int, options: dict[str, Any]) -> Any:
     net, _ = compiled(run.model, run.stages, run.device)
     before = [weakref.ref(parameter) for parameter in net.model.parameters()]
     _, trainer = trainer_of(run, **how)
-    peak = torch.cuda.max_memory_allocated() if trainer.placement.device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() if trainer._placement.device.type == "cuda" else 0
     alive = [p for ref in before if (p := ref()) is not None] + [*net.model.parameters()]
-    for executor in trainer.executors:
+    for executor in trainer._executors:
         alive += executor.stage.parameters.values()
     held = {id(p): p for p in alive if not p.is_meta}
     del before, alive, executor
     for batch in batches(run):
         fed(trainer, batch)
     trainer.flush()
-    names = sorted(trainer.parameters())
-    state = {name: value.cpu() for name, value in net.module().state_dict().items()}
+    names = sorted(dict(trainer.named_parameters()))
+    state = {name: value.cpu() for name, value in net.to_module().state_dict().items()}
     trainer.close()
-    device = trainer.placement.device
+    device = trainer._placement.device
     del trainer
     gc.collect()
-    again = net.module().state_dict()
-    other = net.trainer(optimizer, F.cross_entropy, stage_to_rank=options["other"], **how)
+    again = net.to_module().state_dict()
+    other = net.trainer(
+        optimizer, F.cross_entropy, **settings_of(**how, stage_to_rank=options["other"])
+    )
     for found in (again, final(net, other)):
         assert all(torch.equal(value, found[name].cpu()) for name, value in state.items())
     return {

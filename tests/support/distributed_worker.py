@@ -21,8 +21,10 @@ from helpers import refilling
 from nets import ResNet, ViT, Words
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training import settings_of
 
 import revcompile
+from revcompile import TrainerOptions
 from revcompile.errors import InputError, NonFiniteError, RankError
 from revcompile.optim import ErrorFeedback
 from revcompile.runtime.distributed import rank_weights
@@ -71,13 +73,13 @@ class Run:
     model: str = "resnet"
     method: str = "petra"
     stages: int = 4
-    accumulate: int = 1
+    accumulation_steps: int = 1
     steps: int = STEPS
-    order: str | None = None
+    in_flight_per_stage: float | None = None
     clip: float | None = None
     weights: str | None = None
     several: bool = False
-    synchronous: int = 0
+    synchronous_updates: int = 0
     stage_to_rank: tuple[int, ...] | None = None
     device: str = "cpu"
 
@@ -124,14 +126,16 @@ def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]
         several if run.several else optimizer,
         F.cross_entropy,
         method=run.method,
-        order=run.order,
         weights=run.weights,
-        synchronous=run.synchronous,
-        accumulate=run.accumulate,
+        accumulation_steps=run.accumulation_steps,
         clip_grad_norm=run.clip,
         seed=7,
-        stage_to_rank=run.stage_to_rank,
-        **options,
+        **settings_of(
+            **options,
+            in_flight_per_stage=run.in_flight_per_stage,
+            synchronous_updates=run.synchronous_updates,
+            stage_to_rank=run.stage_to_rank,
+        ),
     )
     return net, trainer
 
@@ -139,7 +143,7 @@ def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]
 def fed(trainer: Trainer, batch: tuple[Any, Any]) -> Any:
     """A step; of several ranks each is given only what it needs."""
     x, y = batch
-    if trainer.placement.world > 1:
+    if trainer._placement.world > 1:
         x, y = (x if trainer.is_first else None), (y if trainer.is_last else None)
     return refilling(trainer.step, x, y)
 
@@ -154,8 +158,8 @@ def trained(run: Run, **options: Any) -> dict[str, Any]:
 
 def final(net: Any, trainer: Trainer) -> dict[str, Tensor]:
     """All weights; a trainer of several ranks is closed."""
-    found = {name: value.cpu().clone() for name, value in net.module().state_dict().items()}
-    if trainer.placement.world > 1:
+    found = {name: value.cpu().clone() for name, value in net.to_module().state_dict().items()}
+    if trainer._placement.world > 1:
         trainer.close()
     return found
 
@@ -175,7 +179,7 @@ def looked_at(run: Run) -> dict[str, Any]:
             seen = trainer.evaluate(data, {"accuracy": accuracy})
             found.append((seen.loss, seen.samples, seen.metrics["accuracy"]))
     trainer.flush()
-    return {"state": net.module().state_dict(), "seen": found}
+    return {"state": net.to_module().state_dict(), "seen": found}
 
 
 # -- what ranks do --------------------------------------------------------------------------------
@@ -204,10 +208,10 @@ def report(rank: int, options: dict[str, Any]) -> Any:
 
     Rank 1 changes its model for one step and a flush; returns the errors of that, too.
     """
-    net, trainer = trainer_of(Run(steps=5), off=float(rank), report_loss=True)
+    net, trainer = trainer_of(Run(steps=5), off=float(rank), loss_on_all_ranks=True)
     data = batches(Run(steps=5))
     losses = [fed(trainer, batch).loss for batch in data]
-    mean, samples, refused = trainer.mean_loss(), trainer.metrics.samples, []
+    mean, samples, refused = trainer.pop_mean_loss(), trainer.metrics.samples, []
     hooked = [net.model.blocks[0].register_forward_hook(print)] if rank == 1 else []
     for use in (lambda: fed(trainer, data[0]), trainer.flush):
         try:
@@ -234,7 +238,7 @@ def differ(rank: int, options: dict[str, Any]) -> Any:
 
     refused(lambda: trainer_of(Run(stages=2 + odd)))
     refused(lambda: trainer_of(Run(model="words" if odd else "vit")))
-    refused(lambda: trainer_of(Run(accumulate=1 + odd, method="dsp" if odd else "petra")))
+    refused(lambda: trainer_of(Run(accumulation_steps=1 + odd, method="dsp" if odd else "petra")))
     version, revcompile.__version__ = revcompile.__version__, "9.9" if odd else "1.0"
     refused(lambda: trainer_of(Run()))
     revcompile.__version__ = version
@@ -265,7 +269,7 @@ def refuse(rank: int, options: dict[str, Any]) -> Any:
     except InputError as refusal:
         error = str(refusal)
     is_same = True
-    for module in (net.model, net.module()):
+    for module in (net.model, net.to_module()):
         state = module.state_dict()
         is_same &= all(torch.equal(state[name], value) for name, value in before.items())
     net, trainer = trainer_of(run)
@@ -273,7 +277,9 @@ def refuse(rank: int, options: dict[str, Any]) -> Any:
         if number == 2:
             held = list(map(id, net.model.parameters()))
             with pytest.raises(InputError, match="optimizer, stage"):
-                net.trainer(make, F.cross_entropy, stage_to_rank=(0, 1, 1, 1))
+                net.trainer(
+                    make, F.cross_entropy, options=TrainerOptions(stage_to_rank=(0, 1, 1, 1))
+                )
             is_same &= held == list(map(id, net.model.parameters()))
         fed(trainer, batch)
     trainer.flush()
@@ -284,7 +290,7 @@ def drain_bad(rank: int, options: dict[str, Any]) -> Any:
     """In a flush or a drained save, gradients of the first stage are not finite; then all go on."""
     run = Run(steps=6)
     net, trainer = trainer_of(run)
-    data, stage, raised = batches(run), trainer.executors[0].stage, []
+    data, stage, raised = batches(run), trainer._executors[0].stage, []
     for batch in data[:3]:
         fed(trainer, batch)
     honest = stage._backward
@@ -366,8 +372,7 @@ def end(rank: int, options: dict[str, Any]) -> Any:
         lambda p: (Fatal if doomed and not (is_late or in_module) else torch.optim.SGD)(p, lr=0.01),
         F.cross_entropy,
         method=run.method,
-        timeout=options["timeout"],
-        **options.get("trainer", {}),
+        **settings_of(**options.get("trainer", {}), timeout=options["timeout"]),
     )
     try:
         for number, batch in enumerate(batches(run)):
@@ -377,12 +382,12 @@ def end(rank: int, options: dict[str, Any]) -> Any:
             if options["how"] == "killed between steps":
                 if doomed:
                     killed()
-                made.mean_loss()
+                made.pop_mean_loss()
         made.flush()
         if in_module:
             if doomed:
                 rank_weights._with_values = failed  # type: ignore[assignment]
-            net.module()
+            net.to_module()
     except RankError as error:
         return str(error)
     except ZeroDivisionError:

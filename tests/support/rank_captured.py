@@ -21,7 +21,7 @@ def undisturbed(run: Run, **options: Any) -> Found:
     losses, captured = [], []
     for batch in batches(run):
         losses.append(fed(trainer, batch).loss)
-        captured.append(trainer.runner.is_active)
+        captured.append(trainer._runner.is_active)
     trainer.flush()
     return {"losses": losses, "captured": captured, "state": final(net, trainer)}
 
@@ -44,7 +44,7 @@ def disturbed(run: Run, folder: str, **options: Any) -> Found:
 
     def step(batch: Any) -> None:
         watched(fed, trainer, batch)
-        captured.append(trainer.runner.is_active)
+        captured.append(trainer._runner.is_active)
 
     for batch in [*data[:6], bad, *data[6:8], odd, *data[8:13]]:
         step(batch)
@@ -53,7 +53,7 @@ def disturbed(run: Run, folder: str, **options: Any) -> Found:
     for batch in data[13:16]:
         step(batch)
     trainer.load(folder)
-    layers = trainer.executors[0].stage.hooks.layers if trainer.rank == 1 else []
+    layers = trainer._executors[0].stage.hooks.layers if trainer.rank == 1 else []
     handles = [layer.register_forward_hook(lambda *_: None) for layer in layers[:1]]
     for batch in [*data[13:17], bad, *data[17:20]]:
         step(batch)
@@ -75,7 +75,7 @@ def copied(run: Run, **options: Any) -> Found:
         is_bad = number == 8 or (number == 10 and trainer.replica == 1)
         with suppress(NonFiniteError):
             fed(trainer, (x * torch.nan if is_bad else x + trainer.replica, y))
-        captured.append(trainer.runner.is_active)
+        captured.append(trainer._runner.is_active)
     with suppress(NonFiniteError):  # a GPU may tell of it some steps later
         trainer.flush()
     return {"captured": captured, "state": final(net, trainer)}
@@ -88,7 +88,7 @@ def left_out(run: Run, is_mixed: bool, **options: Any) -> Found:
     """
     net, trainer = trainer_of(run, **options)
     if is_mixed and trainer.replica == 0:
-        trainer.executors[1].stage.hooks.layers[0].register_forward_hook(lambda *_: None)
+        trainer._executors[1].stage.hooks.layers[0].register_forward_hook(lambda *_: None)
     for number, (x, y) in enumerate(batches(run)[:-1]):
         is_bad = number in (2, 8, 9) and trainer.replica == 1
         with suppress(NonFiniteError):
@@ -107,7 +107,7 @@ def drained(run: Run, **options: Any) -> Found:
         if number > 9:
             evaluated.append(trainer.evaluate(data[:1]).loss)
         fed(trainer, batch)
-        captured.append(trainer.runner.is_active)
+        captured.append(trainer._runner.is_active)
     trainer.flush()
     return {"captured": captured, "evaluated": evaluated, "state": final(net, trainer)}
 

@@ -16,6 +16,7 @@ from torch.utils.data import (
     DistributedSampler,
     TensorDataset,
 )
+from training import settings_of
 
 from revcompile.errors import InputError, RankError
 from revcompile.runtime.trainer.trainer import Trainer
@@ -81,7 +82,7 @@ LOADERS: Final[dict[str, Callable[[int], Any]]] = {
 def small(**options: Any) -> Any:
     net, start = compiled("resnet", 2, "cpu")
     net.model.load_state_dict(start)
-    return net.trainer(optimizer, F.cross_entropy, seed=7, timeout=30.0, **options)
+    return net.trainer(optimizer, F.cross_entropy, seed=7, **settings_of(**options, timeout=30.0))
 
 
 def trained_on(trainer: Trainer, loader: Any) -> list[float]:
@@ -112,7 +113,7 @@ def own_loaders(rank: int, options: dict[str, Any]) -> Any:
 
 
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.parameters().items()}
+    return {name: p.detach().clone() for name, p in trainer.named_parameters()}
 
 
 def through_trainer(rank: int, options: dict[str, Any]) -> Any:

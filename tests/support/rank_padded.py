@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import revcompile
+from revcompile import TrainerOptions
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparing import Recorder
 
@@ -37,8 +38,8 @@ def gradient_errors(rank: int, options: dict[str, Any]) -> Any:
     model: Any = ARCHITECTURES["llama"].build(1).double().train()
     example = next(iter(loader()))
     net = revcompile.petrafy(model, 4, None, example, policy="same_parameters", check="off")
-    reference: Any = copy.deepcopy(net.module()).train()
-    trainer: Any = net.trainer(Recorder, None, seed=1, timeout=60.0)
+    reference: Any = copy.deepcopy(net.to_module()).train()
+    trainer: Any = net.trainer(Recorder, None, seed=1, options=TrainerOptions(timeout=60.0))
     batches = list(trainer.loader(loader()))
     logged = [metrics.scalars() for metrics in trainer.steps(batches)]
     trainer.flush()
@@ -50,7 +51,7 @@ def gradient_errors(rank: int, options: dict[str, Any]) -> Any:
         largest = max(float(gradient.abs().max()) for gradient in wanted.values())
         differences = [
             float((got - wanted[name]).abs().max()) / largest
-            for executor in trainer.executors
+            for executor in trainer._executors
             for name, got in zip(
                 executor.updater.parameters, executor.updater.optimizer.seen[index], strict=True
             )

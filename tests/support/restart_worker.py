@@ -65,9 +65,9 @@ def train(course: Course, folder: Path, note: Note) -> None:
     random.seed(1)
     if folder.exists():
         trainer.load(folder)
-    note({"from": trainer.schedule.injected, "evaluated": trainer.evaluate(unseen).loss})
+    note({"from": trainer.microbatches_seen, "evaluated": trainer.evaluate(unseen).loss})
     share = data[trainer.replica :: trainer.replicas]
-    rest = list(enumerate(share))[trainer.schedule.injected :]
+    rest = list(enumerate(share))[trainer.microbatches_seen :]
     for step, (x, y) in until_stopped(rest, lambda: trainer.save(folder, drain=True)):
         doom(course.end, step, folder)
         order = torch.randperm(len(y)).roll(random.randrange(3))  # as a loader draws
@@ -106,11 +106,11 @@ def doom(end: End | None, step: int, folder: Path) -> None:
 def digests(trainer: Trainer) -> dict[str, str]:
     """For each stage that is here: parameters, buffers, gradients and its optimizer's state."""
     state, found = trainer.model.state_dict(), {}
-    owners = owning_stages(trainer.model, trainer.programs)
-    for executor in trainer.executors:
+    owners = owning_stages(trainer.model, trainer._programs)
+    for executor in trainer._executors:
         own = {n: state[n] for n, owner in owners.items() if owner == executor.index and n in state}
         updater = executor.updater.state_dict(detach_tree)
-        settings = [updater["groups"], updater["lr_schedule"], trainer.schedule.injected]
+        settings = [updater["groups"], updater["lr_schedule"], trainer.microbatches_seen]
         gathered = executor.stage.gradients
         tree = {"model": own, "optimizer": updater["state"], "gradients": gathered}
         tensors = encode_tree(tree)[1]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from revcompile import TrainerOptions
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TensorType
@@ -43,15 +44,15 @@ class Setting:
 
     batch: int
     method: str = "petra"
-    order: str | None = None
+    in_flight_per_stage: float | None = None
     optimizer: str = "sgd"
-    accumulate: int = 1
+    accumulation_steps: int = 1
     buffers: torch.dtype | None = None
 
     @property
     def chosen(self) -> Method:
         """The method in its order."""
-        return choose(self.method, order=self.order)
+        return choose(self.method, in_flight_per_stage=self.in_flight_per_stage)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def accounted(partition: Partition, setting: Setting) -> tuple[StageMemory, ...]
     workload = Workload(
         setting.chosen,
         setting.batch,
-        setting.accumulate,
+        setting.accumulation_steps,
         optimizer_copies=OPTIMIZERS[setting.optimizer][1],
         buffer_bytes=buffer_bytes(setting.buffers),
     )
@@ -122,7 +123,7 @@ def in_one_process(rows: Sequence[StageRow], setting: Setting) -> int:
     They run from the last stage to the first. A stage that is done has one micro-batch less in
     flight and has updated, so that its gradients are there only if they accumulate.
     """
-    gathers = setting.accumulate > 1
+    gathers = setting.accumulation_steps > 1
     lasting = waiting = most = 0
     for row in rows:
         memory = row.accounted
@@ -135,7 +136,9 @@ def in_one_process(rows: Sequence[StageRow], setting: Setting) -> int:
         work = memory.working + memory.between + memory.summing
         work += 0 if gathers else memory.gradients
         most = max(most, lasting + waiting + message + work)
-        waiting -= memory.buffers // window(setting.chosen, len(rows), index, setting.accumulate)
+        waiting -= memory.buffers // window(
+            setting.chosen, len(rows), index, setting.accumulation_steps
+        )
     return most
 
 
@@ -187,18 +190,19 @@ def _trained(
         optimizer,
         loss,
         method=setting.method,
-        order=setting.order,
-        accumulate=setting.accumulate,
-        buffers=setting.buffers,
-        backend="eager",  # captured steps perform no actions that could be watched
+        accumulation_steps=setting.accumulation_steps,
+        backend="eager",
+        options=TrainerOptions(
+            in_flight_per_stage=setting.in_flight_per_stage, kept_input_dtype=setting.buffers
+        ),
     )
     watch = Watch(trainer, meter)
     # Versions differ from the first update on, which comes when the pipeline is full.
     rounds = 2 if setting.chosen.weights is Weights.STASHED else 1
-    for _ in range((rounds * max(trainer.delays) + 2) * setting.accumulate):
+    for _ in range((rounds * max(trainer.delays) + 2) * setting.accumulation_steps):
         trainer.step(*batch())
     watch.start()
-    for _ in range(2 * setting.accumulate):
+    for _ in range(2 * setting.accumulation_steps):
         trainer.step(*batch())
     watch.stop()
     return watch
@@ -352,11 +356,11 @@ class Watch:
 
     def __init__(self, trainer: Trainer, meter: Meter) -> None:
         self.meter, self.on = meter, False
-        self.peaks = [0] * len(trainer.executors)
-        self.held = [StageMemory()] * len(trainer.executors)
+        self.peaks = [0] * len(trainer._executors)
+        self.held = [StageMemory()] * len(trainer._executors)
         self.peak = 0
-        self._transport = trainer.transport
-        for executor in trainer.executors:
+        self._transport = trainer._transport
+        for executor in trainer._executors:
             setattr(executor, "perform", self._watched(executor, executor.perform))  # noqa: B010
 
     def _watched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import io
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
 import revcompile
+from revcompile import TrainerOptions
 from revcompile.runtime.trainer.trainer import Trainer
 
 METHODS: Final = ("petra", "pipedream", "ddg", "backprop", "reversible_backprop", "gpipe", "1f1b")
@@ -65,6 +67,12 @@ class Plain(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return self.head(x)
+
+
+def settings_of(**given: Any) -> dict[str, Any]:
+    """Settings as `net.trainer` takes them: those of `TrainerOptions` go into `options=`."""
+    names = [field.name for field in dataclasses.fields(TrainerOptions) if field.name in given]
+    return given | {"options": TrainerOptions(**{name: given.pop(name) for name in names})}
 
 
 def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -137,7 +145,7 @@ def trainer_of(
     loss: Any = F.cross_entropy,
     **settings: Any,
 ) -> Trainer:
-    return net.trainer(optimizer, loss, **settings)
+    return net.trainer(optimizer, loss, **settings_of(**settings))
 
 
 def feed(trainer: Trainer, data: list[Batch]) -> list[float]:
@@ -191,15 +199,15 @@ def plain_loop(
     data: list[Batch],
     *,
     loss: Any = F.cross_entropy,
-    accumulate: int = 1,
+    accumulation_steps: int = 1,
     clip: float | None = None,
     schedule: lr_scheduler.LRScheduler | None = None,
 ) -> dict[str, Tensor]:
     """What everybody writes, and what methods without a delay must equal."""
     for index, (inputs, target) in enumerate(data, 1):
         args = inputs if isinstance(inputs, tuple) else (inputs,)
-        (loss(model(*args), target) / accumulate).backward()
-        if index % accumulate == 0:
+        (loss(model(*args), target) / accumulation_steps).backward()
+        if index % accumulation_steps == 0:
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()

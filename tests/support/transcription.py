@@ -50,14 +50,14 @@ class Row(enum.Enum):
 
 
 ROWS: Final = {
-    "petra": (Row.RECONSTRUCT, "1f1b"),
-    "petra_stashed": (Row.STASH, "1f1b"),  # what is rebuilt is what would have been kept
-    "pipedream": (Row.STASH, "1f1b"),
-    "ddg": (Row.STASH, "1f1b"),
-    "features_replay": (Row.REPLAY, "1f1b"),
-    "delayed": (Row.STASH, "paper"),
-    "dsp": (Row.REPLAY, "paper"),
-    "dni": (Row.SYNTHETIC, "1f1b"),
+    "petra": (Row.RECONSTRUCT, 1),
+    "petra_stashed": (Row.STASH, 1),  # what is rebuilt is what would have been kept
+    "pipedream": (Row.STASH, 1),
+    "ddg": (Row.STASH, 1),
+    "features_replay": (Row.REPLAY, 1),
+    "delayed": (Row.STASH, 2),
+    "dsp": (Row.REPLAY, 2),
+    "dni": (Row.SYNTHETIC, 1),
 }
 """The methods whose stages do not wait for each other, and the order each is published in."""
 
@@ -181,10 +181,10 @@ class Stage:
         row: Row,
         factory: Factory,
         loss: Loss,
-        accumulate: int,
+        accumulation_steps: int,
     ) -> None:
         self.do, self.partition, self.part = mathematics, partition, part
-        self.row, self.loss, self.k = row, loss, accumulate
+        self.row, self.loss, self.k = row, loss, accumulation_steps
         self.is_last = part is partition.parts[-1]
         names = mathematics.parameters(part.pieces)
         self.theta = {n: _copied(mathematics.root.get_parameter(n)) for n in names}
@@ -429,18 +429,18 @@ class Transcription:
         factory: Factory,
         loss: Loss,
         *,
-        order: str | None = None,
-        accumulate: int = 1,
+        in_flight_per_stage: float | None = None,
+        accumulation_steps: int = 1,
         rows: Sequence[Row] | None = None,
     ) -> None:
         row, published = ROWS[method]
         rows = rows or [row] * len(partition.parts)
-        self.order = order or published
-        assert self.order in ("1f1b", "paper")
+        self.in_flight_per_stage = in_flight_per_stage or published
+        assert self.in_flight_per_stage in (1, 2)
         mathematics = Mathematics(partition)
         self.placeholders = partition.rewired.signature.placeholders
         self.stages = [
-            Stage(mathematics, partition, part, row, factory, loss, accumulate)
+            Stage(mathematics, partition, part, row, factory, loss, accumulation_steps)
             for part, row in zip(partition.parts, rows, strict=True)
         ]
         self.up: dict[int, Message] = {}
@@ -498,7 +498,7 @@ class Transcription:
                 number = message.microbatch
                 target = None if number is None else targets[number]
                 self._send(down, j - 1, stage.conclude(message, target))
-            elif self.order == "1f1b":
+            elif self.in_flight_per_stage == 1:
                 self.up[j + 1] = stage.forward(message)
             else:
                 up[j + 1] = stage.forward(message)

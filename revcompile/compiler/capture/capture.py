@@ -67,8 +67,8 @@ def capture(
     Raises:
         CaptureError: tracing gives no graph that computes what the model computes.
 
-    >>> import torch, revcompile
-    >>> captured = revcompile.capture(torch.nn.Linear(3, 2), torch.randn(2, 3), check="full")
+    >>> import torch
+    >>> captured = capture(torch.nn.Linear(3, 2), torch.randn(2, 3), check="full")
     >>> captured.signature.placeholders
     ('input_1',)
     """

@@ -74,7 +74,7 @@ class MemoryModel:
         self.pieces, self.stages, self.workload = tuple(pieces), stages, workload
         self._first_input_free, self._only_needed = first_input_free, only_needed_inputs
         self._frozen = frozen
-        batch, low = workload.batch_size, workload.buffer_bytes
+        batch, low = workload.microbatch_size, workload.buffer_bytes
         self._costs = [cost.at(batch) for cost in costs]
         made = [(name, i) for i, piece in enumerate(self.pieces) for name in piece.outputs]
         read = [(name, i) for i, piece in enumerate(self.pieces) for name in piece.inputs]
@@ -130,7 +130,7 @@ class MemoryModel:
         keep = keep or method.keep
         weights = sum(cost.weights for cost in self._costs[start:end])
         trained = sum(cost.trained for cost in self._costs[start:end])
-        late = delay(method, self.stages, index, workload.accumulate)
+        late = delay(method, self.stages, index, workload.accumulation_steps)
         has_copy = late and (
             method.weights is Weights.PREDICTED
             or (method.weights is Weights.STASHED and keep is Keep.GRAPH)
@@ -144,7 +144,7 @@ class MemoryModel:
             parameters=weights + (weights * low.itemsize // 4 if low is not None else 0),
             gradients=trained,
             optimizer=round(workload.optimizer_copies * trained),
-            summing=trained if workload.accumulate > 1 else 0,
+            summing=trained if workload.accumulation_steps > 1 else 0,
             stashed=late * trained if method.weights is Weights.STASHED else 0,
             newest=trained if has_copy else 0,
             buffers=kept,
@@ -160,7 +160,7 @@ class MemoryModel:
         return self._sum(self._stored(index, self._needed(start, end)))
 
     def _window(self, index: int) -> int:
-        return window(self.workload.method, self.stages, index, self.workload.accumulate)
+        return window(self.workload.method, self.stages, index, self.workload.accumulation_steps)
 
     # -- activations ------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class MemoryModel:
             yield reversible, begin, start
 
 
-def size_at(kind: Any, batch_size: int, buffer_bytes: int | None = None) -> int:
+def size_at(kind: Any, microbatch_size: int, buffer_bytes: int | None = None) -> int:
     """Bytes of a value of this type at a batch size. Values that are no tensors take none.
 
     `buffer_bytes` is what an element of a float32 tensor takes, if not 4.
@@ -312,7 +312,7 @@ def size_at(kind: Any, batch_size: int, buffer_bytes: int | None = None) -> int:
             itemsize = leaf.dtype.itemsize
             if buffer_bytes is not None and leaf.dtype == torch.float32:
                 itemsize = buffer_bytes
-            total += leaf.nbytes(batch_size) // leaf.dtype.itemsize * itemsize
+            total += leaf.nbytes(microbatch_size) // leaf.dtype.itemsize * itemsize
     return total
 
 

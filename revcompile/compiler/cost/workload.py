@@ -18,8 +18,8 @@ class Workload:
     Args:
         method: The training method; it says how many micro-batches are in flight and what stages
             keep of them.
-        batch_size: Samples a micro-batch.
-        accumulate: Micro-batches an update.
+        microbatch_size: Samples a micro-batch.
+        accumulation_steps: Micro-batches an update.
         optimizer_copies: Numbers of optimizer state a parameter: SGD with momentum 1, Adam 2.
         buffer_bytes: Bytes an element of a float32 input takes while it is kept for the backward
             pass (2 in bfloat16); None keeps it as it is.
@@ -27,12 +27,14 @@ class Workload:
     """
 
     method: Method
-    batch_size: int
-    accumulate: int = 1
+    microbatch_size: int
+    accumulation_steps: int = 1
     optimizer_copies: float = 1.0
     buffer_bytes: int | None = None
     autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if not is_int(self.batch_size) or self.batch_size < 1:
-            raise InputError(f"batch_size={self.batch_size!r}; a micro-batch has 1 sample at least")
+        if not is_int(self.microbatch_size) or self.microbatch_size < 1:
+            raise InputError(
+                f"microbatch_size={self.microbatch_size!r}; a micro-batch has 1 sample at least"
+            )

@@ -37,11 +37,11 @@ def live_at_cuts(rewired: Rewired, pieces: Sequence[Segment]) -> list[tuple[str,
 
 
 def bytes_sent(
-    names: Sequence[str], types: Mapping[str, Any], batch_size: int | None = None
+    names: Sequence[str], types: Mapping[str, Any], microbatch_size: int | None = None
 ) -> int:
     """Bytes of live values at a batch size, or at the example's."""
     kinds = (types.get(name) for name in names)
-    return sum(kind.nbytes(batch_size) for kind in kinds if isinstance(kind, TensorType))
+    return sum(kind.nbytes(microbatch_size) for kind in kinds if isinstance(kind, TensorType))
 
 
 def shared_parameters(rewired: Rewired, pieces: Sequence[Segment]) -> dict[str, tuple[int, ...]]:

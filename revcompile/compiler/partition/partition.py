@@ -233,9 +233,9 @@ def _does_not_fit(row: _Row) -> str:
     listed = ", ".join(map(format_size, needs))
     return (
         f"petrafy: {row.rewired.name} does not fit {row.stages} devices of {format_size(budget)} "
-        f"at {row.workload.batch_size} samples a micro-batch: balanced by work its stages need "
-        f"{listed} (stage {worst} the most), and no other cut fits either. Use more stages, a "
-        "smaller batch_size, or a larger memory_budget"
+        f"at {row.workload.microbatch_size} samples a micro-batch: balanced by work its stages "
+        f"need {listed} (stage {worst} the most), and no other cut fits either. Use more stages, a "
+        "smaller microbatch_size, or a larger memory_budget"
     )
 
 

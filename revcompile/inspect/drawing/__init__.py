@@ -57,7 +57,7 @@ def draw_schedule(
     path: str | Path,
     methods: Mapping[str, Method] | None = None,
     *,
-    accumulate: int | None = None,
+    accumulation_steps: int | None = None,
     title: str | None = None,
 ) -> Path:
     """Draw the pipelines of several methods on one time axis, as an `.svg`.
@@ -72,7 +72,7 @@ def draw_schedule(
     timeline.svg
     """
     target = _target("draw_schedule", path, (".svg",))
-    drawn = timeline_svg(costs, methods, accumulate=accumulate, title=title)
+    drawn = timeline_svg(costs, methods, accumulation_steps=accumulation_steps, title=title)
     target.write_text(drawn, encoding="utf-8")
     return target
 

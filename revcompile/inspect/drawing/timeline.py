@@ -31,7 +31,7 @@ from revcompile.schedule import (
 
 METHODS: Final[Mapping[str, Method]] = {
     "PETRA, 1F1B order": choose("petra"),
-    "PETRA, paper order": choose("petra", order="paper"),
+    "PETRA, paper order": choose("petra", in_flight_per_stage=2),
     "1F1B": choose("1f1b"),
     "GPipe": choose("gpipe"),
     "backprop": choose("backprop"),
@@ -42,7 +42,11 @@ METHODS: Final[Mapping[str, Method]] = {
 def beside_others(method: Method) -> dict[str, Method]:
     """A method before the default ones."""
     label = next((name for name, other in METHODS.items() if other == method), None)
-    order = f", alpha={method.alpha:g}" if method.alpha > 1 else ""
+    order = (
+        f", in_flight_per_stage={method.in_flight_per_stage:g}"
+        if method.in_flight_per_stage > 1
+        else ""
+    )
     return {label or f"{method.name}{order}": method} | dict(METHODS)
 
 
@@ -70,12 +74,16 @@ class Run:
     timeline: Timeline
     rate: float
     """Micro-batches per unit of time once the pipeline is full."""
-    accumulate: int
+    accumulation_steps: int
 
     def busy(self, stage: int) -> float:
         """Share of the time at which a stage computes once the pipeline is full."""
         costs = self.costs
-        work = costs.forward[stage] + costs.backward[stage] + costs.update[stage] / self.accumulate
+        work = (
+            costs.forward[stage]
+            + costs.backward[stage]
+            + costs.update[stage] / self.accumulation_steps
+        )
         return min(work * self.rate, 1.0)
 
     def finished(self, time: float) -> int:
@@ -87,7 +95,7 @@ class Run:
 
 
 def dry_runs(
-    costs: Costs, methods: Mapping[str, Method], accumulate: int, until: float
+    costs: Costs, methods: Mapping[str, Method], accumulation_steps: int, until: float
 ) -> tuple[Run, ...]:
     """Every method's dry run, longer than `until`, so that none drains in the drawing."""
     stages = len(costs.forward)
@@ -95,11 +103,11 @@ def dry_runs(
     for name, method in methods.items():
         own = _own(costs, method)
         fastest = max(f + b for f, b in zip(own.forward, own.backward, strict=True))
-        wanted = math.ceil(until / fastest) + 2 * window(method, stages, 0, accumulate)
-        groups = -(-wanted // accumulate) + 1
-        lists = actions(method, stages, groups * accumulate, accumulate)
-        rate = 1 / period(method, own, accumulate)
-        runs.append(Run(name, own, dry_run(lists, own), rate, accumulate))
+        wanted = math.ceil(until / fastest) + 2 * window(method, stages, 0, accumulation_steps)
+        groups = -(-wanted // accumulation_steps) + 1
+        lists = actions(method, stages, groups * accumulation_steps, accumulation_steps)
+        rate = 1 / period(method, own, accumulation_steps)
+        runs.append(Run(name, own, dry_run(lists, own), rate, accumulation_steps))
     return tuple(runs)
 
 
@@ -115,12 +123,12 @@ def timeline_svg(
     costs: Costs,
     methods: Mapping[str, Method] | None = None,
     *,
-    accumulate: int | None = None,
+    accumulation_steps: int | None = None,
     title: str | None = None,
 ) -> str:
     """The schedules of several methods at the same costs as one SVG.
 
-    `costs.backward` computes forward again; `accumulate` is the number of micro-batches between
+    `costs.backward` computes forward again; `accumulation_steps` micro-batches lie between
     two updates, and between two drains of 1F1B and GPipe (default: one a stage, 16 at most);
     `title` names the model.
     """
@@ -131,7 +139,7 @@ def timeline_svg(
         raise InputError(
             "draw_schedule: nothing to draw; give at least one method and one cost > 0"
         )
-    group = min(stages, _GROUP) if accumulate is None else accumulate
+    group = min(stages, _GROUP) if accumulation_steps is None else accumulation_steps
     until = min(_PASSES * _one_pass(_own(costs, choose("backprop"))), _STEPS * slowest)
     runs = dry_runs(costs, methods, group, until)
     scale = (_WIDTH - _LEFT - _RIGHT) / until
@@ -260,9 +268,11 @@ def _axis(until: float, slowest: float, scale: float, top: float, bottom: float)
     return "".join(drawn)
 
 
-def _subtitle(costs: Costs, accumulate: int) -> str:
+def _subtitle(costs: Costs, accumulation_steps: int) -> str:
     """The costs in words, where they are the same everywhere, and the group."""
-    group = f"an update every {accumulate} micro-batch{'es'[: 2 * (accumulate > 1)]}"
+    group = (
+        f"an update every {accumulation_steps} micro-batch{'es'[: 2 * (accumulation_steps > 1)]}"
+    )
     if any(len(set(part)) > 1 for part in (costs.forward, costs.backward)):
         return f"the stages' own costs, less computing again where the graph is kept; {group}"
     f, b, u = costs.forward[0], costs.backward[0], costs.update[0]

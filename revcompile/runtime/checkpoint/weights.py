@@ -50,7 +50,7 @@ def export_weights(model: nn.Module, file: Path) -> Path:
 def load_weights(place: str | Path) -> dict[str, Any]:
     """A state dict, from a folder of checkpoints (the newest), a checkpoint, or an export.
 
-    It loads into `net.module()`, into what `reversify` makes of the same model, and into
+    It loads into `net.to_module()`, into what `reversify` makes of the same model, and into
     `net.model` of any number of stages.
     """
     place = Path(place)
@@ -75,5 +75,5 @@ def load_into(model: nn.Module, place: str | Path) -> None:
     weights = load_weights(place)
     problems = list(model_mismatches(model, weights))
     if problems:
-        raise InputError(f"net.load: {place} holds another model: {first_few(problems)}")
+        raise InputError(f"net.load_weights: {place} holds another model: {first_few(problems)}")
     model.load_state_dict(weights)

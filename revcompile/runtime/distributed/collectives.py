@@ -40,13 +40,13 @@ def run_facts(
     partition: Partition,
     programs: Sequence[StageProgram],
     settings: Any,
-    options: Mapping[str, Any],
+    device: str,
 ) -> dict[str, Any]:
     """What must be the same on every rank, by name, as plain values.
 
     Args:
         settings: A trainer's `Settings`.
-        options: Others that ranks are given.
+        device: The type of the device that a rank trains on.
     """
     method = programs[0].method
     values = (getattr(method, field.name) for field in dataclasses.fields(method))
@@ -57,10 +57,9 @@ def run_facts(
         "stages": len(programs),
         "method": ", ".join(str(v.value if isinstance(v, enum.Enum) else v) for v in values),
     }
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        named[field.name] = "a function" if callable(value) else str(value)
-    named |= {name: str(value) for name, value in options.items()}
+    for name, value in (vars(settings.options) | vars(settings) | {"device": device}).items():
+        if name != "options":
+            named[name] = "a function" if callable(value) else str(value)
     for name, parameter in model.named_parameters():
         frozen = "" if parameter.requires_grad else ", frozen"
         named[f"parameter {name}"] = described(parameter) + frozen

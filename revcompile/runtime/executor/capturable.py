@@ -61,12 +61,12 @@ def why_not_capturable(
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
         return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
     is_stashing = any(e.stage.weights.has_past for e in executors)
-    if schedule.ties and schedule.accumulate > 1 and is_stashing:
-        return "weights are stashed, but tied ones change between two updates; use accumulate=1"
-    if (count := schedule.accumulate) > _MOST_KINDS:
-        return f"accumulate={count}; at most {_MOST_KINDS} kinds of steps are captured"
+    if schedule.ties and schedule.accumulation_steps > 1 and is_stashing:
+        return "stashed weights: tied ones change between two updates; use accumulation_steps=1"
+    if (count := schedule.accumulation_steps) > _MOST_KINDS:
+        return f"accumulation_steps={count}; at most {_MOST_KINDS} kinds of steps are captured"
     for executor in executors:
-        count = window(method, schedule.stages, executor.index, schedule.accumulate)
+        count = window(method, schedule.stages, executor.index, schedule.accumulation_steps)
         if count > 1 and executor.program.keeps_graphs:
             is_method = method.keep is Keep.GRAPH
             cause = f"as {method.name!r} does" if is_method else "which its memory budget allows"
@@ -85,14 +85,21 @@ def why_not_capturable(
 
 def use_slots(executors: Sequence[StageExecutor], schedule: Schedule) -> None:
     """Have stages and their transport store in slots whatever outlives a step."""
-    method, count, accumulate = schedule.method, schedule.stages, schedule.accumulate
-    windows = [window(method, count, j, accumulate) for j in range(count)]
+    method, count, accumulation_steps = (
+        schedule.method,
+        schedule.stages,
+        schedule.accumulation_steps,
+    )
+    windows = [window(method, count, j, accumulation_steps) for j in range(count)]
     stages, transport = [e.index for e in executors], executors[0].transport
     device, flagged = executors[0].stage._device(), has_flags(executors, schedule)
     for executor in executors:
-        at, updates = windows[executor.index], delay(method, count, executor.index, accumulate)
+        at, updates = (
+            windows[executor.index],
+            delay(method, count, executor.index, accumulation_steps),
+        )
         executor.updater.use_device()
-        executor.stage.use_slots(at if at > 1 else 0, updates, accumulate > 1)
+        executor.stage.use_slots(at if at > 1 else 0, updates, accumulation_steps > 1)
     for stage in stages[:-1]:
         if waiting := windows[stage] - windows[stage + 1]:
             route = stage + 1, stage, MessageKind.DY
@@ -102,7 +109,9 @@ def use_slots(executors: Sequence[StageExecutor], schedule: Schedule) -> None:
             route = tie.owner, tie.holder, MessageKind.TIED_WEIGHT
             transport.slots[route] = MessageSlots(1, device)
             if late := windows[tie.owner] - windows[tie.holder]:  # else received in the same step
-                slots = MessageSlots(1 + math.ceil(late / accumulate), device, flagged, True)
+                slots = MessageSlots(
+                    1 + math.ceil(late / accumulation_steps), device, flagged, True
+                )
                 transport.slots[tie.holder, tie.owner, MessageKind.TIED_GRAD] = slots
 
 

@@ -92,8 +92,10 @@ class CapturedSteps:
         self._is_last = not self._boundary.has_next
         self._held_ties = [tie for tie in schedule.ties if tie.holder in self._stages]
         self._has_flags = has_flags(executors, schedule)
-        self._accumulate = schedule.accumulate
-        self._windows = [window(method, count, j, schedule.accumulate) for j in range(count)]
+        self._accumulation_steps = schedule.accumulation_steps
+        self._windows = [
+            window(method, count, j, schedule.accumulation_steps) for j in range(count)
+        ]
         self._is_continuous = method.order is Order.CONTINUOUS
         waiting = [
             slots.count

@@ -10,7 +10,7 @@ What one stage does with micro-batch m, in a full pipeline; its backward pass is
                               | takes those of d
                               v
     SEND_DX d <- outgoing <- BACKWARD d <-- incoming <------ RECV_DY d
-                              | adds to the stage's gradients; after `accumulate` micro-batches:
+                              | adds to the stage's gradients; after `accumulation_steps`:
                               v
                             UPDATE
 

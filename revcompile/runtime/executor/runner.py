@@ -135,7 +135,9 @@ class GraphRunner:
             fingerprint: Of the micro-batch's data, for the next rank.
         """
         # Not before the first updates: they show what stages and optimizers do.
-        if not self.is_on or (not self.is_active and min(schedule.updates) <= schedule.synchronous):
+        if not self.is_on or (
+            not self.is_active and min(schedule.updates) <= schedule.synchronous_updates
+        ):
             return False
         inputs = StepInputs(*batch)
         if self._captured is None:

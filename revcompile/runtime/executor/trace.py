@@ -49,15 +49,15 @@ class Trace:
         self._rank, self._title = trainer.rank, title
         self.busy: tuple[float, ...] | None = None
         """The share of the time that each rank computed, once the trace has ended."""
-        self._clock_offset = _clock_offset(trainer.placement.gather)
-        self._device: torch.device = trainer.executors[0].stage._device()
+        self._clock_offset = _clock_offset(trainer._placement.gather)
+        self._device: torch.device = trainer._executors[0].stage._device()
         self._first_tried: dict[tuple[int, Action], Any] = {}
         self._began: Any = None
         self._records: list[tuple[int, Action, Any, Any, Any]] = []
         self._synchronize()
         self._origin, self._host = self._now(), time.perf_counter()
         self.running = True
-        for executor in trainer.executors:
+        for executor in trainer._executors:
             executor.observer = self
 
     # -- when the actions of this process's stages begin and end ------------------------------
@@ -105,7 +105,7 @@ class Trace:
         if process is None:
             return
         processes = [
-            _unpacked(packed) for packed in self._trainer.placement.gather(_packed(process))
+            _unpacked(packed) for packed in self._trainer._placement.gather(_packed(process))
         ]
         self.busy = busy_shares(processes)
         if self._rank == 0:
@@ -133,9 +133,9 @@ class Trace:
         if not self.running:
             return None
         self.running = False
-        for executor in self._trainer.executors:
+        for executor in self._trainer._executors:
             executor.observer = None
-        self._trainer.untraced()
+        self._trainer._untraced()
         self._synchronize()
         events = (
             TraceEvent(stage, action, *map(self._seconds, times))

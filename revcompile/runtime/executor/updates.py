@@ -27,8 +27,8 @@ class StageUpdates:
             own and this one has copies of, by owner.
         tied_holders: The names of those that this stage owns, by the stage with the copies.
         delay: By how many updates its gradients are late, on average.
-        synchronous: So many updates at the start have no delay.
-        accumulate: Micro-batches per update.
+        synchronous_updates: So many updates at the start have no delay.
+        accumulation_steps: Micro-batches per update.
         scaling: At the last stage, if the loss is scaled.
     """
 
@@ -42,15 +42,19 @@ class StageUpdates:
         tied_owners: Mapping[int, tuple[str, ...]] | None = None,
         tied_holders: Mapping[int, tuple[str, ...]] | None = None,
         delay: float = 0.0,
-        synchronous: int = 0,
-        accumulate: int = 1,
+        synchronous_updates: int = 0,
+        accumulation_steps: int = 1,
         scaling: Scaling | None = None,
     ) -> None:
         self.stage, self.updater, self.transport = stage, updater, transport
         self.index = stage.program.index
         self._clip_grad_norm, self._scaling = clip_grad_norm, scaling
         self.tied_owners, self.tied_holders = tied_owners or {}, tied_holders or {}
-        self._delay, self._synchronous, self._accumulate = delay, synchronous, accumulate
+        self._delay, self._synchronous_updates, self._accumulation_steps = (
+            delay,
+            synchronous_updates,
+            accumulation_steps,
+        )
         self._is_continuous = stage.program.method.order is Order.CONTINUOUS
         self.gradients: dict[str, Tensor] | None = None
         """The mean gradient of an update that has begun."""
@@ -83,7 +87,7 @@ class StageUpdates:
     @property
     def is_counted(self) -> bool:
         """Whether captured updates divide by the number of micro-batches."""
-        return self._accumulate > 1 or self.average is not None
+        return self._accumulation_steps > 1 or self.average is not None
 
     @property
     def shares_norm(self) -> bool:
@@ -97,7 +101,7 @@ class StageUpdates:
         scale: Tensor | None = None
         if self._clip_grad_norm is not None:
             squared = _squared_norm(gradients, self.stage)
-            is_synchronous = action.index < self._synchronous
+            is_synchronous = action.index < self._synchronous_updates
             if is_synchronous or not self._is_continuous:
                 # All stages update with the same micro-batches: clip the norm over all of them.
                 total = self.transport.sum_squared_norms(self.index, action.index, squared)
@@ -118,8 +122,8 @@ class StageUpdates:
 
     def set_delay(self, update: int) -> None:
         """Tell the optimizer and the prediction by how many updates the given one is late."""
-        if self._synchronous:
-            delay = 0.0 if update < self._synchronous else self._delay
+        if self._synchronous_updates:
+            delay = 0.0 if update < self._synchronous_updates else self._delay
             if self.stage.weights.predicted is not None:
                 self.stage.weights.predicted.delay = delay
             self.updater.set_delay(delay)
@@ -145,7 +149,7 @@ class StageUpdates:
             return None
         sums = self.stage.take_gradients() if self._sums is None else self._sums
         count = self.count if self.average is None else self.average.read(sums)
-        if self.average is None and self._accumulate > 1 and sums:
+        if self.average is None and self._accumulation_steps > 1 and sums:
             torch._foreach_div_(list(sums.values()), count.clamp(min=1))
         if self.has_flags:
             is_empty = count == 0 if self.is_counted else self.flag != 0

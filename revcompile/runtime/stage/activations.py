@@ -23,14 +23,14 @@ BUFFER_DTYPES: Final = (torch.bfloat16, torch.float16)
 
 
 def buffer_bytes(dtype: torch.dtype | None) -> int | None:
-    """Bytes for an element of a float32 input stored in `buffers=dtype`; None: unchanged.
+    """Bytes for an element of a float32 input stored in `dtype`; None: unchanged.
 
     >>> buffer_bytes(torch.bfloat16)
     2
     """
     if dtype not in (None, *BUFFER_DTYPES):
         raise InputError(
-            f"buffers={dtype!r}; use torch.bfloat16, torch.float16 or None (as they are)"
+            f"kept_input_dtype={dtype!r}; use torch.bfloat16, torch.float16 or None (as they are)"
         )
     return None if dtype is None else dtype.itemsize
 

@@ -116,8 +116,8 @@ class Stage:
         autocast: torch.dtype | None = None,
         replicas: Sequence[str] = (),
         check_finite: bool = True,
-        buffers: torch.dtype | None = None,
-        messages: torch.dtype | None = None,
+        kept_input_dtype: torch.dtype | None = None,
+        gradient_message_dtype: torch.dtype | None = None,
         delay: float = 0.0,
         tolerance: Tolerance = None,
         sample: Sample | None = None,
@@ -127,8 +127,8 @@ class Stage:
         self.seed = mix(seed, program.index)
         self.autocast = autocast
         self.check_finite = check_finite
-        self.activations = ActivationStore(program, buffers)
-        self._messages = messages
+        self.activations = ActivationStore(program, kept_input_dtype)
+        self._gradient_message_dtype = gradient_message_dtype
         """The dtype in which float32 gradients are sent to the stage before; None: their own."""
         self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
         for name in filter(lambda name: has_hooks(self.parameters[name]), self.parameters):
@@ -365,9 +365,9 @@ class Stage:
         own_grads = self.cast_weights.like_weights(
             dict(zip(program.parameters, dense, strict=True))
         )
-        if self._messages is not None:
+        if self._gradient_message_dtype is not None:
             of_inputs = [
-                g if g is None or g.dtype != torch.float32 else g.to(self._messages)
+                g if g is None or g.dtype != torch.float32 else g.to(self._gradient_message_dtype)
                 for g in of_inputs
             ]
         input_grads = dict(zip(program.inputs_with_grad, of_inputs, strict=True))

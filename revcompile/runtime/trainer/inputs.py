@@ -24,7 +24,7 @@ def warn_if_larger_than_planned(planned: int, samples: int) -> None:
     if samples > planned:
         warnings.warn(
             f"memory_budget=: planned for micro-batches of {planned} samples, but one has "
-            f"{samples} and takes more memory; give batch_size={samples} beside memory_budget=",
+            f"{samples} and takes more memory; set TrainerOptions(microbatch_size={samples})",
             stacklevel=4,
         )
 

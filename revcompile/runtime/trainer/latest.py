@@ -28,7 +28,7 @@ def check_latest(trainer: Any, model: nn.Module, to_read: bool) -> None:
     """Raise if another trainer has taken over; the state can be read until that one trains."""
     found = _latest.get(model)
     latest = trainer if found is None else found()  # None if both are copies
-    is_unused = latest is not None and latest.schedule.injected == 0
+    is_unused = latest is not None and latest.microbatches_seen == 0
     if latest is not trainer and not (to_read and is_unused):
         raise TrainerStoppedError(
             "net.trainer(...) has been called again, and the new trainer trains the model since; "
@@ -41,4 +41,4 @@ def _tell_trainer(model: nn.Module, _: Any) -> None:
     latest = _latest.get(model)
     trainer = None if latest is None else latest()
     if trainer is not None:
-        trainer.weights_loaded()
+        trainer._weights_loaded()

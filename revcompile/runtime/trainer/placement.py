@@ -148,10 +148,6 @@ class RankPlacement(Placement):
         undo: See `Placement`.
         device: Where this rank trains.
         default_stage_to_rank: From the ranks of one pipeline to the rank of each stage.
-        stage_to_rank: The rank of each stage, within one copy of the pipeline.
-        timeout: After how many seconds without a message a rank gives up.
-        report_loss: Tell every rank the loss of each step.
-        average_statistics: Average running statistics over copies of the pipeline.
     """
 
     transport: DistributedTransport
@@ -163,25 +159,16 @@ class RankPlacement(Placement):
         device: torch.device | None = None,
         *,
         default_stage_to_rank: Callable[[int], Sequence[int]],
-        stage_to_rank: Sequence[int] | None = None,
-        timeout: float = 600.0,
-        report_loss: bool = False,
-        average_statistics: bool = False,
     ) -> None:
         self._task, model, programs = task, task.model, task.programs
-        self._timeout, self._report_loss = timedelta(seconds=timeout), report_loss
-        self._average_statistics = average_statistics
+        self._options = options = task.settings.options
+        self._timeout = timedelta(seconds=options.timeout)
         self.device = join(model, device or last_device(model), self._timeout)
         stages, self.world = len(programs), distributed.get_world_size()
         control = new_group(range(self.world), "gloo", self._timeout)
-        options = {
-            "stage_to_rank": stage_to_rank,
-            "report_loss": report_loss,
-            "average_statistics": average_statistics,
-            "device": self.device.type,
-        }
-        facts = run_facts(model, task.partition, programs, task.settings, options)
+        facts = run_facts(model, task.partition, programs, task.settings, self.device.type)
         check_ranks_agree(gather_plain(facts, control))
+        stage_to_rank = options.stage_to_rank
         default = () if stage_to_rank else default_stage_to_rank(pipeline_ranks(stages, self.world))
         layout = make_layout(stages, self.world, stage_to_rank, default)
         self._shared_buffers = SharedBuffers(model, programs, layout)
@@ -191,7 +178,7 @@ class RankPlacement(Placement):
         self.stages = ranks.stages
         self._weights = distribute(model, programs, ranks, self.device, undo)
         channels = open_channels(ranks, list(task.partition.ties), self.device, self._timeout)
-        self.transport = DistributedTransport(ranks, channels, timeout)
+        self.transport = DistributedTransport(ranks, channels, options.timeout)
         undo.callback(self.transport.close)
 
     # -- building a trainer -------------------------------------------------------------------
@@ -207,7 +194,7 @@ class RankPlacement(Placement):
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             groups = open_replica_groups(self.ranks, backend, self._timeout)
             for index, stage in ((e.index, e.stage) for e in executors):
-                statistics = stage.statistics() if self._average_statistics else []
+                statistics = stage.statistics() if self._options.average_statistics else []
                 self.transport.replicate(index, stage.parameters, statistics, groups[index])
         _open.append(self.transport)
 
@@ -237,7 +224,7 @@ class RankPlacement(Placement):
         self.transport.completed = microbatch
 
     def share_loss(self, loss: Tensor | None) -> Tensor | None:
-        if not self._report_loss:
+        if not self._options.loss_on_all_ranks:
             return loss
         sent = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
         if loss is not None:

@@ -37,28 +37,28 @@ class TrainerState:
     """What a trainer saves and loads: the part of its state that is in this process."""
 
     model: Reversible
-    partition: Partition
-    programs: tuple[StageProgram, ...]
-    settings: Any
+    _partition: Partition
+    _programs: tuple[StageProgram, ...]
+    _settings: Any
     """The trainer's `Settings`."""
-    schedule: Schedule
-    executors: list[StageExecutor]
-    transport: Transport
+    _schedule: Schedule
+    _executors: list[StageExecutor]
+    _transport: Transport
     rank: int
     replica: int
     """Which copy of the pipeline this is: it trains on its own part of the data."""
     replicas: int
 
     @property
-    def stage_seed(self) -> int:
+    def _stage_seed(self) -> int:
         """The seed of the stages' random numbers: copies of the pipeline drop other elements."""
-        seed: int = self.settings.seed
+        seed: int = self._settings.seed
         return mix(seed, self.replica) if self.replica else seed
 
     def _check_savable(self) -> None:
         """Refuse what no checkpoint can hold. All ranks come to the same result."""
-        for program in self.programs:
-            if self.schedule.outstanding[program.index] and program.keeps_graphs:
+        for program in self._programs:
+            if self._schedule.outstanding[program.index] and program.keeps_graphs:
                 raise InputError(
                     f"trainer.state_dict: stage {program.index} keeps graphs of micro-batches in "
                     "flight, which cannot be saved; call trainer.flush() first, or "
@@ -69,19 +69,19 @@ class TrainerState:
         """The states of this process's stages; `weights` are entries of the model's state dict."""
         optimizer: dict[str, Any] = {}
         stages: dict[int, Any] = {}
-        messages = self.transport.state_dict(copy)
-        for executor in self.executors:
+        messages = self._transport.state_dict(copy)
+        for executor in self._executors:
             updater = executor.updater.state_dict(copy)
             optimizer |= updater.pop("state")
             waiting = [message for message in messages if message[1] == executor.index]
             stages[executor.index] = executor.state_dict(copy) | updater | {"messages": waiting}
         return {
             "format": _FORMAT,
-            "cuts": _segment_names(self.partition),
-            "seed": self.settings.seed,
+            "cuts": _segment_names(self._partition),
+            "seed": self._settings.seed,
             "device": device_of_model(self.model).type,
             "replicas": self.replicas,
-            "schedule": self.schedule.state(),
+            "schedule": self._schedule.state(),
             "model": copy(dict(weights)),
             "optimizer": optimizer,
             "stages": stages,
@@ -92,8 +92,8 @@ class TrainerState:
         read, state = checkpoint.read, merged_state(checkpoint, self.replica)
         devices, rng = {state["device"]: device}, state["rng"]
         here = {n for n, v in self.model.state_dict().items() if not _is_elsewhere(v)}
-        trained = {name for executor in self.executors for name in executor.updater.parameters}
-        stages = {executor.index for executor in self.executors}
+        trained = {name for executor in self._executors for name in executor.updater.parameters}
+        stages = {executor.index for executor in self._executors}
         return state | {
             "model": {n: read(v) if n in here else v for n, v in state["model"].items()},
             "optimizer": {n: read(s) for n, s in state["optimizer"].items() if n in trained},
@@ -108,7 +108,7 @@ class TrainerState:
     def _check_fits(self, state: State) -> None:
         """Refuse a state that this trainer cannot continue from; nothing is changed."""
         with well_formed("what trainer.state_dict() returns"):
-            updaters = (executor.updater for executor in self.executors)
+            updaters = (executor.updater for executor in self._executors)
             if problems := list(_mismatches(state, self.model, updaters)):
                 raise InputError(
                     "trainer.load_state_dict: the state does not fit this trainer: "
@@ -124,7 +124,7 @@ class TrainerState:
         raise InputError(
             f"trainer.load_state_dict: the state holds micro-batches in flight or gradients not "
             f"applied yet in {_described(saved, replicas)}, but this trainer has "
-            f"{_described(self.schedule, self.replicas)}, cut or scheduled otherwise, or with "
+            f"{_described(self._schedule, self.replicas)}, cut or scheduled otherwise, or with "
             "another budget of memory. To move between them call flush() before state_dict(), or "
             "trainer.save(folder, drain=True); if the run that saved it is over, load it into a "
             "trainer like that one (one process will do) and save it from there with drain=True"
@@ -132,16 +132,16 @@ class TrainerState:
 
     def _is_same_pipeline(self, state: State) -> bool:
         """Were the same stages saved, with the same method and the same needs in flight?"""
-        here, saved = self.schedule.state(), state["schedule"]
-        if _segment_names(self.partition) != [list(names) for names in state["cuts"]]:
+        here, saved = self._schedule.state(), state["schedule"]
+        if _segment_names(self._partition) != [list(names) for names in state["cuts"]]:
             return False
-        if any(here[key] != saved[key] for key in ("method", "accumulate", "ties")):
+        if any(here[key] != saved[key] for key in ("method", "accumulation_steps", "ties")):
             return False
         updates = min(progress["updates"] for progress in saved["progress"])
-        starts = here["synchronous"], saved["synchronous"]
+        starts = here["synchronous_updates"], saved["synchronous_updates"]
         if starts[0] != starts[1] and updates < max(starts):
             return False
-        needs = ((p.needed_in_flight, state["stages"][p.index]["needs"]) for p in self.programs)
+        needs = ((p.needed_in_flight, state["stages"][p.index]["needs"]) for p in self._programs)
         return all(needed == list(saved_needs) for needed, saved_needs in needs)
 
     @well_formed("what trainer.state_dict() returns")
@@ -149,17 +149,17 @@ class TrainerState:
         """Load a state that fits."""
         same = self._is_same_pipeline(state)
         saved = Schedule.load(state["schedule"])
-        self.schedule = saved if same else _continue_counting(self.schedule, saved)
-        self.settings = replace(self.settings, seed=state["seed"])
+        self._schedule = saved if same else _continue_counting(self._schedule, saved)
+        self._settings = replace(self._settings, seed=state["seed"])
         _load_model(self.model, state["model"])
         self._load_updaters(state, same)
         messages = [m for stage in state["stages"].values() for m in stage["messages"]]
-        self.transport.load_state_dict(messages if same else ())
+        self._transport.load_state_dict(messages if same else ())
         weights = dict(self.model.named_parameters())
-        for executor in self.executors:
-            executor.reset(self.stage_seed, weights)
+        for executor in self._executors:
+            executor.reset(self._stage_seed, weights)
             # As the last update has left it: captured steps hold it fixed.
-            executor.updates.set_delay(self.schedule.updates[executor.index] - 1)
+            executor.updates.set_delay(self._schedule.updates[executor.index] - 1)
             if same:
                 executor.load_state_dict(state["stages"][executor.index])
         if not same:
@@ -170,14 +170,14 @@ class TrainerState:
         schedules = {index: stage["lr_schedule"] for index, stage in state["stages"].items()}
         first = next((schedules[i] for i in sorted(schedules) if schedules[i] is not None), None)
         settings = _group_settings(state)
-        for executor in self.executors:
+        for executor in self._executors:
             schedule = schedules[executor.index] if same else first
             executor.updater.load_state_dict(state["optimizer"], settings, schedule)
 
     def _load_scaling(self, state: State) -> None:
         """After a new cut: the last stage takes over the scale and overflows to be reported."""
         *_, last = saved = [state["stages"][index]["scaling"] for index in sorted(state["stages"])]
-        for executor in self.executors:
+        for executor in self._executors:
             if last and executor.scaling is not None and executor.loss_head is not None:
                 overflow = min(scaling["overflow"] for scaling in saved)
                 executor.scaling.load_state_dict(last | {"overflow": overflow})
@@ -209,7 +209,7 @@ def _segment_names(partition: Partition) -> list[list[str]]:
 
 def _described(schedule: Schedule, replicas: int) -> str:
     weights = f"weights={schedule.method.weights.value!r}"
-    method = f"{schedule.method.name}, {weights}, accumulate={schedule.accumulate}"
+    method = f"{schedule.method.name}, {weights}, accumulation_steps={schedule.accumulation_steps}"
     several = f", {replicas} copies of the pipeline" if replicas > 1 else ""
     return f"{schedule.stages} stages ({method}{several})"
 
@@ -238,9 +238,9 @@ def _continue_counting(schedule: Schedule, saved: Schedule) -> Schedule:
     plain = Schedule(
         schedule.method,
         schedule.stages,
-        schedule.accumulate,
+        schedule.accumulation_steps,
         schedule.ties,
-        schedule.synchronous,
+        schedule.synchronous_updates,
     ).state()
     plain["injected"] = saved.injected
     for progress in plain["progress"]:

@@ -44,7 +44,7 @@ class Steps:
             self.loss_head = LossHead(
                 task.partition.rewired, task.loss, task.settings.autocast, last
             )
-            self.loss_head.check_finite = task.settings.check_finite
+            self.loss_head.check_finite = task.settings.options.check_finite
             given = placement.transport, self.loss_head, seed
             self.executors = build_executors(task, placement.stages, *given)
         placement.attach(self.executors)
@@ -163,7 +163,7 @@ class Steps:
         return False
 
     def _is_measured(self, microbatch: int) -> bool:
-        every = self._settings.measure_every
+        every = self._settings.options.measure_reconstruction_every
         return every is not None and microbatch % every == 0
 
     # -- what a step reports ------------------------------------------------------------------
@@ -182,7 +182,11 @@ class Steps:
         if loss is not None and not self.runner.is_active:  # captured steps add theirs themselves
             self.loss_head.add(loss)
         errors = {}
-        for executor in self.executors if self._settings.measure_every is not None else ():
+        for executor in (
+            self.executors
+            if self._settings.options.measure_reconstruction_every is not None
+            else ()
+        ):
             for measured in list(executor.stage.reconstruction):
                 errors[executor.index] = executor.stage.reconstruction.pop(measured)
         scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]

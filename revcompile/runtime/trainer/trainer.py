@@ -39,7 +39,7 @@ from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.settings import Task
 from revcompile.runtime.trainer.state import TrainerState
 from revcompile.runtime.trainer.steps import Steps
-from revcompile.schedule import Schedule, delay
+from revcompile.schedule import Method, Schedule, delay
 
 _CLOSED: Final = "trainer.close() has ended this trainer"
 _REMEDY: Final = "build a new one and load its last state"
@@ -60,23 +60,34 @@ class Trainer(TrainerState):
     rank of the first stage and targets on that of the last one; other ranks may pass nothing. Where
     both are given they are compared: targets that are not those of the inputs stop all ranks
     (`loader` gives every rank the same batches). The loss is known on the rank of the last stage
-    (`mean_loss` tells all, `report_loss` every step), and a bad micro-batch is reported on the rank
-    that met it. A rank holds only the weights its stages use; `net.module()` collects all of them.
+    (`pop_mean_loss` tells all, `loss_on_all_ranks` every step), and a bad micro-batch is
+    reported on the rank that met it. A rank holds only the weights its stages use;
+    `net.to_module()` collects all of them.
     """
 
     def __init__(self, task: Task, placement: Placement) -> None:
         partition, settings, programs = task.partition, task.settings, tuple(task.programs)
-        self.model, self.partition, self.settings = task.model, partition, settings
-        self.programs, self.tree = programs, task.tree
-        self.placement, self.transport = placement, placement.transport
+        self.model, self._partition, self._settings = task.model, partition, settings
+        self._programs, self._tree = programs, task.tree
+        self._placement, self._transport = placement, placement.transport
         self.rank, self.replica = placement.rank, placement.replica
         self.replicas = placement.replicas
-        method, count, accumulate = programs[0].method, len(programs), settings.accumulate
-        self.schedule = Schedule(method, count, accumulate, partition.ties, settings.synchronous)
-        self.delays = tuple(delay(method, count, j, accumulate) for j in range(count))
-        self._steps = steps = Steps(task, placement, self.schedule, self.stage_seed)
-        self.executors, self.loss_head, self.binder = steps.executors, steps.loss_head, steps.binder
-        self.runner = steps.runner
+        method, count, accumulation_steps = (
+            programs[0].method,
+            len(programs),
+            settings.accumulation_steps,
+        )
+        self._schedule = Schedule(
+            method, count, accumulation_steps, partition.ties, settings.options.synchronous_updates
+        )
+        self.delays = tuple(delay(method, count, j, accumulation_steps) for j in range(count))
+        self._steps = steps = Steps(task, placement, self._schedule, self._stage_seed)
+        self._executors, self._loss_head, self._binder = (
+            steps.executors,
+            steps.loss_head,
+            steps.binder,
+        )
+        self._runner = steps.runner
         """Runs captured steps, where they can be."""
         self.is_first = steps.is_first
         """Does this process need inputs?"""
@@ -90,10 +101,20 @@ class Trainer(TrainerState):
         self.metrics: Metrics | None = None
         """What the last step returned."""
 
-    def take_over(self) -> None:
+    def _take_over(self) -> None:
         """Train the model from now on. Until then, a trainer that is refused changes nothing."""
-        self._guard = StageGuard([watched for e in self.executors for watched in e.stage.watched])
+        self._guard = StageGuard([watched for e in self._executors for watched in e.stage.watched])
         make_latest(self, self.model)
+
+    @property
+    def method(self) -> Method:
+        """The method, with its choices."""
+        return self._schedule.method
+
+    @property
+    def microbatches_seen(self) -> int:
+        """Micro-batches that were given to `step`, those before a `load` included."""
+        return self._schedule.injected
 
     # -- training -----------------------------------------------------------------------------
 
@@ -118,13 +139,13 @@ class Trainer(TrainerState):
         self._check_usable()
         self._resume_training()
         problem = self._refusal()
-        self.placement.refuse_step(problem)
+        self._placement.refuse_step(problem)
         # What is in flight goes back all the same, with the settings it was computed with.
         with nullcontext() if problem is None else self._guard.settings.restored():
             try:
                 return self._step(inputs, target, problem)
             finally:
-                if not self.runner.is_replaying:
+                if not self._runner.is_replaying:
                     self._follow_settings()  # layers may change their own as they run
 
     def steps(self, batches: Iterable[Any]) -> Iterator[Metrics]:
@@ -133,16 +154,16 @@ class Trainer(TrainerState):
             yield self.step(*split_batch(batch))
 
     def _step(self, inputs: Any, target: Any, problem: str | None) -> Metrics:
-        microbatch, steps = self.schedule.injected, self._steps
+        microbatch, steps = self._schedule.injected, self._steps
         refusal = problem and f"trainer.step: {problem}"
         is_traced = self._trace is not None
         with self._stop_on_error():
-            values = steps.run(self.schedule, inputs, target, refusal, is_traced)
-        metrics = steps.metrics(self.schedule, microbatch, values, self.delays, self._throughput)
+            values = steps.run(self._schedule, inputs, target, refusal, is_traced)
+        metrics = steps.metrics(self._schedule, microbatch, values, self.delays, self._throughput)
         if self.memory_plan is not None:
-            warn_if_larger_than_planned(self.memory_plan.batch_size, metrics.samples)
+            warn_if_larger_than_planned(self.memory_plan.microbatch_size, metrics.samples)
         self.metrics = metrics
-        self.binder.wait_copied()
+        self._binder.wait_copied()
         if self._trace is not None:
             self._trace.stepped()
         if (failure := steps.failure(microbatch, values)) is not None:
@@ -160,11 +181,11 @@ class Trainer(TrainerState):
         self._resume_training()
         self._check_tree("trainer.flush", self._changed_in_flight())
         self._sync_stages()
-        self._finish(self.schedule.drain())
+        self._finish(self._schedule.drain())
         self._throughput.pause()
-        failure = self._steps.failure(self.schedule.injected - 1)
+        failure = self._steps.failure(self._schedule.injected - 1)
         own = None if failure is None else (str(failure), failure.stage, failure.microbatch)
-        for text, stage, microbatch in filter(None, self.placement.gather(own)):
+        for text, stage, microbatch in filter(None, self._placement.gather(own)):
             failure = failure or NonFiniteError(text, stage=stage, microbatch=microbatch)
             failure.add_note("The pipeline is drained; go on without another flush.")
             raise failure
@@ -176,7 +197,7 @@ class Trainer(TrainerState):
 
     def _sync_stages(self) -> None:
         """Have bad micro-batches of captured steps become known now."""
-        self.runner.leave()
+        self._runner.leave()
 
     def _resume_training(self) -> None:
         self._throughput.resume()
@@ -195,13 +216,13 @@ class Trainer(TrainerState):
         try:
             yield
         except BaseException as error:
-            if changes_nothing and (isinstance(error, InputError) or self.placement.world == 1):
+            if changes_nothing and (isinstance(error, InputError) or self._placement.world == 1):
                 raise
             if self._stop_reason is None:
                 error.add_note(f"This trainer cannot go on; {_REMEDY}.")
             cause = f"{type(error).__name__}: {error}"
             self._stop_reason = f"this trainer stopped in the middle of a call ({cause})"
-            self.placement.stop_all(error)
+            self._placement.stop_all(error)
             raise
 
     def _check_usable(self, *, to_read: bool = False, to_load: bool = False) -> None:
@@ -215,10 +236,10 @@ class Trainer(TrainerState):
         if self._stop_reason is not None and not (to_load and self._stop_reason != _CLOSED):
             raise TrainerStoppedError(f"{self._stop_reason}; {_REMEDY}")
 
-    def weights_loaded(self) -> None:
+    def _weights_loaded(self) -> None:
         """A state dict has been loaded into the model by other means than `load`."""
         self._sync_stages()
-        if not self.schedule.idle:
+        if not self._schedule.idle:
             self._stop_reason = (
                 "weights were loaded into the model while this trainer had micro-batches in "
                 "flight, whose gradients belong to the weights before; call trainer.flush() "
@@ -226,30 +247,30 @@ class Trainer(TrainerState):
             )
             return
         weights = dict(self.model.named_parameters())
-        for executor in self.executors:
+        for executor in self._executors:
             executor.weights_loaded(weights)
 
     def _refusal(self) -> str | None:
         """Why the model cannot be trained on as it is, or None; changed settings are followed."""
-        problem = self.tree.problem() or self._guard.problem() or self._changed_in_flight()
+        problem = self._tree.problem() or self._guard.problem() or self._changed_in_flight()
         if problem is None:
             self._follow_settings()
         return problem
 
     def _changed_in_flight(self) -> str | None:
         """What is different of layers since something that is in flight was computed."""
-        change = self._guard.settings.first_change() if any(self.schedule.outstanding) else None
+        change = self._guard.settings.first_change() if any(self._schedule.outstanding) else None
         return None if change is None else changed_in_flight(change)
 
     def _follow_settings(self) -> None:
         """Go on with the settings of layers as they are now."""
         if self._guard.settings.first_change() is not None:
             self._guard.settings.take()
-            self.runner.restart()
+            self._runner.restart()
 
     def _check_tree(self, where: str, problem: str | None = None) -> None:
         """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""
-        for found in self.placement.gather(self.tree.problem() or problem):
+        for found in self._placement.gather(self._tree.problem() or problem):
             if found is not None:
                 raise InputError(f"{where}: {found}")
 
@@ -273,43 +294,43 @@ class Trainer(TrainerState):
         self._throughput.pause()
         problem = loader_problem(loader, self.is_first or self.is_last)
         self._check_tree("trainer.evaluate", problem)
-        model = self.model if self.placement.world == 1 else None
+        model = self.model if self._placement.world == 1 else None
         if model is None:
             self._prepare_stages_to_evaluate()
-        evaluation = EvaluationPass(self._steps, self.placement, model, loader, means)
+        evaluation = EvaluationPass(self._steps, self._placement, model, loader, means)
         with self._stop_on_error(changes_nothing=True), self._evaluating():
             evaluation.run()
-        self.placement.raise_on_all("trainer.evaluate", evaluation.error)
-        return means.evaluation(self.placement.gather)
+        self._placement.raise_on_all("trainer.evaluate", evaluation.error)
+        return means.evaluation(self._placement.gather)
 
     def _prepare_stages_to_evaluate(self) -> None:
         """Have the stages receive the tied weights that wait for the next step."""
-        if self.partition.rewired.eval_body is not None:
+        if self._partition.rewired.eval_body is not None:
             raise InputError(
-                f"trainer.evaluate: {self.partition.rewired.name} computes something else in eval "
-                "mode than in training, which stages on several ranks cannot; use net.module()"
+                f"trainer.evaluate: {self._partition.rewired.name} computes something else in eval "
+                "mode than in training, which stages on several ranks cannot; use net.to_module()"
             )
-        self._finish(self.schedule.receive_tied_weights())
+        self._finish(self._schedule.receive_tied_weights())
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Eval mode, without gradients. What layers change themselves is no change of settings."""
         is_same = self._guard.settings.first_change() is None
         try:
-            with eval_mode(self.model, self.settings.autocast):
+            with eval_mode(self.model, self._settings.autocast):
                 yield
         finally:
             if is_same:
                 self._follow_settings()
 
-    def mean_loss(self) -> float:
-        """Mean loss of the steps since the last call; nan without any. Every rank calls it.
+    def pop_mean_loss(self) -> float:
+        """Mean loss of the steps since the last call, which it forgets. Every rank calls it.
 
-        Losses that are not finite, whose micro-batches were left out, are not in it. It is not part
-        of a checkpoint: after `load` the mean begins anew.
+        Every rank gets it; nan if there were no steps. Losses that are not finite, whose
+        micro-batches were left out, are not in it. It is not part of a checkpoint.
         """
-        totals = self.loss_head.totals
-        of_ranks = self.placement.gather([0.0, 0.0] if totals is None else totals.tolist())
+        totals = self._loss_head.totals
+        of_ranks = self._placement.gather([0.0, 0.0] if totals is None else totals.tolist())
         if totals is not None:
             totals.zero_()
         total, count = map(sum, zip(*of_ranks, strict=True))
@@ -326,11 +347,11 @@ class Trainer(TrainerState):
             raise InputError(f"trainer.trace: already at work on {self._trace.path}; stop() it")
         self._check_usable()
         self._sync_stages()
-        name = f"{self.partition.rewired.name}, {self.programs[0].method.name}"
+        name = f"{self._partition.rewired.name}, {self._programs[0].method.name}"
         self._trace = Trace(self, path, steps, name)
         return self._trace
 
-    def untraced(self) -> None:
+    def _untraced(self) -> None:
         """Called by a trace that has ended."""
         self._trace = None
 
@@ -360,7 +381,7 @@ class Trainer(TrainerState):
         return make_loader(
             data,
             batch_size,
-            seed=self.settings.seed,
+            seed=self._settings.seed,
             epoch=epoch,
             skip=skip,
             replica=self.replica,
@@ -369,9 +390,9 @@ class Trainer(TrainerState):
             **options,
         )
 
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The current parameters of this process under their original names."""
-        return {name: p for name, p in self.model.named_parameters() if not p.is_meta}
+        return ((name, p) for name, p in self.model.named_parameters() if not p.is_meta)
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -411,9 +432,9 @@ class Trainer(TrainerState):
         self._sync_stages()
         self._check_savable()
         with self._stop_on_error(changes_nothing=True):
-            self.placement.wait_all_delivered()
-            state = self._state(self.placement.own_entries(self.model.state_dict()), detach_tree)
-            who, gather = (self.rank, self.replica), self.placement.gather
+            self._placement.wait_all_delivered()
+            state = self._state(self._placement.own_entries(self.model.state_dict()), detach_tree)
+            who, gather = (self.rank, self.replica), self._placement.gather
             saved = save_training(folder, state, *who, gather=gather, keep=keep)
         if failure is not None:
             failure.add_note(f"The checkpoint {saved} is written, without these micro-batches.")
@@ -430,7 +451,7 @@ class Trainer(TrainerState):
         self._check_usable(to_load=True)
         self._throughput.pause()
         folder, state = file_path("trainer.load", place, "runs/a"), dict[str, Any]()
-        placement = self.placement
+        placement = self._placement
 
         def find() -> str | None:
             # The first rank chooses: what others see of the folder may be older.
@@ -453,10 +474,10 @@ class Trainer(TrainerState):
 
         Only in one process; on ranks use `save`.
         """
-        if self.placement.world > 1:
+        if self._placement.world > 1:
             raise InputError(
                 "trainer.state_dict: no rank has the whole state; use trainer.save(folder), which "
-                "every rank calls, or net.module().state_dict() for the weights"
+                "every rank calls, or net.to_module().state_dict() for the weights"
             )
         self._check_usable(to_read=True)
         self._throughput.pause()
@@ -469,7 +490,7 @@ class Trainer(TrainerState):
 
         Only in one process; on ranks use `load`.
         """
-        if self.placement.world > 1:
+        if self._placement.world > 1:
             raise InputError("trainer.load_state_dict: every rank calls trainer.load(folder)")
         self._check_usable(to_load=True)
         self._check_fits(state)
@@ -478,13 +499,13 @@ class Trainer(TrainerState):
     def _continue_from(self, state: Mapping[str, Any]) -> None:
         """Load a state that fits, and drop what is in flight. Every rank calls it."""
         with self._stop_on_error():
-            self.placement.wait_all_delivered()
+            self._placement.wait_all_delivered()
             self._sync_stages()
             self._load_state(state)
-            self.runner.clear()
+            self._runner.clear()
             self._follow_settings()
-            self.placement.step_completed(self.schedule.injected - 1)
-            self.placement.gather(None)  # no rank sends before all have dropped what was in flight
+            self._placement.step_completed(self._schedule.injected - 1)
+            self._placement.gather(None)  # no rank sends before all have dropped what was in flight
         self._stop_reason = None
 
     def close(self) -> None:
@@ -493,4 +514,4 @@ class Trainer(TrainerState):
         The trainer cannot be used any more; on ranks, its threads and sockets are gone.
         """
         self._stop_reason = _CLOSED
-        self.placement.close()
+        self._placement.close()

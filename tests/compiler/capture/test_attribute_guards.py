@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
+from revcompile.compiler.capture import capture
 from revcompile.errors import GuardError, InputError
 from revcompile.runtime.reversible.guards import GuardChecker
 
@@ -318,7 +319,7 @@ def test_what_python_read_is_a_condition(row: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Block, "factor", 1.0)
     setup, steer, change, expected = ROWS[row]
     x = torch.randn(3, WIDTH)
-    captured = revcompile.capture(model_of(setup, steer), x, check="off")
+    captured = capture(model_of(setup, steer), x, check="off")
     checker = GuardChecker(captured.guards, captured.root)
     assert "1" not in captured.leaf_modules
     assert checker.changed(captured.root) is None

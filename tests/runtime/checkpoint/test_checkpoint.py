@@ -48,10 +48,14 @@ from revcompile.runtime.checkpoint.tree import StoredTensor, encode_tree
 from revcompile.runtime.checkpoint.weights import load_weights
 
 RUNS: Final[dict[str, dict[str, Any]]] = {
-    "petra": {"order": "1f1b", "optimizer": momentum},
-    "petra, k=3": {"order": "1f1b", "optimizer": adam, "accumulate": 3},
-    "petra, the paper's order": {"order": "paper", "optimizer": adam},
-    "petra, the paper's order, k=3": {"order": "paper", "optimizer": momentum, "accumulate": 3},
+    "petra": {"in_flight_per_stage": 1, "optimizer": momentum},
+    "petra, k=3": {"in_flight_per_stage": 1, "optimizer": adam, "accumulation_steps": 3},
+    "petra, the paper's order": {"in_flight_per_stage": 2, "optimizer": adam},
+    "petra, the paper's order, k=3": {
+        "in_flight_per_stage": 2,
+        "optimizer": momentum,
+        "accumulation_steps": 3,
+    },
     "stashed weights": {"method": "pipedream", "optimizer": momentum},
     "gradient predictors": {"method": "dni", "optimizer": adam},
 }
@@ -139,15 +143,15 @@ def test_a_drained_checkpoint_moves_to_other_stages_methods_and_modules(tmp_path
 
     two = trainer_of(fresh(Net, 2), adam, method="pipedream")
     two.load(tmp_path / "four")
-    assert two.schedule.updates == (6, 6)
+    assert two._schedule.updates == (6, 6)
     assert two.evaluate(data) == expected
     two.save(tmp_path / "two")
 
     net = fresh(Net, 3)
-    net.load(tmp_path / "two")
+    net.load_weights(tmp_path / "two")
     assert same(weights(net), four.state_dict()["model"])
     plain = revcompile.reversify(seeded(Net), torch.zeros(4, 5, dtype=torch.float64), check="off")
-    for module in (net.module(), plain):
+    for module in (net.to_module(), plain):
         module.load_state_dict(load_weights(tmp_path / "two"))
         output = module.eval()(torch.cat([x for x, _ in data]))
         loss = nn.functional.cross_entropy(output, torch.cat([y for _, y in data]))
@@ -158,7 +162,7 @@ def test_a_checkpoint_with_something_in_flight_stays_with_its_stages(tmp_path: P
     trainer = trainer_of(fresh(Net, 4))
     feed(trainer, batches(3))
     trainer.save(tmp_path)
-    others = [trainer_of(fresh(Net, 2)), trainer_of(fresh(Net, 4), order="paper")]
+    others = [trainer_of(fresh(Net, 2)), trainer_of(fresh(Net, 4), in_flight_per_stage=2)]
     for other in others:
         before, generator = other.state_dict(), torch.get_rng_state()
         torch.rand(1)
@@ -169,7 +173,7 @@ def test_a_checkpoint_with_something_in_flight_stays_with_its_stages(tmp_path: P
 
 
 def test_a_drained_save_is_a_flush_and_a_save(tmp_path: Path) -> None:
-    saved, flushed, resumed = (trainer_of(fresh(), order="paper") for _ in range(3))
+    saved, flushed, resumed = (trainer_of(fresh(), in_flight_per_stage=2) for _ in range(3))
     for trainer in (saved, flushed):
         feed(trainer, batches(5))
     saved.save(tmp_path, drain=True)
@@ -181,7 +185,7 @@ def test_a_drained_save_is_a_flush_and_a_save(tmp_path: Path) -> None:
 
 
 def test_methods_that_keep_graphs_say_how_to_save_them(tmp_path: Path) -> None:
-    trainer = trainer_of(fresh(), method="gpipe", accumulate=3)
+    trainer = trainer_of(fresh(), method="gpipe", accumulation_steps=3)
     feed(trainer, batches(2))
     with pytest.raises(InputError, match=re.escape("trainer.save(folder, drain=True)")):
         trainer.save(tmp_path)
@@ -193,7 +197,7 @@ def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     trainer = started("stashed weights")
     feed(trainer, batches(4))
     trainer.save(tmp_path)
-    file = fresh().export(tmp_path / "weights.safetensors")
+    file = fresh().save_weights(tmp_path / "weights.safetensors")
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("unpickled")
@@ -207,8 +211,8 @@ def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]:
         monkeypatch.setattr(owner, name, refuse)
     trainer.load(tmp_path)
-    fresh().load(tmp_path)
-    fresh().load(file)
+    fresh().load_weights(tmp_path)
+    fresh().load_weights(file)
     names = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
     assert names == {".json", ".safetensors", ""}  # the last is `latest`
 
@@ -257,7 +261,7 @@ def test_a_step_can_be_saved_twice(tmp_path: Path) -> None:
     trainer_of(fresh(Net, 2)).load(tmp_path)  # nothing is in flight in the second one
     again = trainer_of(fresh())
     again.load(first)
-    assert again.schedule.outstanding[0]
+    assert again._schedule.outstanding[0]
 
 
 class Interrupted(BaseException):
@@ -422,9 +426,9 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"trainer.load: .*step_00000000: .*{said}"):
             trainer.load(tmp_path / folder)
     with pytest.raises(
-        InputError, match=r"net.load: .* holds another model: it lacks first.weight"
+        InputError, match=r"net.load_weights: .* holds another model: it lacks first.weight"
     ):
-        net.load(tmp_path / "plain")
+        net.load_weights(tmp_path / "plain")
     assert same(trainer.state_dict(), before)
 
 
@@ -464,9 +468,9 @@ def run_ranks(world: int, work: Callable[[int, Gather], Any]) -> list[Any]:
 def rank_state(trainer: Any, stages: Sequence[int]) -> dict[str, Any]:
     """What a rank that holds some of the stages would save."""
     state = trainer.state_dict()
-    owners = {n: a.index for a in reversed(trainer.executors) for n in a.program.parameters}
+    owners = {n: a.index for a in reversed(trainer._executors) for n in a.program.parameters}
     first = {n: t for n, t in state["model"].items() if owners.get(n, 0) in stages}
-    own = {n for j in stages for n in trainer.executors[j].updater.parameters}
+    own = {n for j in stages for n in trainer._executors[j].updater.parameters}
     return state | {
         "model": first,
         "optimizer": {n: s for n, s in state["optimizer"].items() if n in own},
@@ -516,11 +520,11 @@ def test_what_stages_hold_goes_to_the_device_of_the_model(tmp_path: Path) -> Non
     state = trainer._read_state(checkpoint, elsewhere)
     assert kinds(state["stages"]) == {"meta"}
     assert kinds([state[key] for key in ("model", "optimizer", "rng")]) == {"cpu"}
-    trainer.executors = trainer.executors[:1]
+    trainer._executors = trainer._executors[:1]
     state = trainer._read_state(checkpoint, elsewhere)
     found = [kinds(stage) for stage in state["stages"].values()]
     assert found == [{"meta"}, *[{"not read"}] * 3]
-    assert state["optimizer"].keys() == trainer.executors[0].updater.parameters.keys()
+    assert state["optimizer"].keys() == trainer._executors[0].updater.parameters.keys()
 
 
 def test_when_one_rank_fails_all_do_and_nothing_changes(
@@ -633,19 +637,19 @@ def test_torch_distributed_checkpoint_reads_all_of_it(
 def test_an_export_holds_tied_tensors_once_and_loads_anywhere(tmp_path: Path) -> None:
     net = fresh()
     feed(trainer_of(net), batches(3))
-    file = net.export(tmp_path / "new" / "net.safetensors")
+    file = net.save_weights(tmp_path / "new" / "net.safetensors")
     assert [path.name for path in file.parent.iterdir()] == ["net.safetensors"]
     stored = safetensors.torch.load_file(file)
     tied = {"blocks.3.up.weight", "blocks.3.up.bias"}
     assert stored.keys() == weights(net).keys() - tied
-    other = fresh().module()
+    other = fresh().to_module()
     safetensors.torch.load_model(other, file)
     again = fresh(Net, 2)
-    again.load(file)
+    again.load_weights(file)
     for state in (other.state_dict(), weights(again), load_weights(file)):
         assert same(in_order(dict(state)), in_order(weights(net)))
     with pytest.raises(InputError, match=r"net.pt; name the file"):
-        net.export(tmp_path / "net.pt")
+        net.save_weights(tmp_path / "net.pt")
 
 
 def test_values_come_back_as_they_were(tmp_path: Path) -> None:

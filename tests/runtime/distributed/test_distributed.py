@@ -82,7 +82,7 @@ def assert_equal_to_one_process(folder: Path, ranks: int, runs: Sequence[Run]) -
 
 
 def test_two_ranks_train_as_one_process_with_every_method(tmp_path: Path) -> None:
-    runs = [Run(method=method, accumulate=2, steps=9) for method in METHODS]
+    runs = [Run(method=method, accumulation_steps=2, steps=9) for method in METHODS]
     assert_equal_to_one_process(tmp_path, 2, runs)
 
 
@@ -93,12 +93,12 @@ def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
     """
     runs = [
         Run(model="vit"),
-        Run(model="vit", method="1f1b", accumulate=4, steps=10),
+        Run(model="vit", method="1f1b", accumulation_steps=4, steps=10),
         Run(model="words", steps=9),
-        Run(model="words", method="gpipe", accumulate=2, steps=7),
+        Run(model="words", method="gpipe", accumulation_steps=2, steps=7),
         Run(method="backprop", clip=0.1, steps=5),
-        Run(method="petra", order="paper", clip=0.1, steps=9),
-        Run(model="words", weights="predicted", synchronous=2, clip=0.1, steps=9),
+        Run(method="petra", in_flight_per_stage=2, clip=0.1, steps=9),
+        Run(model="words", weights="predicted", synchronous_updates=2, clip=0.1, steps=9),
         Run(several=True, steps=7),
     ]
     assert_equal_to_one_process(tmp_path, 4, runs)
@@ -107,7 +107,7 @@ def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
 def test_stages_may_live_on_any_rank(tmp_path: Path) -> None:
     runs = [
         Run(stage_to_rank=(1, 0, 1, 0), steps=7),
-        Run(stage_to_rank=(0, 1, 1, 1), method="1f1b", accumulate=3, clip=0.1, steps=7),
+        Run(stage_to_rank=(0, 1, 1, 1), method="1f1b", accumulation_steps=3, clip=0.1, steps=7),
         Run(model="words", stage_to_rank=(1, 1, 0, 0), method="pipedream", steps=7),
     ]
     assert_equal_to_one_process(tmp_path, 2, runs)
@@ -120,9 +120,9 @@ def test_every_method_on_any_number_of_ranks(
     tmp_path: Path, model: str, ranks: int, stages: int
 ) -> None:
     runs = [
-        Run(model=model, method=method, stages=stages, accumulate=accumulate)
+        Run(model=model, method=method, stages=stages, accumulation_steps=accumulation_steps)
         for method in METHODS
-        for accumulate in (1, 4)
+        for accumulation_steps in (1, 4)
     ]
     assert_equal_to_one_process(tmp_path, ranks, runs)
 
@@ -137,7 +137,7 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(
     )
     results, codes = launch(tmp_path, 4, "copies", run=dataclasses.asdict(run))
     assert codes == [0] * 4
-    expected = alone(dataclasses.replace(run, accumulate=2))["state"]
+    expected = alone(dataclasses.replace(run, accumulation_steps=2))["state"]
     trainable = {name for name, _ in trainer_of(Run())[0].model.named_parameters()}
     for found in results:
         assert not differences(results[0], found)
@@ -198,11 +198,11 @@ def test_ranks_train_in_low_precision_as_one_process(tmp_path: Path) -> None:
 def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
     """Of a budget for each rank: tied weights, dropout and statistics, any layout."""
     runs = [
-        Run(model="resnet", accumulate=2, steps=9, clip=0.1),
-        Run(model="words", steps=9, order="paper"),
+        Run(model="resnet", accumulation_steps=2, steps=9, clip=0.1),
+        Run(model="words", steps=9, in_flight_per_stage=2),
         Run(model="vit", steps=7, stage_to_rank=(1, 0, 1, 0)),
     ]
-    how = {"memory_budget": "1GiB", "batch_size": 3}
+    how = {"memory_budget": "1GiB", "microbatch_size": 3}
     results, codes = launch(tmp_path, 2, "train_all", runs=plain(runs), trainer=how)
     assert codes == [0, 0]
     for number, run in enumerate(runs):
@@ -221,7 +221,7 @@ net, trainer = distributed_worker.trainer_of(run)
 for x, y in distributed_worker.batches(run):
     loss = trainer.step(x, y).loss
 trainer.flush()
-total = sum(float(p.double().sum()) for p in net.module().parameters())
+total = sum(float(p.double().sum()) for p in net.to_module().parameters())
 print(f"loss {loss} weights {total}\\n", end="", flush=True)
 if sys.argv[1:] == ["destroy"]:
     torch.distributed.destroy_process_group()
@@ -262,7 +262,7 @@ def test_all_start_with_the_weights_of_rank_0_and_can_know_the_loss(tmp_path: Pa
 
 
 def test_evaluation_during_training_disturbs_nothing(tmp_path: Path) -> None:
-    runs = [Run(model="words", steps=7), Run(method="1f1b", accumulate=2, steps=7)]
+    runs = [Run(model="words", steps=7), Run(method="1f1b", accumulation_steps=2, steps=7)]
     results, codes = launch(tmp_path, 2, "evaluate", runs=plain(runs))
     assert codes == [0, 0]
     for number, run in enumerate(runs):
@@ -289,7 +289,7 @@ def test_a_lost_micro_batch_changes_nothing(tmp_path: Path) -> None:
     for number, batch in enumerate(batches(run)):
         if number not in lost:
             fed(trainer, batch)
-    expected = net.module().state_dict()
+    expected = net.to_module().state_dict()
     for found in results:
         assert not differences(expected, found["state"])
     raised = sorted(one for found in results for one in found["raised"])
@@ -369,7 +369,7 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     expected = [
         "stages: 2 on rank 0; 3 on rank 1",
         "model: ViT on rank 0; Words on rank 1",
-        "accumulate: 1 on rank 0; 2 on rank 1",
+        "accumulation_steps: 1 on rank 0; 2 on rank 1",
         "revcompile version: 1.0 on rank 0; 9.9 on rank 1",
         "parameter conv.weight: float32[8, 3, 3, 3] on rank 0; float64[8, 3, 3, 3] on rank 1",
         "stage_to_rank=(0, 1, 2, 3) needs 4 ranks",
@@ -411,7 +411,7 @@ def test_a_bad_gradient_that_a_drained_save_finds_is_raised_by_all_after_writing
     assert raised[-1].startswith(f"The checkpoint {folder / 'step_00000003'} is written")
     _, trainer = trainer_of(Run(), off=1.0)
     trainer.load(folder)
-    assert trainer.schedule.injected == 3 and trainer.schedule.idle
+    assert trainer.microbatches_seen == 3 and trainer._schedule.idle
 
 
 def test_the_difference_names_the_ranks() -> None:
@@ -474,9 +474,9 @@ def test_a_buffer_that_ranks_would_change_apart_is_refused(layer: nn.Module, buf
     net = revcompile.petrafy(SharedLayer(layer), 2, torch.randn(4, 6), check="off")
     trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.cross_entropy)
     trainer.step(torch.randn(4, 6), torch.arange(4) % 3)
-    flights = [f for e in trainer.executors for f in e.stage.in_flight.values()]
+    flights = [f for e in trainer._executors for f in e.stage.in_flight.values()]
     for stage_to_rank in ((0, 0), (0, 1)):
-        buffers = SharedBuffers(net.model, trainer.programs, Layout(stage_to_rank))
+        buffers = SharedBuffers(net.model, trainer._programs, Layout(stage_to_rank))
 
         def check(buffers: SharedBuffers = buffers) -> None:
             buffers.check_statistics(net.model)

@@ -72,10 +72,10 @@ def assert_close(expected: dict[str, Any], found: dict[str, Any], what: Any) -> 
 
 
 EVERY_METHOD: Final = [
-    Run(device="cuda", method=method, accumulate=2, steps=7) for method in METHODS
+    Run(device="cuda", method=method, accumulation_steps=2, steps=7) for method in METHODS
 ]
 SOME: Final = [
-    Run(device="cuda", model="words", method="1f1b", accumulate=2, steps=7),
+    Run(device="cuda", model="words", method="1f1b", accumulation_steps=2, steps=7),
     Run(device="cuda", method="backprop", clip=0.1, steps=5),
     Run(device="cuda", steps=200),
 ]
@@ -102,7 +102,7 @@ def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None
     runs = [
         Run(device="cuda", steps=24),
         Run(device="cuda", model="vit", steps=24),
-        Run(device="cuda", order="paper", accumulate=2, clip=0.1, steps=24),
+        Run(device="cuda", in_flight_per_stage=2, accumulation_steps=2, clip=0.1, steps=24),
         Run(device="cuda", method="petra_stashed", steps=24, stage_to_rank=(0, 1, 1, 1)),
         Run(device="cuda", model="words", steps=24),
     ]
@@ -135,7 +135,7 @@ def test_captured_ranks_go_on_after_whatever_comes_between(tmp_path: Path) -> No
 def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path) -> None:
     """One stage a rank, and all stages on a rank, as action by action; bad data in one or all."""
     runs = [
-        Run(device="cuda", stages=2, steps=18, accumulate=2, clip=0.1),
+        Run(device="cuda", stages=2, steps=18, accumulation_steps=2, clip=0.1),
         Run(device="cuda", stages=2, steps=16, stage_to_rank=(0, 0)),
     ]
     todo = [
@@ -179,7 +179,7 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(tmp_path: Path) -> 
     run = Run(device="cuda", method="backprop", stages=2, steps=10)
     results, codes = ranks(tmp_path, 4, "copies", run=dataclasses.asdict(run))
     assert codes == [0] * 4
-    expected = trained(dataclasses.replace(run, accumulate=2))["state"]
+    expected = trained(dataclasses.replace(run, accumulation_steps=2))["state"]
     weights = {n for n in expected if "running" not in n and "num_batches" not in n}
     for found in results:
         assert worst(results[0], found)[0] < 1e-5

@@ -35,9 +35,9 @@ def pattern(captured: list[bool]) -> str:
 
 
 UNDISTURBED: Final = {
-    Run(order="paper", accumulate=2, clip=0.1, steps=15): {"check_finite": False},
+    Run(in_flight_per_stage=2, accumulation_steps=2, clip=0.1, steps=15): {"check_finite": False},
     Run(method="petra_stashed", steps=11, stage_to_rank=(0, 1, 1, 1)): {},
-    Run(model="words", accumulate=2, clip=0.1, steps=15): {},
+    Run(model="words", accumulation_steps=2, clip=0.1, steps=15): {},
     Run(model="detached", steps=12): {},
 }
 """The last micro-batch of each is smaller: it goes the ordinary way."""
@@ -46,7 +46,7 @@ UNDISTURBED: Final = {
 def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path) -> None:
     """As action by action, running statistics too; with one stage a rank, and with all stages."""
     runs = [
-        Run(stages=2, steps=14, accumulate=2, clip=0.1),
+        Run(stages=2, steps=14, accumulation_steps=2, clip=0.1),
         Run(stages=2, steps=13, stage_to_rank=(0, 0)),
     ]
     both = [todo("copied", run, backend=b) for run in runs for b in ("static", "eager")]

@@ -23,8 +23,8 @@ from revcompile.runtime.checkpoint.folder import find_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUNS = {
     "petra": Run(steps=8),
-    "stashed": Run(model="words", method="pipedream", accumulate=2, steps=8),
-    "tied": Run(model="words", order="paper", accumulate=3, steps=9, clip=0.1),
+    "stashed": Run(model="words", method="pipedream", accumulation_steps=2, steps=8),
+    "tied": Run(model="words", in_flight_per_stage=2, accumulation_steps=3, steps=9, clip=0.1),
     "dni": Run(method="dni", steps=8),
 }
 

@@ -96,7 +96,7 @@ def assert_named(ended: Sequence[Ended], dead: int, completed: int) -> None:
         (4, Course(Run(steps=12), saves=(5, 9)), (End(2, step=7),)),
         # The second time before any step is over.
         (2, Course(Run(method="1f1b", steps=12), (4, 8)), (End(0, step=10), End(1, step=8))),
-        (2, Course(Run("words", "ddg", accumulate=3, steps=10), (3, 6)), (End(1, step=8),)),
+        (2, Course(Run("words", "ddg", accumulation_steps=3, steps=10), (3, 6)), (End(1, step=8),)),
     ],
     ids=["petra", "1f1b", "ddg"],
 )
@@ -190,15 +190,15 @@ def test_four_ranks_then_two_then_one_then_a_module(tmp_path: Path) -> None:
     assert any(name.endswith(".momentum_buffer") for name in states[0][0])
     net, trainer = trainer_of(dataclasses.replace(run, stages=3), lr_schedule=schedule)
     trainer.load(folder)
-    assert trainer.schedule.injected == 6 and set(trainer.schedule.updates) == {6}
+    assert trainer.microbatches_seen == 6 and set(trainer._schedule.updates) == {6}
     plain = revcompile.reversify(MODELS[run.model](), inputs(run.model, 2), check="off")
     plain.load_state_dict(load_weights(folder))
-    losses += [evaluated(module.eval(), run) for module in (net.module(), plain)]
+    losses += [evaluated(module.eval(), run) for module in (net.to_module(), plain)]
     assert len(losses) == 9 and len(set(losses)) == 1
 
 
 def test_another_method_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    before, after = Run(steps=6), Run(method="1f1b", accumulate=2, steps=12)
+    before, after = Run(steps=6), Run(method="1f1b", accumulation_steps=2, steps=12)
     for folder, start in (("alone", undisturbed), ("ranks", launch_two)):
         start(Course(before, saves=()), tmp_path / folder)
     expected = undisturbed(Course(after, saves=(9,)), tmp_path / "alone")

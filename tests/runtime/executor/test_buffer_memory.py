@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from training import momentum
 
+from revcompile import TrainerOptions
 from revcompile.cli import main
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.runtime.stage.slots import StaticBuffers
@@ -39,18 +40,23 @@ def test_the_peak_follows_the_accounting(name: str) -> None:
 def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype | None) -> None:
     """To the byte, but for a flag in every message."""
     net, make = staged(name), images(BATCH, SIZE, CPU)
-    trainer = net.trainer(momentum, cross_entropy, backend="static", buffers=buffers)
+    trainer = net.trainer(
+        momentum, cross_entropy, backend="static", options=TrainerOptions(kept_input_dtype=buffers)
+    )
     for _ in range(2 * net.num_stages + 2):
         trainer.step(*make())
-    assert trainer.runner.is_active
+    assert trainer._runner.is_active
     each, waiting = 4 if buffers is None else buffers.itemsize, 0
-    for index, memory in enumerate(net.memory(BATCH, buffers=buffers)[:-1]):
-        ring, count = trainer.executors[index].stage.ring, window(net.method, net.num_stages, index)
+    for index, memory in enumerate(net.memory(BATCH, kept_input_dtype=buffers)[:-1]):
+        ring, count = (
+            trainer._executors[index].stage.ring,
+            window(net.method, net.num_stages, index),
+        )
         slots = [ring.slot(n) for n in range(ring.count)] if ring is not None else []
         kept = bytes_in(slots)
         assert memory.buffers == kept // count * (count - 1 + 4 // each)
         waiting += memory.waiting + 4
-    messages = (slot.buffers for each in trainer.transport.slots.values() for slot in each.slots)
+    messages = (slot.buffers for each in trainer._transport.slots.values() for slot in each.slots)
     assert bytes_in(messages) == waiting
 
 
@@ -61,10 +67,10 @@ def bytes_in(buffers: Iterable[StaticBuffers]) -> int:
 def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
     net = staged("vgg")
     ways = (None, torch.bfloat16)
-    plain, half = (net.facts(BATCH, buffers=buffers)[0].buffers for buffers in ways)
+    plain, half = (net.facts(BATCH, kept_input_dtype=buffers)[0].buffers for buffers in ways)
     batch = BATCH * 3 * SIZE * SIZE * 4
     assert [plain, half] == [3 * batch, 2 * batch]
-    summary = net.summary(BATCH, buffers=torch.bfloat16)
+    summary = net.summary(BATCH, kept_input_dtype=torch.bfloat16)
     assert "petra, inputs in bfloat16, micro-batches" in " ".join(summary.split())
 
 
@@ -79,7 +85,7 @@ def test_sides_of_couplings_stay_as_they_are(each: int | None, waiting: int) -> 
 
 def test_the_planner_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = {}
-    for buffers in ("", "--buffers=bf16"):
+    for buffers in ("", "--kept-input-dtype=bf16"):
         arguments = ["plan", "resnet18", "--devices=4", "--methods=petra", "--json"]
         assert main([*arguments, *filter(None, [buffers])]) == 0
         found[buffers] = json.loads(capsys.readouterr().out)["forecasts"][0]["memory"]

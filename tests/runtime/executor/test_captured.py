@@ -22,6 +22,7 @@ from training import (
     fresh,
     momentum,
     same,
+    settings_of,
     through_a_file,
     weights,
 )
@@ -73,26 +74,26 @@ def made(
 ) -> tuple[StagedModel, Trainer]:
     net = fresh(Loose, 3, dtype)
     optimizer = settings.pop("optimizer", momentum)
-    return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings)
+    return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings_of(**settings))
 
 
 def is_active(trainer: Trainer) -> bool:
-    return trainer.runner.is_active
+    return trainer._runner.is_active
 
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "sgd": {},
     "adam": {"optimizer": adam},
-    "accumulate": {"accumulate": 3},
-    "paper order": {"order": "paper"},
-    "in between": {"alpha": 1.5, "accumulate": 2},
+    "accumulation_steps": {"accumulation_steps": 3},
+    "paper order": {"in_flight_per_stage": 2},
+    "in between": {"in_flight_per_stage": 1.5, "accumulation_steps": 2},
     "schedule": {"lr_schedule": SCHEDULES["cosine"]},
     "clipped": {"clip_grad_norm": 0.1},
-    "unchecked": {"check_finite": False, "accumulate": 2},
+    "unchecked": {"check_finite": False, "accumulation_steps": 2},
     "inputs kept": {"method": "dsp"},
     "weights kept": {"method": "petra_stashed"},
-    "weights kept, adam": {"method": "petra_stashed", "accumulate": 2, "optimizer": adam},
-    "both kept": {"method": "delayed", "accumulate": 3},
+    "weights kept, adam": {"method": "petra_stashed", "accumulation_steps": 2, "optimizer": adam},
+    "both kept": {"method": "delayed", "accumulation_steps": 3},
     "backprop": {"method": "backprop"},
     "reversible": {"method": "reversible_backprop", "clip_grad_norm": 0.1},
 }
@@ -112,8 +113,8 @@ def test_the_same_training_to_the_bit(name: str) -> None:
 
 SCALED: Final[dict[str, dict[str, Any]]] = {
     "petra": {},
-    "accumulate": {"accumulate": 3},
-    "stashed, paper order": {"method": "petra_stashed", "order": "paper"},
+    "accumulation_steps": {"accumulation_steps": 3},
+    "stashed, paper order": {"method": "petra_stashed", "in_flight_per_stage": 2},
     "clipped": {"method": "reversible_backprop", "clip_grad_norm": 0.1},
     "constant, an integer": {"loss_scale": LossScale(256, dynamic=False)},
 }
@@ -122,13 +123,15 @@ SCALED: Final[dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SCALED)
 def test_a_scaled_loss(name: str) -> None:
     """A scale that overflows at one stage or another again and again."""
-    interval = 1 if "accumulate" in SCALED[name] else 6
+    interval = 1 if "accumulation_steps" in SCALED[name] else 6
     scale = LossScale(init_scale=2.0**122, growth_interval=interval)
     found = []
     for backend in ("eager", "static"):
         net = fresh(Loose, 3, torch.float32)
         settings = {"optimizer": adam, "loss_scale": scale, "backend": backend, **SCALED[name]}
-        trainer = net.trainer(loss=lambda y, t: 1e3 * F.cross_entropy(y, t), **settings)
+        trainer = net.trainer(
+            loss=lambda y, t: 1e3 * F.cross_entropy(y, t), **settings_of(**settings)
+        )
         data = [(x.float(), y) for x, y in even(4 * FULL)]
         steps = [trainer.step(*batch) for batch in data]
         assert is_active(trainer) == (backend == "static")
@@ -144,11 +147,15 @@ def test_a_scaled_loss(name: str) -> None:
 
 TIED: Final[dict[str, dict[str, Any]]] = {
     "petra": {},
-    "accumulate": {"accumulate": 3, "optimizer": adam},
-    "paper order, clipped": {"order": "paper", "accumulate": 2, "clip_grad_norm": 0.1},
-    "backprop": {"method": "backprop", "accumulate": 2},
+    "accumulation_steps": {"accumulation_steps": 3, "optimizer": adam},
+    "paper order, clipped": {
+        "in_flight_per_stage": 2,
+        "accumulation_steps": 2,
+        "clip_grad_norm": 0.1,
+    },
+    "backprop": {"method": "backprop", "accumulation_steps": 2},
     "stashed": {"method": "petra_stashed"},
-    "predicted": {"weights": "predicted", "alpha": 1.5},
+    "predicted": {"weights": "predicted", "in_flight_per_stage": 1.5},
 }
 
 
@@ -159,7 +166,7 @@ def test_parameters_that_stages_share(name: str) -> None:
     for backend in ("eager", "static"):
         net = fresh(Net)
         settings = {"optimizer": momentum, "loss": F.cross_entropy, **TIED[name]}
-        trainer = net.trainer(backend=backend, **settings)
+        trainer = net.trainer(backend=backend, **settings_of(**settings))
         data, losses = even(3 * FULL), []
         for batch in [*data[: FULL + 6], odd(), *data[FULL + 6 :]]:
             losses.append(trainer.step(*batch).loss)
@@ -174,11 +181,11 @@ BOTH: Final = pytest.mark.parametrize("method", ["petra", "petra_stashed"])
 
 
 @BOTH
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_an_odd_batch_goes_the_ordinary_way(accumulate: int, method: str) -> None:
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_an_odd_batch_goes_the_ordinary_way(accumulation_steps: int, method: str) -> None:
     found = []
     for backend in ("eager", "static"):
-        net, trainer = made(backend, accumulate=accumulate, method=method)
+        net, trainer = made(backend, accumulation_steps=accumulation_steps, method=method)
         data = even(3 * FULL)
         active = []
         for batch in [*data[:FULL], odd(), *data[FULL : FULL + 3], odd(), *data[FULL + 3 :]]:
@@ -196,7 +203,7 @@ def test_what_stages_keep_lies_in_slots_from_the_first_micro_batch_on(method: st
     found = []
     for backend in ("eager", "static"):
         net, trainer = made(backend, method=method)
-        stage, data = trainer.executors[0].stage, even(FULL)
+        stage, data = trainer._executors[0].stage, even(FULL)
         trainer.step(*data[0])
         assert (stage.in_flight[0].ring is not None) == (backend == "static")
         for batch in [*data[1:], *((x[:3], y[:3]) for x, y in even(FULL))]:
@@ -214,7 +221,7 @@ def test_what_stages_keep_lies_in_slots_from_the_first_micro_batch_on(method: st
 def test_flush_in_the_middle(steps: int, method: str) -> None:
     found = []
     for backend in ("eager", "static"):
-        net, trainer = made(backend, accumulate=2, method=method)
+        net, trainer = made(backend, accumulation_steps=2, method=method)
         for batch in even(steps):
             trainer.step(*batch)
         trainer.flush()
@@ -281,10 +288,10 @@ def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
 
 LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
     "petra": {},
-    "accumulate": {"accumulate": 3, "lr_schedule": SCHEDULES["cosine"]},
+    "accumulation_steps": {"accumulation_steps": 3, "lr_schedule": SCHEDULES["cosine"]},
     "schedule": {"lr_schedule": SCHEDULES["cosine"], "optimizer": adam},
-    "stashed": {"method": "petra_stashed", "accumulate": 2},
-    "backprop": {"method": "backprop", "accumulate": 2, "clip_grad_norm": 0.1},
+    "stashed": {"method": "petra_stashed", "accumulation_steps": 2},
+    "backprop": {"method": "backprop", "accumulation_steps": 2, "clip_grad_norm": 0.1},
     "recomputed": {"method": "pipedream"},
 }
 
@@ -312,7 +319,9 @@ def test_a_bad_batch_is_left_out_everywhere(name: str, bad: float) -> None:
         settings = dict(LEFT_OUT[name])
         optimizer = settings.pop("optimizer", momentum)
         net = fresh(Steep, 3)
-        trainer = net.trainer(optimizer, F.cross_entropy, backend=backend, **settings)
+        trainer = net.trainer(
+            optimizer, F.cross_entropy, backend=backend, **settings_of(**settings)
+        )
         reported = []
         for index, (x, y) in enumerate(even(2 * FULL)):
             try:
@@ -323,8 +332,8 @@ def test_a_bad_batch_is_left_out_everywhere(name: str, bad: float) -> None:
         assert is_active(trainer) == (backend == "static")
         trainer.flush()
         assert reported == [FULL + 2]
-        counts = trainer.schedule.injected, trainer.schedule.updates
-        found.append((counts, trainer.mean_loss(), weights(net)))
+        counts = trainer.microbatches_seen, trainer._schedule.updates
+        found.append((counts, trainer.pop_mean_loss(), weights(net)))
     assert same(*found)
     assert all(bool(tensor.isfinite().all()) for tensor in found[0][2].values())
 
@@ -371,7 +380,9 @@ def test_data_that_static_buffers_cannot_hold_is_left_out(
             assert index != FULL or is_active(trainer) == (backend == "static")
         assert is_active(trainer) == (backend == "static")
         found.append(weights(net))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in trainer.parameters())
+    assert all(
+        torch.equal(found[0][name], found[1][name]) for name in dict(trainer.named_parameters())
+    )
 
 
 def test_an_error_in_a_captured_step_says_that_the_trainer_has_stopped() -> None:
@@ -423,7 +434,7 @@ def test_settings_that_change_are_noticed() -> None:
         net, trainer = made(backend)
         for index, batch in enumerate(even(2 * FULL)):
             if index == FULL + 3:
-                for executor in trainer.executors:
+                for executor in trainer._executors:
                     executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
             trainer.step(*batch)
         assert is_active(trainer) == (backend == "static")
@@ -448,7 +459,7 @@ def test_settings_that_change_are_captured_anew(monkeypatch: pytest.MonkeyPatch)
     before = Clearing.cleared
     trainer.step(*even(1)[0])
     assert Clearing.cleared == before
-    for executor in trainer.executors:
+    for executor in trainer._executors:
         executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
     trainer.step(*even(1)[0])
     assert Clearing.cleared > before
@@ -456,7 +467,7 @@ def test_settings_that_change_are_captured_anew(monkeypatch: pytest.MonkeyPatch)
 
 def test_steps_that_are_measured_leave_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "EagerReplay", Clearing)
-    _, trainer = made("static", measure_every=FULL + 2)
+    _, trainer = made("static", measure_reconstruction_every=FULL + 2)
     for batch in even(FULL):
         trainer.step(*batch)
     before, active = Clearing.cleared, []
@@ -512,7 +523,7 @@ def test_auto_is_eager_on_the_cpu_and_says_nothing() -> None:
         ("static", {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.01)}, "Adagrad"),
         ("static", {"method": "gpipe"}, "differ from each other"),
         ("static", {"method": "ddg"}, "keeps graphs of micro-batches in flight, as 'ddg' does"),
-        ("static", {"accumulate": 17}, "at most 16"),
+        ("static", {"accumulation_steps": 17}, "at most 16"),
     ],
 )
 def test_what_cannot_be_captured_says_why(backend: str, settings: Any, why: str) -> None:
@@ -547,7 +558,7 @@ def test_what_turns_out_not_to_be_capturable_goes_on_as_before(
     monkeypatch.setattr(runner, "EagerReplay", Refusing)
     found = []
     for backend in ("eager", "static"):
-        net, trainer = made(backend, accumulate=2)
+        net, trainer = made(backend, accumulation_steps=2)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             losses = [trainer.step(*batch).loss for batch in even(2 * FULL)]
@@ -592,7 +603,10 @@ def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, *({"method": method, "accumulate": 2} for method in ("backprop", "petra_stashed"))],
+    [
+        {},
+        *({"method": method, "accumulation_steps": 2} for method in ("backprop", "petra_stashed")),
+    ],
     ids=str,
 )
 def test_fusion_regions_compute_what_programs_do(
@@ -687,12 +701,12 @@ def test_statistics_go_back_if_the_flag_says_so() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "static"])
 def test_inputs_are_kept_in_fewer_bits(backend: str) -> None:
-    net, trainer = made(backend, dtype=torch.float32, buffers=torch.bfloat16)
+    net, trainer = made(backend, dtype=torch.float32, kept_input_dtype=torch.bfloat16)
     plain, reference = made("eager", dtype=torch.float32)
     for x, y in even(2 * FULL):
         trainer.step(x.float(), y), reference.step(x.float(), y)
     trainer.state_dict()  # nobody else has what is in flight
-    kept = [held.kept[0].dtype for held in trainer.executors[0].stage.in_flight.values()]
+    kept = [held.kept[0].dtype for held in trainer._executors[0].stage.in_flight.values()]
     assert kept == 2 * [torch.bfloat16]
     assert same(weights(net), weights(plain)) is False
     for name, tensor in weights(plain).items():
@@ -700,5 +714,5 @@ def test_inputs_are_kept_in_fewer_bits(backend: str) -> None:
 
 
 def test_buffers_have_a_precision_that_exists() -> None:
-    with pytest.raises(InputError, match=r"buffers=torch\.int8"):
-        made("eager", buffers=torch.int8)
+    with pytest.raises(InputError, match=r"kept_input_dtype=torch\.int8"):
+        made("eager", kept_input_dtype=torch.int8)

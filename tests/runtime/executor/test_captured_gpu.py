@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import SCHEDULES, Net, adam, fresh, momentum, weights
+from training import SCHEDULES, Net, adam, fresh, momentum, settings_of, weights
 
 import revcompile
+from revcompile import TrainerOptions
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor import captured_steps
 from revcompile.runtime.stage.loss_scale import LossScale
@@ -33,7 +34,7 @@ def net_and_trainer(backend: str, **settings: Any) -> tuple[StagedModel, Trainer
     net = fresh(Loose)
     net.model.cuda()
     optimizer = settings.pop("optimizer", momentum)
-    return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings)
+    return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings_of(**settings))
 
 
 def trained(backend: str, **settings: Any) -> tuple[list[float], dict[str, Tensor], Trainer]:
@@ -50,20 +51,20 @@ def off_by(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {},
     "adam": {"optimizer": adam},
-    "accumulate": {"accumulate": 3},
-    "paper order": {"order": "paper"},
-    "steps without updates": {"order": "paper", "accumulate": 2},
-    "paper order, accumulated": {"order": "paper", "accumulate": 3},
-    "in between": {"alpha": 1.5, "accumulate": 2},
-    "backprop, accumulated": {"method": "backprop", "accumulate": 2},
+    "accumulation_steps": {"accumulation_steps": 3},
+    "paper order": {"in_flight_per_stage": 2},
+    "steps without updates": {"in_flight_per_stage": 2, "accumulation_steps": 2},
+    "paper order, accumulated": {"in_flight_per_stage": 2, "accumulation_steps": 3},
+    "in between": {"in_flight_per_stage": 1.5, "accumulation_steps": 2},
+    "backprop, accumulated": {"method": "backprop", "accumulation_steps": 2},
     "schedule": {"lr_schedule": SCHEDULES["cosine"]},
     "clipped": {"clip_grad_norm": 0.1},
     "unchecked": {"check_finite": False},
     "backprop": {"method": "backprop"},
     "stashed": {"method": "petra_stashed"},
-    "stashed, accumulated": {"method": "petra_stashed", "accumulate": 2, "optimizer": adam},
+    "stashed, accumulated": {"method": "petra_stashed", "accumulation_steps": 2, "optimizer": adam},
     "predicted": {"weights": "predicted"},
-    "predicted, after a start without delay": {"weights": "predicted", "synchronous": 2},
+    "predicted, after a start without delay": {"weights": "predicted", "synchronous_updates": 2},
 }
 
 
@@ -141,7 +142,7 @@ def test_the_same_training_as_eager(name: str) -> None:
     found, there, trainer = trained("cudagraphs", **SETTINGS[name])
     assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) < 1e-6
     assert off_by(after, there) < 1e-6
-    assert trainer.runner.is_on
+    assert trainer._runner.is_on
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -155,7 +156,7 @@ def test_a_loaded_state_of_an_optimizer_is_used() -> None:
     found = []
     for backend in ("eager", "cudagraphs"):
         net, trainer = net_and_trainer(backend, optimizer=adam)
-        optimizers = [executor.updater.optimizer for executor in trainer.executors]
+        optimizers = [executor.updater.optimizer for executor in trainer._executors]
         data = even(40)
         for batch in data[:14]:
             trainer.step(*batch)
@@ -167,7 +168,7 @@ def test_a_loaded_state_of_an_optimizer_is_used() -> None:
             optimizer.load_state_dict(state)
         for batch in data[25:]:
             trainer.step(*batch)
-        assert trainer.runner.is_active == (backend == "cudagraphs")
+        assert trainer._runner.is_active == (backend == "cudagraphs")
         trainer.flush()
         found.append(weights(net))
     assert off_by(*found) < 1e-6
@@ -176,7 +177,7 @@ def test_a_loaded_state_of_an_optimizer_is_used() -> None:
 def test_leaving_and_coming_back() -> None:
     found = []
     for backend in ("eager", "cudagraphs"):
-        net, trainer = net_and_trainer(backend, optimizer=adam, accumulate=2)
+        net, trainer = net_and_trainer(backend, optimizer=adam, accumulation_steps=2)
         data = even(60)
         odd = (data[0][0][:3], data[0][1][:3])
         for batch in [*data[:20], odd, *data[20:35]]:
@@ -240,7 +241,7 @@ def test_a_capture_whose_first_kernels_are_late(
     trainer = net.trainer(momentum, loss, backend="cudagraphs")
     with pytest.warns(UserWarning, match="one action at a time") if fails else nullcontext():
         found = [trainer.step(*batch).loss for batch in even(40)]
-    assert trainer.runner.is_on != fails
+    assert trainer._runner.is_on != fails
     assert found == pytest.approx(trained("eager")[0], abs=1e-6)
 
 
@@ -269,7 +270,7 @@ def test_branches_in_low_precision(dtype: torch.dtype) -> None:
         trainer = net.trainer(momentum, F.cross_entropy, backend=backend, autocast=dtype)
         data = [(x.float(), y) for x, y in even(40)]
         steps = [trainer.step(*batch) for batch in data]
-        assert trainer.runner.is_active == (backend == "cudagraphs")
+        assert trainer._runner.is_active == (backend == "cudagraphs")
         found.append([metrics.loss for metrics in steps])
     assert found[1] == pytest.approx(found[0], rel=2e-2)
 
@@ -281,7 +282,10 @@ def test_a_scale_that_overflows_again_and_again() -> None:
         net.model.cuda()
         scale = LossScale(init_scale=2.0**122, growth_interval=6)
         trainer = net.trainer(
-            adam, lambda y, t: 1e3 * F.cross_entropy(y, t), backend=backend, loss_scale=scale
+            adam,
+            lambda y, t: 1e3 * F.cross_entropy(y, t),
+            backend=backend,
+            options=TrainerOptions(loss_scale=scale),
         )
         steps = [trainer.step(x.float(), y) for x, y in even(40)]
         found.append([(metrics.loss_scale, metrics.skipped) for metrics in steps])
@@ -289,17 +293,19 @@ def test_a_scale_that_overflows_again_and_again() -> None:
     assert found[0][-1][1] > 2
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_parameters_that_stages_share(accumulate: int) -> None:
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_parameters_that_stages_share(accumulation_steps: int) -> None:
     found = []
     for backend in ("eager", "cudagraphs"):
         net = fresh(Net)
         net.model.cuda()
-        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, accumulate=accumulate)
+        trainer = net.trainer(
+            momentum, F.cross_entropy, backend=backend, accumulation_steps=accumulation_steps
+        )
         for steps in (14, 11, 15):
             for batch in even(steps):
                 trainer.step(*batch)
-            assert trainer.runner.is_active == (backend == "cudagraphs")
+            assert trainer._runner.is_active == (backend == "cudagraphs")
             trainer.flush()
         found.append(weights(net))
     assert off_by(*found) < 1e-6

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from training import adam, momentum, next_word, same, seeded, sentences, weights
+from training import adam, momentum, next_word, same, seeded, sentences, settings_of, weights
 
 import revcompile
 from revcompile.errors import NonFiniteError
@@ -85,12 +85,14 @@ class Training:
         made = self._made
         self.net = type(made)(copy.deepcopy(made.model), made.partition, made.method)
         self.net._lowered = made._lowered
-        return self.net.trainer(loss=next_word, **{"optimizer": momentum, **self._settings})
+        return self.net.trainer(
+            loss=next_word, **settings_of(**{"optimizer": momentum, **self._settings})
+        )
 
     def steps(self, count: int) -> bool:
         """So many; was the last one captured?"""
         self.losses += [self.trainer.step(*next(self._data)).loss for _ in range(count)]
-        return self.trainer.runner.is_active
+        return self.trainer._runner.is_active
 
     def restart(self) -> None:
         state = self.trainer.state_dict()
@@ -106,14 +108,14 @@ class Training:
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "petra": {},
-    "adam, synchronous": {"optimizer": adam, "accumulate": 2, "synchronous": 2},
-    "clipped": {"clip_grad_norm": 0.1, "accumulate": 3},
-    "paper order": {"order": "paper"},
-    "inputs kept": {"method": "dsp", "accumulate": 4, "check_finite": False},
+    "adam, synchronous": {"optimizer": adam, "accumulation_steps": 2, "synchronous_updates": 2},
+    "clipped": {"clip_grad_norm": 0.1, "accumulation_steps": 3},
+    "paper order": {"in_flight_per_stage": 2},
+    "inputs kept": {"method": "dsp", "accumulation_steps": 4, "check_finite": False},
     "stashed": {"weights": "stashed"},
-    "predicted": {"weights": "predicted", "accumulate": 3},
+    "predicted": {"weights": "predicted", "accumulation_steps": 3},
     "backprop": {"method": "backprop"},
-    "reversible": {"method": "reversible_backprop", "accumulate": 3, "clip_grad_norm": 0.1},
+    "reversible": {"method": "reversible_backprop", "accumulation_steps": 3, "clip_grad_norm": 0.1},
 }
 
 
@@ -184,13 +186,17 @@ def test_gradients_of_another_rank_that_has_not_computed_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [momentum, adam])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_micro_batch_that_the_owner_leaves_out(optimizer: Any, accumulate: int) -> None:
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_micro_batch_that_the_owner_leaves_out(optimizer: Any, accumulation_steps: int) -> None:
     """Of an update without any of its own it applies no gradients of holders either."""
     found = []
     bad = (0, 1, 2, 13, 16, 17)
     for backend in ("eager", "static"):
-        settings = {"optimizer": optimizer, "accumulate": accumulate, "lr_schedule": falling}
+        settings = {
+            "optimizer": optimizer,
+            "accumulation_steps": accumulation_steps,
+            "lr_schedule": falling,
+        }
         training, reported = Training(Steep, backend, settings), []
         for index, (words, target) in enumerate(sentences(26, 7, (2, 4))):
             words = words.clamp(max=5).index_fill(0, torch.tensor(0), 6 if index in bad else 5)
@@ -198,9 +204,9 @@ def test_a_micro_batch_that_the_owner_leaves_out(optimizer: Any, accumulate: int
                 training.trainer.step(words, target)
             except NonFiniteError as error:
                 reported.append((error.stage, error.microbatch))
-        assert training.trainer.runner.is_active == (backend == "static")
+        assert training.trainer._runner.is_active == (backend == "static")
         training.trainer.flush()
-        rates = {e.updater.lr for e in training.trainer.executors}
+        rates = {e.updater.lr for e in training.trainer._executors}
         assert len(rates) == 1
         found.append((reported, rates, weights(training.net)))
     assert reported == [(0, index) for index in bad]

@@ -93,7 +93,7 @@ def test_tracing_changes_nothing_and_ends_after_its_steps(tmp_path: Path) -> Non
             trainer.step(x, y)
             assert found is None or found.running == (number < 1)
         trainer.flush()
-        return {name: value.clone() for name, value in net.module().state_dict().items()}
+        return {name: value.clone() for name, value in net.to_module().state_dict().items()}
 
     plain, traced = trained(False), trained(True)
     assert all(torch.equal(plain[name], traced[name]) for name in plain)
@@ -193,12 +193,12 @@ def test_copies_of_a_pipeline_do_not_mix_their_messages() -> None:
 
 
 def test_drained_methods_are_traced_too(tmp_path: Path) -> None:
-    run = Run(stages=2, steps=4, method="1f1b", accumulate=2)
+    run = Run(stages=2, steps=4, method="1f1b", accumulation_steps=2)
     _, trainer = trainer_of(run)
     with trainer.trace(tmp_path / "run.json"):
         for x, y in batches(run):
             trainer.step(x, y)
     trace = json.loads((tmp_path / "run.json").read_text())
-    expected = spelled(actions(choose("1f1b"), 2, 4, accumulate=2))
+    expected = spelled(actions(choose("1f1b"), 2, 4, accumulation_steps=2))
     assert by_stage(trace, 2) == expected
     assert {e["args"]["op"] for e in slices(trace, "compute")} == set(COMPUTE)

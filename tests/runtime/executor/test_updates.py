@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer, lr_scheduler
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
-from training import Batch, Plain, batches, fresh, same, weights
+from training import Batch, Plain, batches, fresh, same, settings_of, weights
 
 from revcompile.errors import NonFiniteError
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD, ErrorFeedback
@@ -67,7 +67,7 @@ def falling(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "every batch": {"lr_schedule": falling},
-    "every third batch": {"accumulate": 3, "lr_schedule": falling},
+    "every third batch": {"accumulation_steps": 3, "lr_schedule": falling},
 }
 STEPS: Final = 30
 BAD: Final = 20
@@ -103,7 +103,9 @@ def trained(name: str, backend: str, case: str, device: str = "cpu") -> tuple[An
     """Weights at the end; checkpoints in the middle and at the end."""
     net = fresh(Fragile, 2)
     net.model.to(device)
-    trainer = net.trainer(OPTIMIZERS[name], F.cross_entropy, backend=backend, **CASES[case])
+    trainer = net.trainer(
+        OPTIMIZERS[name], F.cross_entropy, backend=backend, **settings_of(**CASES[case])
+    )
     reported = []
     for index, batch in enumerate(marked()):
         try:
@@ -112,7 +114,7 @@ def trained(name: str, backend: str, case: str, device: str = "cpu") -> tuple[An
             reported.append((error.stage, error.microbatch))
         if index == STEPS - 8:
             middle = trainer.state_dict()
-    assert trainer.runner.is_active == (backend != "eager")
+    assert trainer._runner.is_active == (backend != "eager")
     assert reported == [(0, BAD)]
     trainer.flush()
     return weights(net), middle, trainer.state_dict()
@@ -199,7 +201,7 @@ def test_updates_do_not_depend_on_which_of_them_are_captured(name: str) -> None:
         trainer = net.trainer(make, F.cross_entropy, backend="static")
         for index, batch in enumerate(marked()[:BAD]):
             if restarts and index == 12:
-                assert trainer.runner.is_active
+                assert trainer._runner.is_active
                 saved = trainer.state_dict()
                 net = fresh(Fragile, 2)
                 trainer = net.trainer(make, F.cross_entropy, backend="static")

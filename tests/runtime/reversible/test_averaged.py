@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import revcompile
-from revcompile import Enter, Fuse, Policy
 from revcompile.errors import InputError, InversionError, PolicyError, RevcompileWarning
+from revcompile.ir.policy import Enter, Fuse, Policy
 from revcompile.kernels.fixed_point import pack_bits, unpack_bits
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.stream_sums import Averaged

@@ -136,7 +136,7 @@ def test_old_weight_norm_is_trained_and_does_not_hinder_copies() -> None:
     nn.utils.weight_norm(model.blocks[0][0])
     staged = revcompile.petrafy(model, 2, X.float(), check="off")
     staged.model(X.float())
-    staged.module()
+    staged.to_module()
 
 
 def test_frozen_parameters_can_be_unfrozen() -> None:
@@ -328,7 +328,7 @@ def test_a_trainer_leaves_frozen_norms_frozen() -> None:
     for _ in range(3):
         trainer.step(X.float(), X.float())
     trainer.flush()
-    norm = net.module().get_submodule("norm")
+    norm = net.to_module().get_submodule("norm")
     assert not norm.training and int(norm.get_buffer("num_batches_tracked")) == 0
 
 

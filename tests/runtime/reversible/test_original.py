@@ -310,11 +310,11 @@ def test_checkpointing_says_why_not() -> None:
 
 def test_stages_show_them_as_well() -> None:
     net: Any = revcompile.petrafy(Blocks(), 2, torch.randn(3, 4))
-    assert (net.width, net.total(), net.module().total()) == (4, 3.0, 3.0)
+    assert (net.width, net.total(), net.to_module().total()) == (4, 3.0, 3.0)
     net.width = 6
-    assert net.size() == 6 and net.model.width == 6 and net.module().width == 6
+    assert net.size() == 6 and net.model.width == 6 and net.to_module().width == 6
     net.method = revcompile.petrafy(Blocks(), 2, torch.randn(3, 4)).method
-    with pytest.raises(AttributeError, match=r"net\.module\(\) is the plain module"):
+    with pytest.raises(AttributeError, match=r"net\.to_module\(\) is the plain module"):
         net.parameters()
     name = next(iter(net.model._modules))
     with pytest.raises(AttributeError, match=f"layers are those of net.model: net.model.{name}"):

@@ -11,8 +11,10 @@ from helpers import worst
 from nets import Arranged, PreNorm
 from torch import Tensor
 from torch.nn import functional as F
+from training import settings_of
 
 import revcompile
+from revcompile import TrainerOptions
 from revcompile.errors import InputError, NonFiniteError
 
 WIDTH = 8
@@ -37,11 +39,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def trained(method: str, **options: Any) -> dict[str, Tensor]:
     net = staged()
-    trainer = net.trainer(sgd, F.mse_loss, method=method, seed=3, **options)
+    trainer = net.trainer(sgd, F.mse_loss, method=method, seed=3, **settings_of(**options))
     for x, y in batches():
         trainer.step(x, y)
     trainer.flush()
-    return dict(net.module().named_parameters())
+    return dict(net.to_module().named_parameters())
 
 
 def test_rebuilding_equals_keeping_graphs_and_recomputing() -> None:
@@ -61,9 +63,9 @@ def test_captured_steps_are_the_same_training() -> None:
         trainer = net.trainer(sgd, F.mse_loss, backend=backend, seed=3)
         for x, y in zip(xs, ys, strict=True):
             trainer.step(x, y)
-        assert trainer.runner.is_active == (backend == "static")
+        assert trainer._runner.is_active == (backend == "static")
         trainer.flush()
-        found.append({name: p.detach() for name, p in net.module().named_parameters()})
+        found.append({name: p.detach() for name, p in net.to_module().named_parameters()})
     assert worst(*found)[0] == 0
 
 
@@ -74,7 +76,7 @@ def test_streams_that_grow_too_large_are_an_error_that_says_what_to_do(backend: 
     x, y = (tensor.float() for tensor in batches()[0])
     for _ in range(9):
         trainer.step(x, y)
-    assert trainer.runner.is_active == (backend == "static")
+    assert trainer._runner.is_active == (backend == "static")
     with torch.no_grad():
         for parameter in net.model.parameters():
             parameter.mul_(1e4)
@@ -97,16 +99,18 @@ def test_the_original_is_evaluated_and_comes_back() -> None:
     x, y = (tensor.float() for tensor in batches()[0])
     trainer.step(x, y)
     trainer.flush()
-    original = net.module(original=True).eval()
+    original = net.to_original().eval()
     assert type(original) is PreNorm
     assert trainer.evaluate([(x, y)]).loss == F.mse_loss(original(x), y).item()
-    assert torch.equal(net.module().eval()(x), original(x))
+    assert torch.equal(net.to_module().eval()(x), original(x))
 
 
 def test_streams_are_rebuilt_to_the_bit_and_few_bits_are_kept() -> None:
     net = staged(torch.float32)
     for cast in (None, torch.bfloat16):
-        trainer = net.trainer(sgd, F.mse_loss, measure_every=1, autocast=cast)
+        trainer = net.trainer(
+            sgd, F.mse_loss, autocast=cast, options=TrainerOptions(measure_reconstruction_every=1)
+        )
         for x, y in batches():
             metrics = trainer.step(x.float(), y.float())
         assert metrics.reconstruction == {1: 0.0, 2: 0.0}
@@ -120,9 +124,9 @@ def test_petra_has_the_weights_that_the_policy_needs() -> None:
     for method in ("petra", "1f1b", "petra"):
         net.method = method
         trainer = net.trainer(sgd, F.mse_loss)
-        assert trainer.schedule.method == net.method
+        assert trainer._schedule.method == net.method
     assert net.method.name == "petra_stashed"
-    assert net.trainer(sgd, F.mse_loss, method="petra").schedule.method == net.method
+    assert net.trainer(sgd, F.mse_loss, method="petra").method == net.method
 
 
 def test_as_modules_for_torch_pipelining() -> None:
@@ -139,7 +143,7 @@ def test_as_modules_for_torch_pipelining() -> None:
     run().sum().backward()
     for stage in stages:
         stage.eval()
-    assert torch.equal(run(), net.module().eval()(x))
+    assert torch.equal(run(), net.to_module().eval()(x))
 
 
 @pytest.mark.parametrize("weights", ["latest", "predicted"])
@@ -169,7 +173,7 @@ def test_blocks_alone_and_sums_with_the_input_twice_are_the_original() -> None:
     model, x = Alone().double(), torch.randn(4, WIDTH).double()
     net = revcompile.petrafy(model, 2, x, policy="pretrained", check="full")
     assert len(net.partition.rewired.couplings) == 2 and not net.stages[0].reversible
-    for module in (net.module(), net.module().eval()):
+    for module in (net.to_module(), net.to_module().eval()):
         assert torch.allclose(module(x), model(x), atol=1e-14)
 
 
@@ -189,8 +193,8 @@ def test_nothing_is_rebuilt_or_sent_back_below_the_first_trainable_block(
         for x, y in batches():
             trainer.step(x, y)
         trainer.flush()
-        found.append({name: p.detach() for name, p in net.module().named_parameters()})
-        first, second, _ = (executor.stage.program for executor in trainer.executors)
+        found.append({name: p.detach() for name, p in net.to_module().named_parameters()})
+        first, second, _ = (executor.stage.program for executor in trainer._executors)
         assert not first.kept and not first.needs_back and not second.sends_back
         assert not first.outputs_with_grad
         if method == methods[0]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from training import plain_sgd, same, through_a_file, weights
 
 import revcompile
+from revcompile import TrainerOptions
 from revcompile.compiler.lower import fusion
 from revcompile.compiler.lower.fusion import Fusion
 from revcompile.errors import InputError
@@ -25,15 +26,18 @@ from tests.runtime.executor.test_captured import FULL, even, is_active, made, od
 
 
 def kept(trainer: Trainer, stage: int = 0) -> list[Any]:
-    return [held.kept[0] for held in trainer.executors[stage].stage.in_flight.values()]
+    return [held.kept[0] for held in trainer._executors[stage].stage.in_flight.values()]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_captured_steps_round_inputs_too(accumulate: int) -> None:
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_captured_steps_round_inputs_too(accumulation_steps: int) -> None:
     found = []
     for backend in ("eager", "static"):
         net, trainer = made(
-            backend, dtype=torch.float32, buffers=torch.float16, accumulate=accumulate
+            backend,
+            dtype=torch.float32,
+            kept_input_dtype=torch.float16,
+            accumulation_steps=accumulation_steps,
         )
         data = [(x.float(), y) for x, y in even(2 * FULL)]
         losses = [trainer.step(*batch).loss for batch in data[:-3]]
@@ -43,7 +47,7 @@ def test_captured_steps_round_inputs_too(accumulate: int) -> None:
         trainer.state_dict()
         assert {value.dtype for value in kept(trainer)} == {torch.float16}
     assert same(*found)
-    plain, reference = made("eager", dtype=torch.float32, accumulate=accumulate)
+    plain, reference = made("eager", dtype=torch.float32, accumulation_steps=accumulation_steps)
     for batch in data[:5]:
         reference.step(*batch)
     assert not same(weights(plain), found[0][1])
@@ -54,7 +58,7 @@ def test_checkpoints_hold_what_waits(tmp_path: Path, backend: str) -> None:
     data = [(x.float(), y) for x, y in even(2 * FULL)]
 
     def begun() -> Trainer:
-        return made(backend, dtype=torch.float32, buffers=torch.bfloat16)[1]
+        return made(backend, dtype=torch.float32, kept_input_dtype=torch.bfloat16)[1]
 
     trainer, first, second = begun(), begun(), begun()
     for batch in data[:FULL]:
@@ -76,10 +80,10 @@ def test_a_run_goes_on_with_other_buffers(before: Any, after: Any) -> None:
     data = [(x.float(), y) for x, y in even(FULL)]
     found = []
     for buffers in (before, after):
-        _, first = made("eager", dtype=torch.float32, buffers=before)
+        _, first = made("eager", dtype=torch.float32, kept_input_dtype=before)
         for batch in data:
             first.step(*batch)
-        net, second = made("eager", dtype=torch.float32, buffers=buffers)
+        net, second = made("eager", dtype=torch.float32, kept_input_dtype=buffers)
         second.load_state_dict(through_a_file(first.state_dict()))
         second.flush()
         found.append(weights(net))
@@ -103,9 +107,11 @@ class Mixed(nn.Module):
 def test_inputs_of_what_is_not_reversible_wait_wherever_it_is_in_a_stage() -> None:
     net = revcompile.petrafy(Mixed(), 2, torch.zeros(4, 5), check="off")
     assert len(net.partition.parts[0].pieces) > 2
-    trainer = net.trainer(plain_sgd, F.cross_entropy, buffers=torch.bfloat16)
+    trainer = net.trainer(
+        plain_sgd, F.cross_entropy, options=TrainerOptions(kept_input_dtype=torch.bfloat16)
+    )
     trainer.step(torch.randn(4, 5), torch.zeros(4, dtype=torch.long))
-    stage = trainer.executors[0].stage
+    stage = trainer._executors[0].stage
     (held,) = stage.in_flight.values()
     found = [value for value in held.kept if isinstance(value, Tensor)]
     assert sorted(value.shape[1] for value in found) == [5, 8, 8]  # before stem and transition
@@ -119,7 +125,9 @@ def test_a_model_in_low_precision_is_trained_with_its_inputs_as_they_are() -> No
         layers = (layer for _ in range(3) for layer in (nn.Linear(5, 5), nn.Tanh()))
         x = torch.randn(4, 5, dtype=torch.bfloat16)
         net = revcompile.petrafy(nn.Sequential(*layers).bfloat16(), 3, x, check="off")
-        trainer = net.trainer(plain_sgd, F.cross_entropy, buffers=buffers)
+        trainer = net.trainer(
+            plain_sgd, F.cross_entropy, options=TrainerOptions(kept_input_dtype=buffers)
+        )
         for _ in range(4):
             trainer.step(x, torch.zeros(4, dtype=torch.long))
         trainer.flush()
@@ -134,12 +142,12 @@ def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
     data = [(x.float(), y) for x, y in even(2 * FULL)]
     found = []
     for backend in ("eager", "static"):
-        net, trainer = made(backend, dtype=torch.float32, messages=torch.bfloat16)
+        net, trainer = made(backend, dtype=torch.float32, gradient_message_dtype=torch.bfloat16)
         for batch in data:
             trainer.step(*batch)
         assert is_active(trainer) == (backend == "static")
-        trainer.runner.leave()
-        back = [m for queue in trainer.transport.queues.values() for m in queue if m.gradients]
+        trainer._runner.leave()
+        back = [m for queue in trainer._transport.queues.values() for m in queue if m.gradients]
         assert {t.dtype for m in back for t in m.gradients.values()} == {torch.bfloat16}
         values = [t for m in back for t in m.values.values() if t is not None]
         assert {t.dtype for t in values} == {torch.float32}
@@ -154,8 +162,8 @@ def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
     assert not same(exact, found[0])
     for name, value in exact.items():
         torch.testing.assert_close(found[0][name], value, rtol=0.02, atol=0.02)
-    with pytest.raises(InputError, match=r"messages=torch\.float16"):
-        made("eager", messages=torch.float16)
+    with pytest.raises(InputError, match=r"gradient_message_dtype=torch\.float16"):
+        made("eager", gradient_message_dtype=torch.float16)
 
 
 class Convolved(nn.Module):
@@ -176,25 +184,27 @@ class Convolved(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def _compiled(order: str) -> tuple[dict[str, Tensor], Trainer]:
+def _compiled(in_flight_per_stage: float) -> tuple[dict[str, Tensor], Trainer]:
     """Weights after some captured steps with compiled programs; what waits is with the trainer."""
     torch.manual_seed(0)
     net = revcompile.petrafy(Convolved(), 5, torch.zeros(4, 3, 4, 4), check="off")
     trainer = net.trainer(
         *(plain_sgd, F.cross_entropy),
-        order=order,
         autocast=torch.bfloat16,
-        buffers=torch.bfloat16,
-        messages=torch.bfloat16,
         backend="static",
+        options=TrainerOptions(
+            in_flight_per_stage=in_flight_per_stage,
+            kept_input_dtype=torch.bfloat16,
+            gradient_message_dtype=torch.bfloat16,
+        ),
     )
-    runner = trainer.runner
+    runner = trainer._runner
     runner._captured = CapturedSteps(
-        *(trainer.executors, runner._loss_head, trainer.schedule, EagerReplay()),
+        *(trainer._executors, runner._loss_head, trainer._schedule, EagerReplay()),
         fuse=Fusion(lambda function: function).fuse,
     )
     generator = torch.Generator().manual_seed(1)
-    for _ in range(12 if order == "1f1b" else 24):
+    for _ in range(12 if in_flight_per_stage == 1 else 24):
         x = torch.randn(4, 3, 4, 4, generator=generator)
         trainer.step(x, torch.zeros(4, dtype=torch.long))
     assert runner.is_active
@@ -202,9 +212,9 @@ def _compiled(order: str) -> tuple[dict[str, Tensor], Trainer]:
     return weights(net), trainer
 
 
-@pytest.mark.parametrize("order", ["1f1b", "paper"])
+@pytest.mark.parametrize("in_flight_per_stage", [1, 2])
 def test_what_was_rounded_is_sent_and_read_as_it_is_stored(
-    order: str, monkeypatch: pytest.MonkeyPatch
+    in_flight_per_stage: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be rounded again for the layers that read it, to the same numbers."""
     found = []
@@ -212,8 +222,8 @@ def test_what_was_rounded_is_sent_and_read_as_it_is_stored(
         if not reads:
             monkeypatch.setattr(fusion, "_as_stored", lambda node: node)
             monkeypatch.setattr(fusion, "with_copy", lambda value, copy: value)
-        trained, trainer = _compiled(order)
-        sent = trainer.transport.queues[2, 1, MessageKind.DY][0].values.values()
+        trained, trainer = _compiled(in_flight_per_stage)
+        sent = trainer._transport.queues[2, 1, MessageKind.DY][0].values.values()
         assert {value.dtype for value in sent} == {torch.bfloat16}
         found.append(trained)
     assert same(*found)
@@ -221,5 +231,5 @@ def test_what_was_rounded_is_sent_and_read_as_it_is_stored(
 
 @pytest.mark.parametrize("given", [torch.float32, torch.float8_e4m3fn, "offload"])
 def test_other_buffers_do_not_exist(given: Any) -> None:
-    with pytest.raises(InputError, match=f"buffers={given!r}; use torch.bfloat16"):
-        made("eager", buffers=given)
+    with pytest.raises(InputError, match=f"kept_input_dtype={given!r}; use torch.bfloat16"):
+        made("eager", kept_input_dtype=given)

@@ -17,6 +17,7 @@ from training import (
     fresh,
     momentum,
     same,
+    settings_of,
     through_a_file,
     weights,
 )
@@ -32,7 +33,7 @@ DATA: Final[list[Batch]] = batches(12, dtype=torch.float32)
 def made(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Trainer:
     net = fresh(Loose, 3, torch.float32)
     optimizer = settings.pop("optimizer", momentum)
-    return net.trainer(optimizer, F.cross_entropy, autocast=dtype, **settings)
+    return net.trainer(optimizer, F.cross_entropy, autocast=dtype, **settings_of(**settings))
 
 
 @pytest.fixture
@@ -67,11 +68,11 @@ CASES: Final = [
 ]
 
 
-@pytest.mark.parametrize(("method", "accumulate", "dtype"), CASES)
+@pytest.mark.parametrize(("method", "accumulation_steps", "dtype"), CASES)
 def test_the_same_training_to_the_bit(
-    method: str, accumulate: int, dtype: torch.dtype, plain: Callable[..., Trainer]
+    method: str, accumulation_steps: int, dtype: torch.dtype, plain: Callable[..., Trainer]
 ) -> None:
-    how = {"method": method, "accumulate": accumulate, "dtype": dtype}
+    how = {"method": method, "accumulation_steps": accumulation_steps, "dtype": dtype}
     found = []
     for trainer in (plain(**how), made(**how)):
         losses = feed(trainer, DATA)
@@ -80,18 +81,20 @@ def test_the_same_training_to_the_bit(
     assert same(*found)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_they_are_made_once_an_update(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_they_are_made_once_an_update(
+    accumulation_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made_by: list[CastWeights] = []
     refresh = CastWeights.refresh
     monkeypatch.setattr(
         CastWeights, "refresh", lambda casts: (made_by.append(casts), refresh(casts))
     )
-    trainer = made(accumulate=accumulate, method="backprop")
+    trainer = made(accumulation_steps=accumulation_steps, method="backprop")
     feed(trainer, DATA)
-    for executor in trainer.executors:
+    for executor in trainer._executors:
         assert executor.stage.cast_weights._names
-        assert made_by.count(executor.stage.cast_weights) == 1 + 12 // accumulate
+        assert made_by.count(executor.stage.cast_weights) == 1 + 12 // accumulation_steps
 
 
 def doubled(trainer: Trainer) -> None:
@@ -106,7 +109,7 @@ def replaced(trainer: Trainer) -> None:
 
 
 def loaded(trainer: Trainer) -> None:
-    other = made(accumulate=4)
+    other = made(accumulation_steps=4)
     feed(other, DATA[:3])
     doubled(other)
     trainer.load_state_dict(through_a_file(other.state_dict()))
@@ -134,7 +137,7 @@ def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
 ) -> None:
     """Between two updates, and for the backward passes that follow at once."""
     found = []
-    how = {"accumulate": 4, "method": method}
+    how = {"accumulation_steps": 4, "method": method}
     for trainer in (plain(**how), made(**how)):
         losses = feed(trainer, DATA[:5])
         change(trainer)
@@ -148,16 +151,16 @@ def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
     ("method", "copies"), [("petra", True), ("pipedream", False), ("1f1b", False)]
 )
 def test_weights_that_are_in_flight_are_read_as_they_were(method: str, copies: bool) -> None:
-    trainer = made(method=method, accumulate=2)
+    trainer = made(method=method, accumulation_steps=2)
     feed(trainer, DATA[:3])
-    assert (trainer.executors[0].stage.cast_weights.current() is not None) == copies
+    assert (trainer._executors[0].stage.cast_weights.current() is not None) == copies
 
 
 def test_a_model_without_autocast_has_no_copies() -> None:
     net = fresh(Loose, 3, torch.float32)
     trainer = net.trainer(momentum, F.cross_entropy)
     feed(trainer, DATA[:2])
-    assert all(executor.stage.cast_weights.current() is None for executor in trainer.executors)
+    assert all(executor.stage.cast_weights.current() is None for executor in trainer._executors)
 
 
 def test_gradients_are_laid_out_as_their_weights() -> None:

@@ -47,15 +47,15 @@ def keeping(
     optimizer: Any = momentum,
     *,
     method: str = "petra",
-    order: str | None = None,
+    in_flight_per_stage: float | None = None,
     **settings: Any,
 ) -> Trainer:
     """A trainer whose stages keep just this, whatever the memory."""
-    programs = net._programs(choose(method, order=order), keeps)
-    chosen, loss = Settings(**settings), F.cross_entropy
+    programs = net._programs(choose(method, in_flight_per_stage=in_flight_per_stage), keeps)
+    chosen, loss = Settings(**training.settings_of(**settings)), F.cross_entropy
     task = Task(net.model, net.partition, programs, optimizer, loss, chosen, net._tree)
     trainer = Trainer(task, Placement(task, ExitStack()))
-    trainer.take_over()
+    trainer._take_over()
     return trainer
 
 
@@ -68,19 +68,21 @@ def trained(
     for inputs, target in batches(name):
         trainer.step(inputs, target)
     trainer.flush()
-    return trainer, record.gradients({id(p): n for n, p in trainer.parameters().items()})
+    return trainer, record.gradients({id(p): n for n, p in trainer.named_parameters()})
 
 
 @functools.cache
-def written_out(name: str, keeps: Keeps, order: str, accumulate: int) -> Transcription:
+def written_out(
+    name: str, keeps: Keeps, in_flight_per_stage: float, accumulation_steps: int
+) -> Transcription:
     rows = [ROWS[keep] for keep in keeps]
     found = Transcription(
         fresh(name).partition,
         "petra",
         momentum,
         F.cross_entropy,
-        order=order,
-        accumulate=accumulate,
+        in_flight_per_stage=in_flight_per_stage,
+        accumulation_steps=accumulation_steps,
         rows=rows,
     )
     found.run(batches(name))
@@ -90,38 +92,43 @@ def written_out(name: str, keeps: Keeps, order: str, accumulate: int) -> Transcr
 # -- what is computed -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("order", spine.ORDERS)
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("in_flight_per_stage", spine.ORDERS)
 @pytest.mark.parametrize(
     ("name", "plan"), [("resnet", "all"), ("vit", "turns"), ("skips", "mixed"), ("words", "all")]
 )
 def test_backward_has_the_forward_s_activations_and_the_latest_parameters(
-    name: str, plan: str, order: str, accumulate: int
+    name: str, plan: str, in_flight_per_stage: float, accumulation_steps: int
 ) -> None:
-    expected = written_out(name, PLANS[plan], order, accumulate)
-    trainer, gradients = trained(name, PLANS[plan], order=order, accumulate=accumulate)
+    expected = written_out(name, PLANS[plan], in_flight_per_stage, accumulation_steps)
+    trainer, gradients = trained(
+        name,
+        PLANS[plan],
+        in_flight_per_stage=in_flight_per_stage,
+        accumulation_steps=accumulation_steps,
+    )
     assert_same(expected.gradients(), gradients, stage_of(name))
-    error, where = worst(expected.parameters(), copied(trainer.parameters()))
+    error, where = worst(expected.parameters(), copied(dict(trainer.named_parameters())))
     assert error <= EXACT, where
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("order", spine.ORDERS)
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("in_flight_per_stage", spine.ORDERS)
 @pytest.mark.parametrize(("name", "plan"), list(itertools.product(MODELS, PLANS)))
 def test_it_does_for_every_model_and_plan(
-    name: str, plan: str, order: str, accumulate: int
+    name: str, plan: str, in_flight_per_stage: float, accumulation_steps: int
 ) -> None:
     test_backward_has_the_forward_s_activations_and_the_latest_parameters(
-        name, plan, order, accumulate
+        name, plan, in_flight_per_stage, accumulation_steps
     )
 
 
 def test_what_stages_keep_makes_a_difference() -> None:
     """Or the comparison above would compare nothing."""
-    found = [written_out("vit", keeps, "1f1b", 1).parameters() for keeps in PLANS.values()]
-    stashed = spine.transcribed("vit", "STASH", "1f1b", 1)[0]
-    replayed = spine.transcribed("vit", "REPLAY", "1f1b", 1)[0]
+    found = [written_out("vit", keeps, 1, 1).parameters() for keeps in PLANS.values()]
+    stashed = spine.transcribed("vit", "STASH", 1, 1)[0]
+    replayed = spine.transcribed("vit", "REPLAY", 1, 1)[0]
     for one, other in itertools.combinations([*found, stashed, replayed], 2):
         assert worst(one, other)[0] > 1e-6
 
@@ -145,7 +152,7 @@ def test_without_delay_what_is_kept_changes_nothing(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_statistics_move_once_a_microbatch(plan: str) -> None:
-    trainer, _ = trained("resnet", PLANS[plan], accumulate=3)
+    trainer, _ = trained("resnet", PLANS[plan], accumulation_steps=3)
     counts = {n: int(b) for n, b in trainer.model.named_buffers() if "num_batches" in n}
     assert counts and set(counts.values()) == {spine.MICROBATCHES}
 
@@ -162,7 +169,7 @@ def test_backward_has_the_masks_of_its_forward() -> None:
     for inputs, target in batches("skips"):
         trainer.step(inputs, target)
     trainer.flush()
-    masks, actual = tape.forward_masks(), copied(trainer.parameters())
+    masks, actual = tape.forward_masks(), copied(dict(trainer.named_parameters()))
     assert all(len(drawn) == spine.MICROBATCHES for drawn in tape.drawn.values())
 
     def masked() -> Iterator[Any]:
@@ -194,8 +201,8 @@ def test_values_go_back_only_to_stages_that_rebuild() -> None:
 def test_a_stage_returns_the_very_input_it_was_given() -> None:
     """No copy beside the one in the graph, and nothing rounded for the sake of buffers."""
     net = training.fresh(training.Plain, dtype=torch.float32)
-    trainer = keeping(net, (N, G, N, G), training.momentum, buffers=torch.bfloat16)
-    stage = trainer.executors[1].stage
+    trainer = keeping(net, (N, G, N, G), training.momentum, kept_input_dtype=torch.bfloat16)
+    stage = trainer._executors[1].stage
     for batch in training.batches(3, dtype=torch.float32):
         trainer.step(*batch)
     kept = dict(zip(stage.program.kept, next(iter(stage.in_flight.values())).kept, strict=True))
@@ -217,7 +224,7 @@ def low_precision(keeps: Keeps) -> tuple[Trainer, list[training.Batch]]:
 def test_weights_in_low_precision_are_made_once_an_update_and_are_the_latest() -> None:
     """A cast of autocast's would be the forward's weight, and a copy a micro-batch."""
     trainer, data = low_precision((G, G, G, G))
-    stage = trainer.executors[0].stage
+    stage = trainer._executors[0].stage
     for batch in data[:6]:
         trainer.step(*batch)
     assert len(stage.in_flight) == 3
@@ -243,7 +250,7 @@ def test_low_precision_gradients_are_those_of_casts_made_anew() -> None:
         trainer = keeping(net, keeps, record, method=method, autocast=torch.bfloat16)
         training.feed(trainer, training.batches(6, dtype=torch.float32))
         trainer.flush()
-        found.append(record.gradients({id(p): n for n, p in trainer.parameters().items()}))
+        found.append(record.gradients({id(p): n for n, p in trainer.named_parameters()}))
     assert training.same(*found)
 
 
@@ -264,7 +271,7 @@ def pair(keeps: Keeps, make: Any = training.Net, **settings: Any) -> list[Traine
 
 
 def test_evaluation_does_not_disturb_training(keeps: Keeps) -> None:
-    looked_at, left_alone = pair(keeps, accumulate=2, clip_grad_norm=0.1)
+    looked_at, left_alone = pair(keeps, accumulation_steps=2, clip_grad_norm=0.1)
     expected = training.feed(left_alone, training.batches(8))
     found = []
     for index, batch in enumerate(training.batches(8)):
@@ -277,7 +284,7 @@ def test_evaluation_does_not_disturb_training(keeps: Keeps) -> None:
 
 
 def test_a_bad_step_is_left_out(keeps: Keeps) -> None:
-    spoiled, expected = pair(keeps, accumulate=2)
+    spoiled, expected = pair(keeps, accumulation_steps=2)
     for trainer in (spoiled, expected):
         training.feed(trainer, training.batches(5))
     x, y = training.batches(1, seed=3)[0]
@@ -289,7 +296,7 @@ def test_a_bad_step_is_left_out(keeps: Keeps) -> None:
     more = training.batches(6, seed=2)
     assert training.feed(spoiled, more) == training.feed(expected, more)
     spoiled.flush(), expected.flush()
-    assert training.same(spoiled.parameters(), expected.parameters())
+    assert training.same(dict(spoiled.named_parameters()), dict(expected.named_parameters()))
 
 
 def test_a_gradient_that_is_not_finite_on_its_way_back_is_left_out(keeps: Keeps) -> None:

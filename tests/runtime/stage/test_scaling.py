@@ -47,7 +47,7 @@ def overflowing(
     trainer: Trainer, stage: int, microbatches: Collection[int], above: float = 0.0
 ) -> None:
     """The stage's gradient is infinite for these, if the loss was scaled by more than this."""
-    for executor in trainer.executors:
+    for executor in trainer._executors:
         if executor.index == stage:
             executor._differentiate = spoiled(executor._differentiate, microbatches, above)
 
@@ -70,15 +70,17 @@ def spoiled(
 
 
 @pytest.mark.parametrize(
-    ("method", "accumulate"),
+    ("method", "accumulation_steps"),
     [("petra", 1), *((method, 1 + 2 * (n % 2 == 0)) for n, method in enumerate(METHODS))],
 )
-def test_a_scale_that_changes_changes_nothing(method: str, accumulate: int) -> None:
+def test_a_scale_that_changes_changes_nothing(method: str, accumulation_steps: int) -> None:
     """Powers of two are exact: to the bit."""
     found, scales = [], []
     for scale in (None, EAGER):
         net = fresh(Net)
-        trainer = trainer_of(net, method=method, accumulate=accumulate, loss_scale=scale)
+        trainer = trainer_of(
+            net, method=method, accumulation_steps=accumulation_steps, loss_scale=scale
+        )
         for batch in batches(14):
             trainer.step(*batch)
             scales.append(trainer.metrics.loss_scale)
@@ -86,7 +88,9 @@ def test_a_scale_that_changes_changes_nothing(method: str, accumulate: int) -> N
         found.append(weights(net))
     assert same(*found)
     assert scales[:14] == 14 * [None]
-    assert sorted(set(scales[14:])) == [2.0 ** (16 + n) for n in range({1: 7, 3: 3}[accumulate])]
+    assert sorted(set(scales[14:])) == [
+        2.0 ** (16 + n) for n in range({1: 7, 3: 3}[accumulation_steps])
+    ]
 
 
 def test_an_update_takes_gradients_of_several_scales() -> None:
@@ -94,13 +98,13 @@ def test_an_update_takes_gradients_of_several_scales() -> None:
     found = []
     for scale in (None, "dynamic"):
         net = fresh(Plain)
-        trainer = trainer_of(net, accumulate=3, loss_scale=scale)
+        trainer = trainer_of(net, accumulation_steps=3, loss_scale=scale)
         overflowing(trainer, 1, [4])
         scales = []
         for batch in batches(12):
             with contextlib.suppress(NonFiniteError):
                 trainer.step(*batch)
-            scales.append(trainer.loss_head.scale)
+            scales.append(trainer._loss_head.scale)
         trainer.flush()
         found.append(weights(net))
     assert scales == 7 * [2.0**16] + 5 * [2.0**15]
@@ -112,7 +116,7 @@ def gradients(loss: Any, **settings: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     net = fresh(Deep, 3, torch.float32)
     trainer = trainer_of(net, plain_sgd, loss, **settings)
-    for executor in trainer.executors:
+    for executor in trainer._executors:
         executor.updater.apply = lambda gradients, scale=None: found.update(gradients)
     trainer.step(*batches(1, dtype=torch.float32)[0])
     trainer.flush()
@@ -134,7 +138,7 @@ def test_small_gradients_survive_float16() -> None:
 
 def test_they_are_those_of_a_scaled_loss_in_a_plain_loop() -> None:
     net = fresh(Deep, 3, torch.float32)
-    model, (x, y) = net.module(), batches(1, dtype=torch.float32)[0]
+    model, (x, y) = net.to_module(), batches(1, dtype=torch.float32)[0]
     with torch.autocast("cpu", torch.float16):
         loss = F.cross_entropy(model(x), y)
     (loss * 512).backward()
@@ -153,14 +157,14 @@ def test_float16_is_divided_by_scales_that_it_cannot_hold() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_a_micro_batch_that_overflows_is_left_out_like_a_bad_one(
-    stage: int, accumulate: int
+    stage: int, accumulation_steps: int
 ) -> None:
     found = []
     for scale in (None, "dynamic"):
         net = fresh(Net)
-        trainer = trainer_of(net, accumulate=accumulate, loss_scale=scale)
+        trainer = trainer_of(net, accumulation_steps=accumulation_steps, loss_scale=scale)
         overflowing(trainer, stage, [4])
         reported = []
         for batch in batches(14):
@@ -171,7 +175,7 @@ def test_a_micro_batch_that_overflows_is_left_out_like_a_bad_one(
         trainer.flush()
         assert reported == ([] if scale else [(stage, 4)])
         # Not running statistics: the forward pass of one that overflows was right.
-        found.append(dict(net.module().named_parameters()))
+        found.append(dict(net.to_module().named_parameters()))
     assert same(*found)
     assert trainer.metrics.skipped == 1 and trainer.metrics.loss_scale == 2.0**15
 
@@ -179,7 +183,7 @@ def test_a_micro_batch_that_overflows_is_left_out_like_a_bad_one(
 def test_one_that_overflows_at_the_last_stage_is_left_out_everywhere() -> None:
     data = batches(8)
     net, left = fresh(Plain), fresh(Plain)
-    model = left.module()
+    model = left.to_module()
     expected = plain_loop(model, momentum(model.parameters()), data[:3] + data[4:])
     trainer = trainer_of(net, method="backprop", loss_scale="dynamic")
     overflowing(trainer, 3, [3])
@@ -191,7 +195,7 @@ def test_one_that_overflows_at_the_last_stage_is_left_out_everywhere() -> None:
 def test_stages_behind_have_used_it(stage: int) -> None:
     steps = [0, 0, 0, 0]
     trainer = trainer_of(fresh(Plain), plain_sgd, loss_scale="dynamic")
-    for executor in trainer.executors:
+    for executor in trainer._executors:
         assert executor.updater.optimizer is not None
 
         def count(*_: Any, index: int = executor.index) -> None:
@@ -210,7 +214,7 @@ def test_stages_behind_have_used_it(stage: int) -> None:
 )
 def test_one_incident_is_one_step_down(stage: int, method: str) -> None:
     """All that is in flight has the same scale, and overflows; the scale falls once for it."""
-    trainer = trainer_of(fresh(Plain), method=method, accumulate=2, loss_scale="dynamic")
+    trainer = trainer_of(fresh(Plain), method=method, accumulation_steps=2, loss_scale="dynamic")
     overflowing(trainer, stage, range(3, 40), above=1000.0)
     scales = [trainer.step(*batch).loss_scale for batch in batches(40)]
     assert [scale for scale, _ in itertools.groupby(scales)] == [2.0**n for n in range(16, 8, -1)]
@@ -296,8 +300,8 @@ def test_ranks_scale_as_one_process(tmp_path: Path) -> None:
     """With overflows that just happen, and tied weights, and micro-batches that are gathered."""
     runs = [
         Run(model="vit", steps=9),
-        Run(model="words", accumulate=2, steps=9, stage_to_rank=(0, 1, 0, 1)),
-        Run(method="1f1b", accumulate=3, steps=7),
+        Run(model="words", accumulation_steps=2, steps=9, stage_to_rank=(0, 1, 0, 1)),
+        Run(method="1f1b", accumulation_steps=3, steps=7),
     ]
     plain = [dataclasses.asdict(run) for run in runs]
     torch.set_num_threads(1)
@@ -313,9 +317,9 @@ def test_ranks_scale_as_one_process(tmp_path: Path) -> None:
             assert same(found[number]["state"], expected), run
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_run_goes_on_with_its_scale(tmp_path: Path, accumulate: int) -> None:
-    settings = {**HALF, "accumulate": accumulate}
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_a_run_goes_on_with_its_scale(tmp_path: Path, accumulation_steps: int) -> None:
+    settings = {**HALF, "accumulation_steps": accumulation_steps}
     data = batches(24, dtype=torch.float32)
     straight = fresh(Deep, 4, torch.float32)
     trainer = trainer_of(straight, plain_sgd, **settings)
@@ -351,7 +355,7 @@ def test_a_run_begins_and_ends_to_scale_its_loss() -> None:
         state: dict[str, Any] | None = None
         for number, scale in enumerate(scales):
             net = fresh(Net)
-            trainer = trainer_of(net, accumulate=2, loss_scale=scale)
+            trainer = trainer_of(net, accumulation_steps=2, loss_scale=scale)
             if state is not None:
                 trainer.load_state_dict(state)
             feed(trainer, batches(7, seed=number))

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training import settings_of
 
 import revcompile
+from revcompile import TrainerOptions
 from revcompile.errors import InversionError
 
 
@@ -28,7 +30,10 @@ def _staged(stages: int) -> revcompile.StagedModel:
 
 def _train(net: revcompile.StagedModel, method: str, scale: float, **settings: object) -> None:
     trainer = net.trainer(
-        lambda p: torch.optim.SGD(p, lr=0.01), F.cross_entropy, method=method, **settings
+        lambda p: torch.optim.SGD(p, lr=0.01),
+        F.cross_entropy,
+        method=method,
+        **settings_of(**settings),
     )
     with torch.no_grad():  # after compilation, which has compared gradients on its example
         for name, parameter in net.model.named_parameters():
@@ -49,7 +54,11 @@ def test_streams_that_are_rebuilt_wrongly_are_refused(stages: int, method: str) 
 
 def test_weights_that_change_in_flight_are_no_error() -> None:
     net = _staged(3)
-    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.3), F.cross_entropy, measure_every=1)
+    trainer = net.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.3),
+        F.cross_entropy,
+        options=TrainerOptions(measure_reconstruction_every=1),
+    )
     errors = []
     for _ in range(8):
         metrics = trainer.step(torch.randn(3, 4), torch.tensor([0, 1, 0]))
@@ -75,7 +84,7 @@ def test_rounded_buffers_are_no_error() -> None:
         lambda p: torch.optim.SGD(p, lr=0.0),
         F.cross_entropy,
         method="petra_stashed",
-        buffers=torch.bfloat16,
+        options=TrainerOptions(kept_input_dtype=torch.bfloat16),
     )
     for _ in range(6):
         trainer.step(torch.randn(3, 8), torch.tensor([0, 1, 0]))

@@ -9,10 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import Plain, batches, feed, fresh, momentum, same, through_a_file, weights
+from training import (
+    Plain,
+    batches,
+    feed,
+    fresh,
+    momentum,
+    same,
+    settings_of,
+    through_a_file,
+    weights,
+)
 from transcription import Message, Stage, Transcription
 
-from revcompile import staged
+from revcompile import TrainerOptions, staged
 from revcompile.errors import InputError, RevcompileWarning
 from revcompile.optim import DelayAwareMuon, ErrorFeedback
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
@@ -47,64 +57,80 @@ class Predicting(Stage):
             self.u |= {n: before[n] - self.theta[n].detach() for n in own}
 
 
-def transcribed(name: str, method: str, order: str, accumulate: int) -> dict[str, Tensor]:
+def transcribed(
+    name: str, method: str, in_flight_per_stage: float, accumulation_steps: int
+) -> dict[str, Tensor]:
     partition = spine.fresh(name).partition
     other = Transcription(
-        partition, method, spine.momentum, F.cross_entropy, order=order, accumulate=accumulate
+        partition,
+        method,
+        spine.momentum,
+        F.cross_entropy,
+        in_flight_per_stage=in_flight_per_stage,
+        accumulation_steps=accumulation_steps,
     )
     for stage in other.stages:
         stage.__class__ = Predicting
         assert isinstance(stage, Predicting)
-        chosen, count = choose(method, order=order), len(other.stages)
-        stage.t, stage.u = mean_delay(chosen, count, stage.part.index, accumulate), {}
+        chosen, count = choose(method, in_flight_per_stage=in_flight_per_stage), len(other.stages)
+        stage.t, stage.u = mean_delay(chosen, count, stage.part.index, accumulation_steps), {}
     other.run(spine.batches(name))
     return other.parameters()
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "order", "accumulate"),
+    ("name", "method", "in_flight_per_stage", "accumulation_steps"),
     [
-        ("skips", "petra", "paper", 1),
-        ("skips", "features_replay", "1f1b", 3),
-        ("words", "petra", "1f1b", 1),  # has tied weights
+        ("skips", "petra", 2, 1),
+        ("skips", "features_replay", 1, 3),
+        ("words", "petra", 1, 1),  # has tied weights
     ],
 )
 def test_predicted_weights_are_used_forward(
-    name: str, method: str, order: str, accumulate: int
+    name: str, method: str, in_flight_per_stage: float, accumulation_steps: int
 ) -> None:
-    expected = transcribed(name, method, order, accumulate)
+    expected = transcribed(name, method, in_flight_per_stage, accumulation_steps)
     trainer, _ = spine.engine(
-        name, method, spine.batches(name), order=order, accumulate=accumulate, weights="predicted"
+        name,
+        method,
+        spine.batches(name),
+        in_flight_per_stage=in_flight_per_stage,
+        accumulation_steps=accumulation_steps,
+        weights="predicted",
     )
-    error, where = spine.worst(expected, spine.copied(trainer.parameters()))
+    error, where = spine.worst(expected, spine.copied(dict(trainer.named_parameters())))
     assert error <= spine.EXACT, where
-    latest = spine.transcribed(name, spine.ROWS[method][0].name, order, accumulate)[0]
-    assert spine.worst(latest, spine.copied(trainer.parameters()))[0] > 1e-6
+    latest = spine.transcribed(
+        name, spine.ROWS[method][0].name, in_flight_per_stage, accumulation_steps
+    )[0]
+    assert spine.worst(latest, spine.copied(dict(trainer.named_parameters())))[0] > 1e-6
 
 
 STEPS = [batch for batch in batches(26) if len(batch[0]) == 4]
 
 
 @pytest.mark.parametrize("kind", ["stashed", "predicted"])
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_static_steps_and_checkpoints(kind: str, accumulate: int) -> None:
-    """With accumulate=4 there are at most as many copies as one update takes."""
-    options: Any = {"weights": kind, "accumulate": accumulate}
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+def test_static_steps_and_checkpoints(kind: str, accumulation_steps: int) -> None:
+    """With accumulation_steps=4 there are at most as many copies as one update takes."""
+    options: Any = {"weights": kind, "accumulation_steps": accumulation_steps}
     ends = []
     for backend in ("eager", "static"):
         net = fresh(Plain)
         start = weights(net)
-        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, **options)
+        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, **settings_of(**options))
         feed(trainer, STEPS[:13])
         resumed = fresh(Plain)
-        again = resumed.trainer(momentum, F.cross_entropy, backend=backend, **options)
+        again = resumed.trainer(
+            momentum, F.cross_entropy, backend=backend, **settings_of(**options)
+        )
         again.load_state_dict(through_a_file(trainer.state_dict()))
         for each in (trainer, again):
             feed(each, STEPS[13:])
-            assert each.runner.is_active == (backend == "static")
+            assert each._runner.is_active == (backend == "static")
         assert same(trainer.state_dict(), again.state_dict())
-        copies = [len(executor.stage.stashed()) for executor in trainer.executors]
-        most = [3, 2, 1, 0] if accumulate == 1 else [1, 1, 1, 0]
+        copies = [len(executor.stage.stashed()) for executor in trainer._executors]
+        most = [3, 2, 1, 0] if accumulation_steps == 1 else [1, 1, 1, 0]
         assert all(n <= (m if kind == "stashed" else 0) for n, m in zip(copies, most, strict=True))
         trainer.flush()
         net.model.load_state_dict(start)
@@ -138,7 +164,7 @@ def test_stashed_weights_are_copies_of_what_is_trained(method: str) -> None:
             trainer = net.trainer(momentum, F.cross_entropy, method=method, backend=backend)
             trainer.load_state_dict(state)
         feed(trainer, STEPS[6:9])
-        stages = [executor.stage for executor in trainer.executors]
+        stages = [executor.stage for executor in trainer._executors]
         copies = [(stage.parameters, copy) for stage in stages for copy in stage.stashed()]
         assert copies
         for parameters, copy in copies:
@@ -154,7 +180,7 @@ def test_the_delay_is_compensated_once() -> None:
         trainer = fresh(Plain).trainer(
             lambda p: ErrorFeedback(momentum(p)), F.cross_entropy, weights=kind
         )
-        delays[kind] = [executor.updater.optimizer.delay for executor in trainer.executors]
+        delays[kind] = [executor.updater.optimizer.delay for executor in trainer._executors]
         assert trainer.delays == (3, 2, 1, 0)
     assert delays == {"stashed": [3, 2, 1, 0], "predicted": [0, 0, 0, 0]}
 
@@ -167,11 +193,11 @@ def test_matrices_are_limited_where_weights_are_predicted_too() -> None:
             lambda p, drift=drift: DelayAwareMuon(p, lr=0.05, max_drift=drift),
             F.cross_entropy,
             weights="predicted",
-            synchronous=1,
             backend=backend,
+            options=TrainerOptions(synchronous_updates=1),
         )
         feed(trainer, STEPS)
-        optimizers = [executor.updater.optimizer for executor in trainer.executors]
+        optimizers = [executor.updater.optimizer for executor in trainer._executors]
         assert [(o.delay, o.predicted_delay) for o in optimizers] == [(0, n) for n in (3, 2, 1, 0)]
         trainer.flush()
         ends[drift, backend] = weights(net)
@@ -180,13 +206,15 @@ def test_matrices_are_limited_where_weights_are_predicted_too() -> None:
 
 
 def test_memory_of_each_choice() -> None:
-    """Stashed: as many copies as updates of delay, one with accumulate >= J-1; predicted: one."""
+    """Stashed: a copy for each update of delay, so one if they accumulate; predicted: one."""
     net = fresh(Plain)
     copies = {}
     for kind in ("latest", "stashed", "predicted"):
-        for accumulate in (1, 3):
-            stages = net.memory(weights=kind, accumulate=accumulate)
-            copies[kind, accumulate] = [(s.stashed + s.newest) / s.parameters for s in stages]
+        for accumulation_steps in (1, 3):
+            stages = net.memory(weights=kind, accumulation_steps=accumulation_steps)
+            copies[kind, accumulation_steps] = [
+                (s.stashed + s.newest) / s.parameters for s in stages
+            ]
     assert copies == {
         ("latest", 1): [0, 0, 0, 0],
         ("latest", 3): [0, 0, 0, 0],
@@ -201,8 +229,12 @@ def test_a_choice_of_weights_is_a_row_of_the_table() -> None:
     assert choose("petra", weights="stashed") == METHODS["petra_stashed"]
     assert choose("petra_stashed", weights="latest") == METHODS["petra"]
     assert choose("delayed", weights="latest") == METHODS["dsp"]
-    predicted = choose("petra", weights="predicted", order="paper")
-    assert (predicted.name, predicted.alpha, predicted.weights.value) == ("petra", 2, "predicted")
+    predicted = choose("petra", weights="predicted", in_flight_per_stage=2)
+    assert (predicted.name, predicted.in_flight_per_stage, predicted.weights.value) == (
+        "petra",
+        2,
+        "predicted",
+    )
     assert choose("petra", weights="latest") == METHODS["petra"]
 
 
@@ -251,7 +283,7 @@ def test_a_refused_trainer_changes_no_weights(argument: str) -> None:
     else:
         refused[argument] = lambda named: fail([{"params": [p for _, p in named]}])
     with pytest.raises(InputError, match="stage 2"):
-        net.trainer(optimizer, F.cross_entropy, **refused)
+        net.trainer(optimizer, F.cross_entropy, **settings_of(**refused))
     assert same(weights(net), before)
     feed(trainer, [(x.float(), y) for x, y in STEPS[:2]])
 

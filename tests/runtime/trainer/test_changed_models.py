@@ -105,7 +105,7 @@ def test_a_change_that_stages_would_not_follow_is_refused(kind: str) -> None:
     trainer = trainer_of(net)
     data = batches(3)
     feed(trainer, data)
-    weights = [(p, p.clone()) for p in trainer.parameters().values()]
+    weights = [(p, p.clone()) for _, p in trainer.named_parameters()]
     change(net.model)
     with pytest.raises(InputError, match=said):
         trainer.step(*data[0])
@@ -135,15 +135,15 @@ def test_before_a_replay_everything_is_looked_at(
     trainer = trainer_of(net, backend="static")
     data = [batch for batch in batches(20) if len(batch[1]) == 4]
     feed(trainer, data[:7])
-    pipeline = trainer.runner._captured
+    pipeline = trainer._runner._captured
     assert pipeline is not None
     monkeypatch.setattr(pipeline._replay, "is_captured", lambda kind: True)
     feed(trainer, data[7:10])
-    assert trainer.runner.is_replaying
+    assert trainer._runner.is_replaying
     said = "was replaced"
     if what == "attribute":
         changed, said = Mismatch("blocks.0.alpha", 1, 2, "model.py:1"), "alpha was 1"
-        monkeypatch.setattr(trainer.binder._guards, "failing", lambda *_: changed)  # type: ignore[attr-defined]
+        monkeypatch.setattr(trainer._binder._guards, "failing", lambda *_: changed)  # type: ignore[attr-defined]
     elif what == "parameter":
         head = net.model.get_submodule("head")
         head.weight = nn.Parameter(head.weight.detach().clone())
@@ -167,11 +167,11 @@ def test_what_lies_in_other_memory_is_captured_anew(what: str) -> None:
         feed(trainer, data[:7])
         for parameter in net.model.parameters() if replaces and what == "parameters" else ():
             parameter.data = parameter.data.clone()
-        for executor in trainer.executors if replaces and what == "state" else ():
+        for executor in trainer._executors if replaces and what == "state" else ():
             optimizer = executor.updater.optimizer
             optimizer.load_state_dict(optimizer.state_dict())
         feed(trainer, data[7:])
-        assert trainer.runner.is_active and trainer.runner._changes == replaces
+        assert trainer._runner.is_active and trainer._runner._changes == replaces
         found.append([p.detach().clone() for p in net.model.parameters()])
     assert all(map(torch.equal, *found))
 
@@ -182,10 +182,10 @@ def test_changes_now_and_then_do_not_end_capturing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(6):
-            for executor in trainer.executors:
+            for executor in trainer._executors:
                 executor.updater.optimizer.param_groups[0]["weight_decay"] = 0.01 * number
             feed(trainer, data)
-            assert trainer.runner.is_active
+            assert trainer._runner.is_active
 
 
 def test_changes_in_every_step_pause_capturing() -> None:
@@ -193,12 +193,12 @@ def test_changes_in_every_step_pause_capturing() -> None:
     data = [batch for batch in batches(30) if len(batch[1]) == 4][:20]
     with pytest.warns(RevcompileWarning, match="change so often") as found:
         for number, batch in enumerate(data * 2):
-            for executor in trainer.executors:
+            for executor in trainer._executors:
                 executor.updater.optimizer.param_groups[0]["weight_decay"] = 0.01 * number
             trainer.step(*batch)
-    assert len(found) == 1 and not trainer.runner.is_active
+    assert len(found) == 1 and not trainer._runner.is_active
     feed(trainer, data)
-    assert trainer.runner.is_active
+    assert trainer._runner.is_active
 
 
 class Counting(nn.Linear):
@@ -279,7 +279,7 @@ def test_results_of_hooks_take_part() -> None:
     net = staged()
     for path in ("stem", "blocks.1.up"):
         net.model.get_submodule(path).register_forward_hook(lambda m, i, o: 3 * o)
-    (x, y), plain = batches(1)[0], net.module()
+    (x, y), plain = batches(1)[0], net.to_module()
     plain.reversible = False
     F.cross_entropy(plain(x), y).backward()
     trainer = trainer_of(net, plain_sgd)
@@ -287,7 +287,7 @@ def test_results_of_hooks_take_part() -> None:
     trainer.flush()
     for name, p in plain.named_parameters():
         assert p.grad is not None
-        torch.testing.assert_close(trainer.parameters()[name], p - 0.1 * p.grad)
+        torch.testing.assert_close(dict(trainer.named_parameters())[name], p - 0.1 * p.grad)
 
 
 # -- other trainers, other weights ----------------------------------------------------------------
@@ -331,11 +331,11 @@ def test_a_closed_trainer_cannot_be_used() -> None:
 
 def test_weights_loaded_while_micro_batches_are_in_flight_stop_the_trainer(tmp_path: Path) -> None:
     net = fresh(training.Net)
-    file, data = net.export(tmp_path / "weights.safetensors"), batches(6)
+    file, data = net.save_weights(tmp_path / "weights.safetensors"), batches(6)
     trainer = trainer_of(net)
     feed(trainer, data)
     state = trainer.state_dict()
-    net.load(file)
+    net.load_weights(file)
     for use in (lambda: trainer.step(*data[0]), trainer.flush):
         with pytest.raises(TrainerStoppedError, match=r"call trainer\.flush\(\) before"):
             use()
@@ -346,27 +346,27 @@ def test_weights_loaded_while_micro_batches_are_in_flight_stop_the_trainer(tmp_p
 def test_weights_loaded_into_a_drained_pipeline_are_trained(tmp_path: Path) -> None:
     """Tied weights, of which a stage has copies, and stashed ones are the loaded ones, too."""
     net, twin = fresh(training.Net), fresh(training.Net)
-    file, data = net.export(tmp_path / "weights.safetensors"), batches(6)
+    file, data = net.save_weights(tmp_path / "weights.safetensors"), batches(6)
     trainer = trainer_of(net, plain_sgd, method="pipedream")
     feed(trainer, data)
     trainer.flush()
-    net.load(file)
+    net.load_weights(file)
     other = trainer_of(twin, plain_sgd, method="pipedream")
-    other.schedule.injected = trainer.schedule.injected  # dropout is drawn by number
+    other._schedule.injected = trainer.microbatches_seen  # dropout is drawn by number
     for each in (trainer, other):
         feed(each, data)
         each.flush()
-    for name, p in other.parameters().items():
-        torch.testing.assert_close(trainer.parameters()[name], p, rtol=0, atol=0)
+    for name, p in other.named_parameters():
+        torch.testing.assert_close(dict(trainer.named_parameters())[name], p, rtol=0, atol=0)
 
 
 def test_the_mean_loss_is_of_the_steps_since_the_last_call() -> None:
     trainer = trainer_of(staged())
     losses = feed(trainer, batches(3))
-    assert trainer.mean_loss() == pytest.approx(sum(losses) / 3)
-    assert trainer.mean_loss() != trainer.mean_loss()  # nan
+    assert trainer.pop_mean_loss() == pytest.approx(sum(losses) / 3)
+    assert trainer.pop_mean_loss() != trainer.pop_mean_loss()  # nan
     losses = feed(trainer, batches(6))
-    assert trainer.mean_loss() == pytest.approx(sum(losses) / 6)
+    assert trainer.pop_mean_loss() == pytest.approx(sum(losses) / 6)
 
 
 # -- names ----------------------------------------------------------------------------------------

@@ -301,7 +301,7 @@ def assert_same(
 
 def plainly_trained(row: Row) -> dict[str, Tensor]:
     """Ordinary training of the rewired model, with the change unless it is refused."""
-    model: Any = made("eager")[0].module()
+    model: Any = made("eager")[0].to_module()
     model.reversible = False
     optimizer = sgd(model.parameters())
 
@@ -325,7 +325,7 @@ def test_with_nothing_in_flight(name: str, backend: str) -> None:
     row = TABLE[name]
     net, trainer, optimizers = made(backend)
     feed(trainer, data(6))
-    assert trainer.runner.is_active == (backend != "eager")
+    assert trainer._runner.is_active == (backend != "eager")
     undo = row.change(net.model, optimizers)
     if row.refused is not None:
         before = state(net.model)
@@ -361,8 +361,8 @@ def test_in_flight(name: str, backend: str) -> None:
     row = TABLE[name]
     net, trainer, optimizers = made(backend, "petra")
     feed(trainer, data(9))
-    assert trainer.runner.is_active == (backend != "eager")
-    assert any(trainer.schedule.outstanding)
+    assert trainer._runner.is_active == (backend != "eager")
+    assert any(trainer._schedule.outstanding)
     undo = row.change(net.model, optimizers)
     refusal = row.refused or row.refused_in_flight
     if refusal is None:

@@ -15,6 +15,7 @@ from torch.utils.data import (
     Sampler,
     TensorDataset,
 )
+from training import settings_of
 
 import revcompile
 from revcompile.errors import InputError
@@ -65,7 +66,9 @@ def trainer(**options: Any) -> Trainer:
     net = revcompile.petrafy(
         nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), 2, torch.randn(2, 3)
     )
-    return net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, **options)
+    return net.trainer(
+        lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, **settings_of(**options)
+    )
 
 
 def test_a_trainer_s_loader_depends_on_its_seed_and_the_epoch() -> None:

@@ -7,8 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from training import Net, Plain, batches, feed, fresh, momentum, same, through_a_file, weights
+from training import (
+    Net,
+    Plain,
+    batches,
+    feed,
+    fresh,
+    momentum,
+    same,
+    settings_of,
+    through_a_file,
+    weights,
+)
 
+from revcompile import TrainerOptions
 from revcompile.errors import InputError
 from revcompile.optim import ErrorFeedback
 from revcompile.schedule import Keep, Method, Order, Weights, actions
@@ -22,34 +34,38 @@ def ahead(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_the_lists_of_both_phases() -> None:
-    first, second = (" ".join(map(str, s)) for s in actions("petra", 2, 4, synchronous=2))
+    first, second = (" ".join(map(str, s)) for s in actions("petra", 2, 4, synchronous_updates=2))
     assert first == "F0 SY0 RDY0 B0 U0 F1 SY1 RDY1 B1 U1 F2 SY2 F3 SY3 RDY2 B2 U2 RDY3 B3 U3"
     assert second == ("RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2 RX3 F3 B3 SDX3 U3")
 
 
-@pytest.mark.parametrize(("kind", "accumulate"), [("latest", 1), ("stashed", 3), ("predicted", 1)])
-def test_first_updates_are_those_of_1f1b(kind: str, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "accumulation_steps"), [("latest", 1), ("stashed", 3), ("predicted", 1)]
+)
+def test_first_updates_are_those_of_1f1b(kind: str, accumulation_steps: int) -> None:
     """To the bit of the same programs; then as if training had begun with these weights."""
-    options: Any = {"accumulate": accumulate, "clip_grad_norm": 0.5}
-    first = DATA[: 3 * accumulate]
+    options: Any = {"accumulation_steps": accumulation_steps, "clip_grad_norm": 0.5}
+    first = DATA[: 3 * accumulation_steps]
     drained, plain, net, later = (fresh(Net, 3) for _ in range(4))
-    reference = drained.trainer(ahead, F.cross_entropy, method=DRAINED, **options)
-    trainer = net.trainer(ahead, F.cross_entropy, weights=kind, synchronous=3, **options)
+    reference = drained.trainer(ahead, F.cross_entropy, method=DRAINED, **settings_of(**options))
+    trainer = net.trainer(
+        ahead, F.cross_entropy, weights=kind, **settings_of(**options, synchronous_updates=3)
+    )
     feed(reference, first)
     metrics = [trainer.step(*batch) for batch in first]
-    assert trainer.schedule.updates == (3,) * 3
-    assert not any(trainer.schedule.outstanding)
+    assert trainer._schedule.updates == (3,) * 3
+    assert not any(trainer._schedule.outstanding)
     assert metrics[0].delays == (0,) * 3 and metrics[-1].delays == trainer.delays
     assert same(weights(net), weights(drained))
     if kind == "latest":
-        feed(plain.trainer(ahead, F.cross_entropy, method="1f1b", **options), first)
+        feed(plain.trainer(ahead, F.cross_entropy, method="1f1b", **settings_of(**options)), first)
         for name, value in weights(plain).items():
             torch.testing.assert_close(value, weights(net)[name], rtol=1e-10, atol=1e-10)
-    other = later.trainer(ahead, F.cross_entropy, weights=kind, **options)
+    other = later.trainer(ahead, F.cross_entropy, weights=kind, **settings_of(**options))
     reference.flush()  # tied weights arrive
     other.load_state_dict(through_a_file(reference.state_dict()))
     for each in (trainer, other):
-        feed(each, DATA[3 * accumulate :])
+        feed(each, DATA[3 * accumulation_steps :])
         each.flush()
     assert same(weights(net), weights(later))
 
@@ -57,45 +73,54 @@ def test_first_updates_are_those_of_1f1b(kind: str, accumulate: int) -> None:
 @pytest.mark.parametrize(("at", "backend"), [(4, "static"), (6, "eager"), (8, "static")])
 def test_a_resumed_run_is_the_uninterrupted_one(at: int, backend: str) -> None:
     """Saved before the second update, where the phases meet, and with the pipeline half full."""
-    options: Any = {"synchronous": 2, "accumulate": 3, "backend": backend, "weights": "predicted"}
+    options: Any = {
+        "synchronous_updates": 2,
+        "accumulation_steps": 3,
+        "backend": backend,
+        "weights": "predicted",
+    }
     nets = fresh(Plain), fresh(Plain)
-    trainers = [net.trainer(ahead, F.cross_entropy, **options) for net in nets]
+    trainers = [net.trainer(ahead, F.cross_entropy, **settings_of(**options)) for net in nets]
     feed(trainers[0], DATA[:at])
     state = through_a_file(trainers[0].state_dict())
     trainers[1].load_state_dict(state)
     for trainer in trainers:
         feed(trainer, DATA[at:])
-        assert trainer.runner.is_active == (backend == "static")
+        assert trainer._runner.is_active == (backend == "static")
     assert same(trainers[0].state_dict(), trainers[1].state_dict())
     if at == 4:
-        options["synchronous"] = 1
+        options["synchronous_updates"] = 1
         with pytest.raises(InputError, match="cut or scheduled otherwise"):
-            fresh(Plain).trainer(ahead, F.cross_entropy, **options).load_state_dict(state)
+            fresh(Plain).trainer(ahead, F.cross_entropy, **settings_of(**options)).load_state_dict(
+                state
+            )
 
 
 def test_a_resumed_run_is_captured_once() -> None:
     """Every stage's delay is known before its first update, so that none of them changes a step."""
     nets = [fresh(Plain, 4) for _ in range(2)]
-    options: Any = {"synchronous": 1, "accumulate": 2, "backend": "static"}
-    saved, resumed = (net.trainer(ahead, F.cross_entropy, **options) for net in nets)
+    options: Any = {"synchronous_updates": 1, "accumulation_steps": 2, "backend": "static"}
+    saved, resumed = (net.trainer(ahead, F.cross_entropy, **settings_of(**options)) for net in nets)
     feed(saved, DATA[:12])
     saved.flush()
     resumed.load_state_dict(through_a_file(saved.state_dict()))
     entered = 0
     for batch in DATA:
-        was_active = resumed.runner.is_active
+        was_active = resumed._runner.is_active
         resumed.step(*batch)
-        entered += resumed.runner.is_active and not was_active
+        entered += resumed._runner.is_active and not was_active
         if was_active:
-            assert resumed.runner.is_active
-    assert entered == 1 and resumed.runner._changes == 0
+            assert resumed._runner.is_active
+    assert entered == 1 and resumed._runner._changes == 0
 
 
 def test_static_steps_begin_after_it() -> None:
     ends = []
     for backend in ("eager", "static"):
         net = fresh(Plain, 2)
-        trainer = net.trainer(ahead, F.cross_entropy, backend=backend, synchronous=5)
+        trainer = net.trainer(
+            ahead, F.cross_entropy, backend=backend, options=TrainerOptions(synchronous_updates=5)
+        )
         feed(trainer, DATA)
         trainer.flush()
         ends.append(weights(net))
@@ -105,6 +130,10 @@ def test_static_steps_begin_after_it() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     net = fresh(Plain)
     with pytest.raises(InputError, match=r"'1f1b' never applies late gradients"):
-        net.trainer(momentum, F.cross_entropy, method="1f1b", synchronous=2)
-    with pytest.raises(InputError, match="synchronous=-1; expected a whole number, at least 0"):
-        net.trainer(momentum, F.cross_entropy, synchronous=-1)
+        net.trainer(
+            momentum, F.cross_entropy, method="1f1b", options=TrainerOptions(synchronous_updates=2)
+        )
+    with pytest.raises(
+        InputError, match="synchronous_updates=-1; expected a whole number, at least 0"
+    ):
+        net.trainer(momentum, F.cross_entropy, options=TrainerOptions(synchronous_updates=-1))

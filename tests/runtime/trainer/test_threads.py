@@ -125,7 +125,7 @@ def test_dropout_that_another_thread_disturbs_is_refused(backend: str, in_backwa
     trainer = trainer_of(Gated("staged", 0.5), 2, backend)
     for _ in range(6):
         trainer.step(*batch())
-    assert trainer.runner.is_active == (backend == "static")
+    assert trainer._runner.is_active == (backend == "static")
 
     def draw() -> None:
         if torch.is_grad_enabled() is in_backward:

@@ -52,15 +52,15 @@ def test_clipping_groups_and_schedules_are_those_of_a_plain_loop(method: str) ->
         return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.3)
 
     net = fresh(Plain)
-    model = net.module()
+    model = net.to_module()
     mine = optimizer(groups(list(model.named_parameters())))
-    clipped = {"clip": 0.05, "accumulate": 2, "schedule": SCHEDULES["one cycle"](mine)}
+    clipped = {"clip": 0.05, "accumulation_steps": 2, "schedule": SCHEDULES["one cycle"](mine)}
     expected = plain_loop(model, mine, batches(8), **clipped)
     trainer = trainer_of(
         net,
         optimizer,
         method=method,
-        accumulate=2,
+        accumulation_steps=2,
         clip_grad_norm=0.05,
         param_groups=groups,
         lr_schedule=SCHEDULES["one cycle"],
@@ -103,16 +103,21 @@ class Sums(nn.Module):
         return self.head(x) + self.r.sum()
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_gradients_that_share_memory(stages: int, accumulate: int) -> None:
+def test_gradients_that_share_memory(stages: int, accumulation_steps: int) -> None:
     data = [(x[:1], y[:1]) for x, y in batches(6)]
     net = fresh(Sums, stages)
-    model = net.module()
+    model = net.to_module()
     expected = plain_loop(
-        model, momentum(model.parameters()), data, accumulate=accumulate, clip=0.1
+        model, momentum(model.parameters()), data, accumulation_steps=accumulation_steps, clip=0.1
     )
-    feed(trainer_of(net, method="backprop", accumulate=accumulate, clip_grad_norm=0.1), data)
+    feed(
+        trainer_of(
+            net, method="backprop", accumulation_steps=accumulation_steps, clip_grad_norm=0.1
+        ),
+        data,
+    )
     assert worst(expected, weights(net))[0] < 1e-12
 
 
@@ -162,13 +167,13 @@ def test_pytrees_in_and_out(method: str) -> None:
     inputs, _ = words_batch(0)
     args, kwargs = (inputs["words"],), {"mask": inputs["mask"]}
     net = revcompile.petrafy(seeded(Words), 4, args, kwargs, check="off")
-    model = net.module()
+    model = net.to_module()
     data = [words_batch(index, size=2 + index % 2) for index in range(7)]
     losses = [words_loss(model(**inputs), target) for inputs, target in data]
     torch.stack(losses).mean().backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    trainer = trainer_of(net, plain_sgd, words_loss, method=method, accumulate=7)
+    trainer = trainer_of(net, plain_sgd, words_loss, method=method, accumulation_steps=7)
     before = {name: p.detach().clone() for name, p in net.model.named_parameters()}
     assert feed(trainer, data) == pytest.approx([loss.item() for loss in losses])
     trainer.flush()
@@ -188,7 +193,7 @@ def test_callers_may_write_to_a_batch_and_to_outputs_after_the_step(
     inputs, _ = words_batch(0)
     given = (inputs["words"],), {"mask": inputs["mask"]}
     net = revcompile.petrafy(seeded(Words), 4, *given, check="off")
-    expected, settings = copy.deepcopy(net), {"accumulate": 2, **settings}
+    expected, settings = copy.deepcopy(net), {"accumulation_steps": 2, **settings}
     untouched, trainer = (
         trainer_of(each, plain_sgd, words_loss, **settings) for each in (expected, net)
     )
@@ -249,7 +254,7 @@ def gradient_of(net: revcompile.StagedModel, data: list[Batch], **settings: Any)
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1.0)
 
-    trainer = trainer_of(net, optimizer, accumulate=len(data), **settings)
+    trainer = trainer_of(net, optimizer, accumulation_steps=len(data), **settings)
     found = [trainer.step(*batch) for batch in data]
     trainer.flush()
     after = dict(net.model.named_parameters())
@@ -278,7 +283,9 @@ def test_autocast_reconstructs_exactly_with_standing_weights() -> None:
     data = batches(6, dtype=torch.float32)
     settings: dict[str, Any] = {"autocast": torch.bfloat16}
     expected, _ = gradient_of(fresh(Deep, 4, torch.float32), data, method="backprop", **settings)
-    found, errors = gradient_of(fresh(Deep, 4, torch.float32), data, measure_every=1, **settings)
+    found, errors = gradient_of(
+        fresh(Deep, 4, torch.float32), data, measure_reconstruction_every=1, **settings
+    )
     precise, _ = gradient_of(fresh(Deep, 4, torch.float32), data, method="backprop")
     noise = worst(precise, expected)[0]
     assert noise > 1e-3  # autocast was on
@@ -288,7 +295,7 @@ def test_autocast_reconstructs_exactly_with_standing_weights() -> None:
 
 def test_reconstruction_errors_are_measured_while_weights_move() -> None:
     net = fresh(Deep, 4, torch.float32)
-    trainer = trainer_of(net, autocast=torch.bfloat16, measure_every=2)
+    trainer = trainer_of(net, autocast=torch.bfloat16, measure_reconstruction_every=2)
     found = [trainer.step(*batch).reconstruction for batch in batches(10, dtype=torch.float32)]
     seen = {stage: error for errors in found for stage, error in errors.items()}
     assert sorted(seen) == [1, 2, 3]
@@ -319,7 +326,9 @@ def test_a_weight_read_with_and_without_a_graph_under_autocast() -> None:
 
 def test_a_model_in_bfloat16() -> None:
     data = batches(6, dtype=torch.bfloat16)
-    found, errors = gradient_of(fresh(Deep, 4, torch.bfloat16), data, measure_every=1)
+    found, errors = gradient_of(
+        fresh(Deep, 4, torch.bfloat16), data, measure_reconstruction_every=1
+    )
     expected, _ = gradient_of(fresh(Deep, 4, torch.bfloat16), data, method="backprop")
     precise = batches(6, dtype=torch.float32)
     reference, _ = gradient_of(fresh(Deep, 4, torch.float32), precise, method="backprop")
@@ -356,11 +365,11 @@ def language(stages: int) -> revcompile.StagedModel:
 def test_tied_ends_train_as_in_a_plain_loop(method: str) -> None:
     net = language(4)
     assert [(tie.owner, tie.holder) for tie in net.partition.ties] == [(0, 3)]
-    model = net.module()
+    model = net.to_module()
     expected = plain_loop(
-        model, adam(model.parameters()), sentences(6), loss=next_word, accumulate=2
+        model, adam(model.parameters()), sentences(6), loss=next_word, accumulation_steps=2
     )
-    feed(trainer_of(net, adam, next_word, method=method, accumulate=2), sentences(6))
+    feed(trainer_of(net, adam, next_word, method=method, accumulation_steps=2), sentences(6))
     assert worst(expected, weights(net))[0] < 1e-10
 
 
@@ -370,10 +379,10 @@ def test_tied_copies_are_equal_after_a_flush(method: str) -> None:
     trainer = trainer_of(net, momentum, next_word, method=method)
     feed(trainer, sentences(7))
     trainer.flush()
-    owner, holder = (trainer.executors[index].stage.parameters["embed.weight"] for index in (0, 3))
+    owner, holder = (trainer._executors[index].stage.parameters["embed.weight"] for index in (0, 3))
     assert owner is not holder
     assert torch.equal(owner, holder)
-    module = net.module()
+    module = net.to_module()
     assert module.get_parameter("head.weight") is module.get_parameter("embed.weight")
     assert module.get_parameter("embed.weight") is not owner
     assert torch.equal(module.get_parameter("embed.weight"), owner)
@@ -394,7 +403,10 @@ def test_sparse_gradients_are_gathered_dense() -> None:
 
     nets = words(sparse=True), words(sparse=False)
     for net in nets:
-        feed(trainer_of(net, plain_sgd, next_word, accumulate=2, clip_grad_norm=0.1), sentences(6))
+        feed(
+            trainer_of(net, plain_sgd, next_word, accumulation_steps=2, clip_grad_norm=0.1),
+            sentences(6),
+        )
     assert same(weights(nets[0]), weights(nets[1]))
 
 
@@ -471,7 +483,7 @@ def test_any_model_trains_and_learns(
 def test_any_model_equals_a_plain_loop(make: Callable[[], nn.Module], method: str) -> None:
     """Buffers included: running statistics and power iterations move once a micro-batch."""
     net = fresh(make, 3)
-    model = net.module()
+    model = net.to_module()
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = plain_loop(model, momentum(trained), batches(5))
     feed(trainer_of(net, method=method), batches(5))
@@ -505,7 +517,7 @@ def test_only_layers_that_are_in_eval_mode_by_themselves_stay_in_it(is_whole: bo
     trainer.evaluate([(x, x)])
     feed(trainer, [(x, x)] * 2)
     trainer.flush()
-    calls = [int(net.module().get_submodule(path).num_batches_tracked) for path in ("1", "3")]
+    calls = [int(net.to_module().get_submodule(path).num_batches_tracked) for path in ("1", "3")]
     assert calls == ([4, 4] if is_whole else [0, 4])
 
 
@@ -522,12 +534,12 @@ def test_the_module_is_a_copy_of_the_current_weights() -> None:
     net = fresh()
     trainer = trainer_of(net)
     feed(trainer, batches(3))
-    module = net.module()
+    module = net.to_module()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     assert same(before, weights(net))
     feed(trainer, batches(3, seed=2))
     assert same(dict(module.state_dict()), before)
-    with pytest.raises(AttributeError, match=re.escape("net.module() is the plain module")):
+    with pytest.raises(AttributeError, match=re.escape("net.to_module() is the plain module")):
         net.state_dict  # noqa: B018
 
 
@@ -537,7 +549,7 @@ def test_a_trainer_that_nobody_has_any_more_lets_go_of_its_micro_batches() -> No
     trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
     x = torch.randn(4, 5, 8)
     trainer.step(x, torch.zeros(4, 5, 8))
-    held = weakref.ref(next(iter(trainer.executors[0].stage.in_flight.values())))
+    held = weakref.ref(next(iter(trainer._executors[0].stage.in_flight.values())))
     gc.disable()
     try:
         del trainer

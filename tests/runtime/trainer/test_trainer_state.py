@@ -41,9 +41,9 @@ from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
 from revcompile.runtime.checkpoint.training import save_training
 
 SAVED_IN_FLIGHT: Final = (
-    ("petra", "1f1b"),
-    ("petra", "paper"),
-    ("petra_stashed", "1f1b"),
+    ("petra", 1),
+    ("petra", 2),
+    ("petra_stashed", 1),
     ("features_replay", None),
     ("dsp", None),
     ("pipedream", None),
@@ -57,22 +57,26 @@ SAVED_IN_FLIGHT: Final = (
 
 
 @pytest.mark.parametrize(
-    ("method", "order", "schedule", "optimizer", "accumulate"),
+    ("method", "in_flight_per_stage", "schedule", "optimizer", "accumulation_steps"),
     [
         *((*method, "one cycle", momentum, 1) for method in SAVED_IN_FLIGHT),
         *((*method, "cosine", adam, 3) for method in SAVED_IN_FLIGHT),
-        ("petra", "1f1b", "lambda", adam, 1),
-        ("petra", "1f1b", "milestones", momentum, 2),
-        ("petra", "paper", "warm-up", momentum, 2),
+        ("petra", 1, "lambda", adam, 1),
+        ("petra", 1, "milestones", momentum, 2),
+        ("petra", 2, "warm-up", momentum, 2),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
-    method: str, order: str | None, schedule: str, optimizer: Any, accumulate: int
+    method: str,
+    in_flight_per_stage: float | None,
+    schedule: str,
+    optimizer: Any,
+    accumulation_steps: int,
 ) -> None:
     settings = {
         "method": method,
-        "order": order,
-        "accumulate": accumulate,
+        "in_flight_per_stage": in_flight_per_stage,
+        "accumulation_steps": accumulation_steps,
         "lr_schedule": SCHEDULES[schedule],
     }
     data = batches(13)
@@ -103,14 +107,20 @@ class SharedByAll(Plain):
 
 
 @pytest.mark.parametrize(
-    ("choice", "synchronous"),
+    ("choice", "synchronous_updates"),
     [("latest", 0), ("stashed", 0), ("predicted", 0), ("predicted", 2)],
 )
-def test_a_shared_weight_on_its_way_is_not_applied_twice(choice: str, synchronous: int) -> None:
+def test_a_shared_weight_on_its_way_is_not_applied_twice(
+    choice: str, synchronous_updates: int
+) -> None:
     """What a stage makes of a new value depends on the value before it, which is saved too."""
     data = batches(7)
     whole, resumed = fresh(SharedByAll), fresh(SharedByAll)
-    settings = {"weights": choice, "accumulate": 2, "synchronous": synchronous}
+    settings = {
+        "weights": choice,
+        "accumulation_steps": 2,
+        "synchronous_updates": synchronous_updates,
+    }
     trainer, again = (trainer_of(net, **settings) for net in (whole, resumed))
     for batch in data:
         trainer.step(*batch)
@@ -127,7 +137,7 @@ def test_a_shared_weight_on_its_way_is_not_applied_twice(choice: str, synchronou
 @pytest.mark.parametrize("method", ["ddg", "gpipe", "1f1b"])
 def test_methods_that_keep_graphs_are_saved_after_a_flush(method: str) -> None:
     whole, resumed = fresh(), fresh()
-    trainer = trainer_of(whole, method=method, accumulate=3)
+    trainer = trainer_of(whole, method=method, accumulation_steps=3)
     feed(trainer, batches(4))
     before = weights(whole)
     with pytest.raises(InputError, match=re.escape("call trainer.flush() first")):
@@ -135,7 +145,7 @@ def test_methods_that_keep_graphs_are_saved_after_a_flush(method: str) -> None:
     assert same(weights(whole), before)
     trainer.flush()
     state = through_a_file(trainer.state_dict())
-    again = trainer_of(resumed, method=method, accumulate=3)
+    again = trainer_of(resumed, method=method, accumulation_steps=3)
     again.load_state_dict(state)
     for one in (trainer, again):
         feed(one, batches(7, seed=2))
@@ -192,7 +202,7 @@ def test_a_flushed_state_moves_to_other_stages(stages: int, schedule: str) -> No
 
     settings = {
         "method": "backprop",
-        "accumulate": 2,
+        "accumulation_steps": 2,
         "lr_schedule": SCHEDULES[schedule],
         "param_groups": groups,
     }
@@ -203,7 +213,7 @@ def test_a_flushed_state_moves_to_other_stages(stages: int, schedule: str) -> No
     again = trainer_of(moved, adam, **settings)
     feed(again, batches(1, seed=3))
     again.load_state_dict(through_a_file(trainer.state_dict()))
-    assert again.schedule.updates == (3,) * stages
+    assert again._schedule.updates == (3,) * stages
     for one in (trainer, again):
         feed(one, batches(6, seed=2))
     assert again.metrics is not None and trainer.metrics is not None
@@ -236,7 +246,7 @@ def test_a_group_that_stages_had_otherwise_begins_as_it_does_here() -> None:
         other = trainer_of(fresh(Plain, stages), **settings)
         other.load_state_dict(through_a_file(trainer.state_dict()))
         feed(other, batches(4, seed=2))
-        rates[stages] = [executor.updater.lr for executor in other.executors]
+        rates[stages] = [executor.updater.lr for executor in other._executors]
     assert rates[2] == [rates[4][0], rates[4][-1]]
     assert rates[2][1] == pytest.approx(10 * (rates[2][0] or 0.0))
 
@@ -248,7 +258,7 @@ def test_strides_of_tensors_in_flight_are_restored() -> None:
         torch.manual_seed(0)
         model = timm.create_model("resnet10t", num_classes=5)
         net = revcompile.petrafy(model, 4, torch.randn(2, 3, 32, 32), check="off")
-        return net, net.trainer(adam, F.cross_entropy, accumulate=2)
+        return net, net.trainer(adam, F.cross_entropy, accumulation_steps=2)
 
     data = [(torch.randn(4, 3, 32, 32), torch.arange(4)) for _ in range(10)]
     net, trainer = made()
@@ -282,7 +292,7 @@ def test_what_modules_add_to_their_state_comes_back(tmp_path: Path) -> None:
     assert last[1].note == 3
     assert same(nets[0].model.state_dict(), nets[1].model.state_dict())
     one.save(tmp_path)
-    for load in (other.load, nets[1].load):
+    for load in (other.load, nets[1].load_weights):
         last[1].note = 0  # type: ignore[assignment]
         load(tmp_path)
         assert last[1].note == 3
@@ -292,7 +302,7 @@ def test_what_modules_add_to_their_state_comes_back(tmp_path: Path) -> None:
     ("settings", "count"),
     [
         ({"method": "petra"}, 2),
-        ({"method": "backprop", "accumulate": 3}, 2),  # gradients that are not applied yet
+        ({"method": "backprop", "accumulation_steps": 3}, 2),  # gradients that are not applied yet
         ({"method": "dni"}, 1),  # a gradient_predictor that has not learned from it yet
         ({"method": "backprop"}, 1),  # tied weights on their way
     ],
@@ -343,7 +353,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_evaluation_does_not_disturb_training(method: str) -> None:
     looked_at, left_alone = fresh(), fresh()
-    a, b = (trainer_of(net, method=method, accumulate=2) for net in (looked_at, left_alone))
+    a, b = (trainer_of(net, method=method, accumulation_steps=2) for net in (looked_at, left_alone))
     torch.manual_seed(5)
     expected = [torch.rand(1), feed(b, batches(7)), b.flush(), torch.rand(1)]
     torch.manual_seed(5)
@@ -372,7 +382,7 @@ def test_evaluation_is_the_module_in_eval_mode_averaged_over_samples() -> None:
 
     found = trainer.evaluate(iter(data), {"accuracy": accuracy})
     x, y = (torch.cat(part) for part in zip(*data, strict=True))
-    output = net.module().eval()(x).detach()
+    output = net.to_module().eval()(x).detach()
     assert found.samples == 19
     assert found.loss == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-12)
     assert found.metrics == {"accuracy": pytest.approx(float(accuracy(output, y)))}
@@ -417,13 +427,13 @@ def test_a_model_with_another_structure_in_eval_mode() -> None:
     feed(trainer, batches(3))
     assert isinstance(trainer.step(*batches(1)[0]).output, tuple)
     found = trainer.evaluate(batches(2))
-    model = net.module().eval()
+    model = net.to_module().eval()
     each = [(loss(model(x), y).item(), len(y)) for x, y in batches(2)]
     assert found.loss == pytest.approx(sum(value * n for value, n in each) / 8)
 
 
 def test_metrics_of_a_step() -> None:
-    trainer = trainer_of(fresh(), accumulate=2, measure_every=3)
+    trainer = trainer_of(fresh(), accumulation_steps=2, measure_reconstruction_every=3)
     found = [trainer.step(*batch) for batch in batches(6)]
     assert [m.microbatch for m in found] == list(range(6))
     assert [m.samples for m in found] == [4, 4, 4, 4, 3, 4]
@@ -443,8 +453,8 @@ def test_tables_show_the_method_that_is_trained() -> None:
     net.method = "1f1b"
     trainer = trainer_of(net)
     assert trainer.delays == net.delays() == (0, 0, 0, 0)
-    assert trainer.schedule.method == net.method and "stages, 1f1b" in str(net)
-    assert trainer_of(net, method="petra", order="paper").delays == (6, 4, 2, 0)
+    assert trainer._schedule.method == net.method and "stages, 1f1b" in str(net)
+    assert trainer_of(net, method="petra", in_flight_per_stage=2).delays == (6, 4, 2, 0)
 
 
 def test_throughput_is_that_of_training_alone(
@@ -487,7 +497,7 @@ def test_throughput_is_that_of_training_alone(
 def test_steps_that_are_captured_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, data = trainer_of(fresh()), batches(3)
     rate = trainer.step(*data[0]).throughput
-    monkeypatch.setattr(type(trainer.runner), "is_capturing", True)
+    monkeypatch.setattr(type(trainer._runner), "is_capturing", True)
     assert trainer.step(*data[1]).throughput == rate
 
 
@@ -532,7 +542,7 @@ BAD_STEPS: Final[dict[str, tuple[Callable[[Any, Any], Batch], str]]] = {
 @pytest.mark.parametrize("method", METHODS)
 def test_a_bad_step_counts_and_is_left_out(method: str) -> None:
     """However it is bad, training goes on as if its data were not finite."""
-    settings = {"method": method, "accumulate": 2, "lr_schedule": SCHEDULES["cosine"]}
+    settings = {"method": method, "accumulation_steps": 2, "lr_schedule": SCHEDULES["cosine"]}
     a, b = (trainer_of(fresh(), **settings) for _ in range(2))
     for trainer in (a, b):
         feed(trainer, batches(4))
@@ -546,8 +556,8 @@ def test_a_bad_step_counts_and_is_left_out(method: str) -> None:
             b.step(x * torch.nan, y)
     assert feed(a, batches(6, seed=2)) == feed(b, batches(6, seed=2))
     a.flush(), b.flush()
-    assert a.schedule.injected == 4 + len(BAD_STEPS) + 6
-    assert same(a.parameters(), b.parameters())
+    assert a.microbatches_seen == 4 + len(BAD_STEPS) + 6
+    assert same(dict(a.named_parameters()), dict(b.named_parameters()))
 
 
 def test_a_bad_step_of_stages_that_predict_gradients() -> None:
@@ -555,21 +565,21 @@ def test_a_bad_step_of_stages_that_predict_gradients() -> None:
     net = fresh()
     trainer, (x, y) = trainer_of(net, method="dni"), batches(1, seed=3)[0]
     feed(trainer, batches(4))
-    before = trainer.parameters()["stem.weight"].clone()
+    before = dict(trainer.named_parameters())["stem.weight"].clone()
     with pytest.raises(InputError) as raised:
         trainer.step(x, y[:2])
-    assert not torch.equal(trainer.parameters()["stem.weight"], before)
+    assert not torch.equal(dict(trainer.named_parameters())["stem.weight"], before)
     (note,) = raised.value.__notes__
     assert note.startswith("Micro-batch 4 counts, and stages before the error have trained on it")
     losses = feed(trainer, batches(6, seed=2))
     trainer.flush()
-    assert all(map(math.isfinite, losses)) and set(trainer.schedule.updates) == {11}
+    assert all(map(math.isfinite, losses)) and set(trainer._schedule.updates) == {11}
 
 
 @pytest.mark.parametrize("method", [*METHODS, "dni"])
 def test_a_micro_batch_that_is_not_finite_counts_and_is_left_out(method: str) -> None:
     net = fresh()
-    settings = {"accumulate": 2, "lr_schedule": SCHEDULES["cosine"]}
+    settings = {"accumulation_steps": 2, "lr_schedule": SCHEDULES["cosine"]}
     trainer = trainer_of(net, method=method, **settings)
     losses = feed(trainer, batches(4))
     x, y = batches(1, seed=3)[0]
@@ -578,32 +588,32 @@ def test_a_micro_batch_that_is_not_finite_counts_and_is_left_out(method: str) ->
             trainer.step(torch.full_like(x, number), y)
     losses += feed(trainer, batches(6, seed=2))
     trainer.flush()
-    assert trainer.schedule.injected == 12
-    assert set(trainer.schedule.updates) == {6}
-    for executor in trainer.executors:  # schedules go on with an update that is left out
+    assert trainer.microbatches_seen == 12
+    assert set(trainer._schedule.updates) == {6}
+    for executor in trainer._executors:  # schedules go on with an update that is left out
         assert executor.updater.lr_schedule.last_epoch == 6
-    assert trainer.mean_loss() == pytest.approx(sum(losses) / 10)
+    assert trainer.pop_mean_loss() == pytest.approx(sum(losses) / 10)
     assert all(t.isfinite().all() for t in weights(net).values())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_an_update_is_the_mean_over_what_is_not_left_out(accumulate: int) -> None:
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
+def test_an_update_is_the_mean_over_what_is_not_left_out(accumulation_steps: int) -> None:
     data = [(x, y) for x, y in batches(12) if len(x) == 4][:6]
     net = fresh(Plain)
-    model = copy.deepcopy(net.module())
+    model = copy.deepcopy(net.to_module())
     optimizer = momentum(model.parameters())
-    for first in range(0, 6, accumulate):
-        good = [n for n in range(first, first + accumulate) if n != 3]
+    for first in range(0, 6, accumulation_steps):
+        good = [n for n in range(first, first + accumulation_steps) if n != 3]
         for n in good:
             (F.cross_entropy(model(data[n][0]), data[n][1]) / len(good)).backward()
         if good:
             optimizer.step()
         optimizer.zero_grad()
-    trainer = trainer_of(net, method="backprop", accumulate=accumulate)
+    trainer = trainer_of(net, method="backprop", accumulation_steps=accumulation_steps)
     for n, (x, y) in enumerate(data):
         with pytest.raises(NonFiniteError) if n == 3 else nullcontext():
             trainer.step(x * torch.inf if n == 3 else x, y)
-    assert worst(dict(model.state_dict()), dict(net.module().state_dict()))[0] < 1e-12
+    assert worst(dict(model.state_dict()), dict(net.to_module().state_dict()))[0] < 1e-12
 
 
 def test_a_bad_step_leaves_what_was_loaded_since() -> None:
@@ -665,7 +675,7 @@ def test_at_the_last_stage_a_gradient_that_is_not_finite_is_as_a_loss_that_is_no
     x, y = batches(1, seed=3)[0]
     found = []
     for bad in (0.0, torch.nan):
-        trainer = trainer_of(fresh(RootLast), method=method, accumulate=2)
+        trainer = trainer_of(fresh(RootLast), method=method, accumulation_steps=2)
         feed(trainer, batches(3))
         with pytest.raises(NonFiniteError, match=r"was left out of the update") as raised:
             trainer.step(torch.full_like(x, bad), y)
@@ -790,11 +800,20 @@ def test_bad_arguments() -> None:
         ({"optimizer": torch.optim.LBFGS}, "stage 0: .*LBFGS computes the loss several times"),
         ({"loss": 3}, r"expected a function of \(output, target\), got int"),
         ({"loss": nn.Linear(3, 1)}, "parameters of its own"),
-        ({"accumulate": 0}, "accumulate=0"),
-        ({"accumulate": 1.5}, "accumulate=1.5; expected a whole number, at least 1"),
-        ({"measure_every": 0}, "measure_every=0; expected a whole number, at least 1"),
+        ({"accumulation_steps": 0}, "accumulation_steps=0"),
+        (
+            {"accumulation_steps": 1.5},
+            "accumulation_steps=1.5; expected a whole number, at least 1",
+        ),
+        (
+            {"measure_reconstruction_every": 0},
+            "measure_reconstruction_every=0; expected a whole number, at least 1",
+        ),
         ({"seed": "a"}, "seed='a'; use a whole number"),
-        ({"memory_budget": "1GiB", "batch_size": 0}, "batch_size=0; expected a whole number"),
+        (
+            {"memory_budget": "1GiB", "microbatch_size": 0},
+            "microbatch_size=0; expected a whole number",
+        ),
         ({"lr_schedule": 3}, "lr_schedule: expected a function, called once a stage, got int"),
         ({"param_groups": 3}, "param_groups: expected a function, called once a stage, got int"),
         ({"optimizer": torch.optim.SparseAdam}, "stage 0: SparseAdam takes sparse gradients"),
@@ -802,8 +821,8 @@ def test_bad_arguments() -> None:
         ({"clip_grad_norm": 0.0}, "use a positive norm"),
         ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
         ({"method": "petre"}, "did you mean 'petra'"),
-        ({"method": "backprop", "order": "paper"}, "has a fixed order"),
-        ({"order": "third"}, 'use "1f1b" or "paper"'),
+        ({"method": "backprop", "in_flight_per_stage": 2}, "has a fixed order"),
+        ({"in_flight_per_stage": "third"}, "use a number, at least 1"),
         ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
         (
             {"lr_schedule": lambda o: lr_scheduler.StepLR(momentum(parameters), 1)},
