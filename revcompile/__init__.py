@@ -37,7 +37,7 @@ __all__ = [
     "reversify",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _MODULES = {
     "NonFiniteError": "errors",
