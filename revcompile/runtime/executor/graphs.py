@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,7 +175,9 @@ class CudaGraphReplay(EagerReplay):
             seeded.append((passes[key], piece))
             torch.manual_seed(seed_of(key, piece))
 
-        with torch.random.fork_rng([self.device]), seeding(seeder):
+        with torch.random.fork_rng([self.device]), seeding(seeder), warnings.catch_warnings():
+            # Torch warns once that stages differentiate on side streams, which is intended.
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
             section()
             end_piece()
         pieces = zip(seeded, has_drawn, strict=True)
