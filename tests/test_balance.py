@@ -97,57 +97,9 @@ def test_the_random_cases_are_of_every_kind() -> None:
     assert len(kinds) == 16 + 16 - 4
 
 
-def test_as_many_parts_as_items() -> None:
-    assert balance([3, 0, 7], 3) == (1, 2, 3)
-    assert balance([3, 0, 7], 3, no_cut=[(0, 1)]) is None
-
-
-def test_one_part() -> None:
-    assert balance([3, 0, 7], 1) == (3,)
-    assert balance([3, 0, 7], 1, allowed=lambda part, start, end: end < 3) is None
-
-
-def test_items_without_cost_still_make_nonempty_parts() -> None:
-    ends = balance([0.0] * 7, 4)
-    assert ends in set(partitions(7, 4))
-
-
-def test_a_huge_item_stands_alone() -> None:
-    costs = [1.0] * 20 + [1000.0] + [1.0] * 20
-    ends = balance(costs, 5)
-    assert ends is not None
-    assert largest(costs, ends) == 1000
-    assert {20, 21} <= set(ends)
-
-
-def test_an_item_too_dear_for_any_part_but_the_last() -> None:
-    # Item 3 costs nothing in the last part only: all cuts must come before it.
-    costs, last = [1, 1, 1, 100, 1, 1], [1, 1, 1, 0, 1, 1]
-    assert balance(costs, 4, last=last) == (1, 2, 3, 6)
-
-
-def test_an_even_share_beyond_the_bound_is_not_taken() -> None:
-    # The last part is cheap, so what is left after the first seems more than the others can hold.
-    costs, last = [0, 20, 2, 20, 5], [2, 2, 1, 9, 2]
-    ends = balance(costs, 3, last=last)
-    assert ends is not None
-    assert largest(costs, ends, last) == 20
-
-
-def test_traffic_never_buys_a_larger_part() -> None:
-    dear = [0, 0, 1000, 0, 0, 0]
-    assert balance([1, 1, 1, 1], 2, traffic=dear[:5]) == (2, 4)
-    assert balance([2, 1, 0, 2, 1], 2, traffic=dear) == (3, 5)
-
-
 def test_sums_that_differ_by_rounding_are_equal() -> None:
     assert 0.1 + 0.2 > 0.3
     assert balance([0.3, 0.1, 0.2, 0.0], 3, traffic=[0, 0, 5, 0, 0]) == (1, 3, 4)
-
-
-def test_without_traffic_allowed_parts_are_even() -> None:
-    costs = [8, 1, 1, 1, 1, 1, 1]
-    assert balance(costs, 3, allowed=lambda part, start, end: True) == (1, 4, 7)
 
 
 def bounded(costs: Sequence[float], bound: float) -> int:
@@ -182,8 +134,3 @@ def test_three_hundred_items_in_forty_parts() -> None:
     assert limited is not None
     assert all((end - start) * (40 - part) <= 270 for part, start, end in spans(limited))
     assert largest(costs, limited) >= found
-
-
-def test_largest() -> None:
-    assert largest([1, 2, 3], (1, 3)) == 5
-    assert largest([1, 2, 3], (1, 3), last=[1, 0, 0]) == 1

@@ -385,16 +385,21 @@ def test_clipping_a_stage_leaves_the_gradient_on_its_way_alone() -> None:
     module, where = fresh("offsets").to_module(), stage_of("offsets")
     expected = list(autograd(module, fed, standing_still(module.parameters())))
 
+    lengths: list[float] = []
+
     def directions(gradient: Gradients) -> dict[str, Tensor]:
         """Each stage's own, at length one."""
         found: dict[str, Tensor] = {}
         for stage in range(STAGES):
             mine = {n: g for n, g in gradient.items() if where(n) == stage}
             length = torch.stack([g.norm() for g in mine.values()]).norm()
+            lengths.append(float(length))
             found |= {n: g / length for n, g in mine.items()}
         return found
 
     assert_same(list(map(directions, expected)), list(map(directions, gradients)), where)
+    clipped = lengths[len(lengths) // 2 :]
+    assert clipped == pytest.approx([1e-3] * len(clipped), rel=1e-2)
 
 
 # -- 4. randomness --------------------------------------------------------------------------------

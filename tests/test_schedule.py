@@ -26,7 +26,6 @@ from revcompile.schedule import (
     delay,
     dry_run,
     generate,
-    period,
     window,
 )
 
@@ -389,11 +388,6 @@ def test_a_saved_schedule_goes_on_as_if_never_saved(name: str) -> None:
         assert steps(copied, 5) == expected
 
 
-def test_a_changed_method_survives_saving() -> None:
-    method = choose("petra", in_flight_per_stage=1.5)
-    assert Schedule.load(Schedule(method, 4).state()).method == method
-
-
 def test_actions_round_trip_as_strings() -> None:
     for op in Op:
         action = Action(op, 12, 3 if "tied" in op.value else None)
@@ -456,24 +450,6 @@ def test_a_wrong_list_is_refused_where_it_is_wrong(first: str, second: str, mess
         dry_run(parse(f"{first}\n{second}"), Costs.uniform(2))
 
 
-def test_updates_are_counted_one_by_one() -> None:
-    with pytest.raises(ScheduleError, match="U2 <-- follows U0"):
-        dry_run(parse("F0 B0 U0 F1 B1 U2"), Costs.uniform(1))
-
-
-def test_a_long_list_is_shown_around_the_place() -> None:
-    lists = list(actions("petra", 2, 50))
-    lists[0] = tuple(action for action in lists[0] if str(action) != "B40")
-    with pytest.raises(ScheduleError) as caught:
-        dry_run(lists, Costs.uniform(2))
-    assert len(str(caught.value)) < 200
-
-
-def test_a_lone_stage_needs_no_messages() -> None:
-    assert text(actions("petra", 1, 2)) == "\nF0 B0 U0 F1 B1 U1\n"
-    assert dry_run(actions("petra", 1, 2), Costs.uniform(1, update=1)).makespan == 10
-
-
 def test_petra_has_no_bubbles_and_backprop_nothing_else() -> None:
     stages, microbatches = 5, 400
     costs = Costs.uniform(stages)
@@ -497,31 +473,6 @@ def test_time_waits_for_links_and_for_the_slowest_stage() -> None:
     assert ends["1:B0"] == 17
     assert ends["0:RDY0"] == 37
     assert ends["0:U0"] == timeline.makespan == 40.5
-
-
-def test_the_period_is_that_of_a_full_pipeline() -> None:
-    costs = Costs.uniform(6)
-    assert period("petra", costs) == 4
-    assert period("petra", costs, accumulation_steps=3) == 4
-    assert period("dni", costs) == 4
-    assert period("backprop", costs) == 24
-    # A group of 8 takes the time of 8 + J - 1.
-    assert period("gpipe", costs, accumulation_steps=8) == pytest.approx(4 * 13 / 8)
-    uneven = Costs((1, 1, 2), (3, 5, 3), (0, 3, 0), (0, 0), (0, 0))
-    assert period("petra", uneven, accumulation_steps=3) == pytest.approx(7)
-
-
-def test_slow_links_are_hidden_by_a_larger_window() -> None:
-    # J micro-batches on a way of 4J in the stages and 2(J-1) links of 0.5 each.
-    costs = Costs.uniform(18, link=0.5)
-    assert period("petra", costs) == pytest.approx((18 * 4 + 17) / 18)
-    assert period(choose("petra", in_flight_per_stage=2), costs) == pytest.approx(4)
-
-
-def test_a_thousand_stages() -> None:
-    lists = actions("petra", 1000, 5)
-    assert dry_run(lists, Costs.uniform(1000)).makespan == 4 * (1000 + 5 - 1)
-    assert most_in_flight(lists[0]) == 5
 
 
 def test_methods_are_looked_up_by_name() -> None:

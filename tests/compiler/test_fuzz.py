@@ -7,15 +7,12 @@ ones small. What fails prints as source.
 from __future__ import annotations
 
 import json
-import linecache
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hypothesis
 import pytest
-import torch
 from fuzzed_nets import FOUND, plain
 from hypothesis import strategies as st
 
@@ -138,15 +135,6 @@ def test_a_net_is_its_repr_and_its_seed(index: int) -> None:
     assert all(len(repr(one)) != len(repr(net)) or one != net for one in simpler(net))
 
 
-def test_a_traceback_shows_the_line_of_the_net() -> None:
-    net = Net("rows", (plain("residual"),))
-    with pytest.raises(RuntimeError) as caught:
-        build(net)(torch.randn(3, 2))
-    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert "h = self.stem(x)" in lines
-    assert any(name.startswith("<net ") for name in linecache.cache)
-
-
 # -- the oracle -----------------------------------------------------------------------------------
 
 
@@ -215,11 +203,6 @@ def test_a_foreign_exception_is_a_finding_and_our_own_a_refusal(
             assert {r.reason for r in report.refusals} == {
                 "InputError: Net: not this net of # layers"
             }
-
-
-def test_a_net_that_fails_by_itself_is_discarded() -> None:
-    net = Net("rows", (plain("inplace_layer", behind="{}.chunk(1, 0)[0]"),))
-    assert "view" in (examine(net).discarded or "")
 
 
 def test_findings_are_made_small_and_written(

@@ -204,6 +204,34 @@ def reshaped_in_place(net: Net, x: Tensor) -> Tensor:
     return net.a(again).squeeze(1) + y.sum(1)
 
 
+def result_nobody_names(net: Net, x: Tensor) -> Tensor:
+    """DropPath."""
+    mask = x.new_empty(x.shape[0], 1).bernoulli_(0.5)
+    mask.div_(0.5)
+    return net.a(x) * mask + torch.empty(8, dtype=x.dtype).normal_()
+
+
+def flags_in_place(net: Net, x: Tensor) -> Tensor:
+    mask = x > 0
+    mask |= x < -1
+    mask &= x < 2
+    return net.a(x).masked_fill(mask, 0.0)
+
+
+def add_of_another_type(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x).float()
+    y += x
+    return net.a(y.to(x.dtype))
+
+
+def add_to_an_alias_of_eval_mode(net: Net, x: Tensor) -> Tensor:
+    """Dropout returns its input itself in eval mode."""
+    y = net.b(x)
+    kept = net.idle(y)
+    kept += 1
+    return y + kept
+
+
 FORWARDS = [
     value
     for value in list(globals().values())
@@ -368,6 +396,29 @@ def test_what_cannot_be_rewritten_becomes_a_leaf_module_with_its_aliases() -> No
 def test_what_cannot_be_rewritten_anywhere_is_refused_with_path_and_line() -> None:
     with pytest.raises(CaptureError, match=r"hidden writes to layer, .*test_in_place.py:\d+"):
         capture(Around(), torch.randn(3, 8))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(8))
+
+    def forward(self) -> Tensor:
+        return self.table
+
+
+class WritesToATable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf = Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.leaf().add_(1)
+
+
+def test_writing_into_state_that_a_leaf_hands_out_is_refused() -> None:
+    with pytest.raises(CaptureError, match="add_ writes to state that leaf returns"):
+        capture(WritesToATable(), torch.randn(3, 8), leaf_modules=["leaf"])
 
 
 def test_only_methods_with_an_underscore_write() -> None:

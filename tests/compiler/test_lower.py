@@ -6,19 +6,15 @@ import ast
 import copy
 import functools
 import itertools
-from contextvars import ContextVar
 from typing import Any, Final
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile.ir import ops
 from revcompile.ir.program import StageProgram
-from revcompile.ir.python_code import compile_graph
 from revcompile.schedule import METHODS, Keep, choose
 
 
@@ -133,11 +129,6 @@ def test_data_has_no_gradient() -> None:
     ]
 
 
-def test_every_parameter_has_its_gradient_in_one_stage() -> None:
-    found = [name for program in programs("petra") for name in program.parameters]
-    assert sorted(found) == sorted(dict(sided().model.named_parameters()))
-
-
 # -- the code -------------------------------------------------------------------------------------
 
 BLOCK: Final = """\
@@ -194,97 +185,3 @@ def test_code_is_python_in_which_no_name_hides_a_function(method: str) -> None:
                     names = {func.id for func in called if isinstance(func, ast.Name)}
                     stored = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
                     assert not names & {n.id for n in stored if isinstance(n.ctx, ast.Store)}
-
-
-# -- statistics -----------------------------------------------------------------------------------
-
-
-class Normed(nn.Module):
-    """Batch norms in the stem, in blocks, in a transition, in the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3)
-        )
-        self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-@functools.cache
-def normed(stages: int) -> revcompile.StagedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model, example = Normed().double(), torch.randn(4, 5, dtype=torch.float64)
-    return revcompile.petrafy(model, stages, example, check="off", policy="same_parameters")
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stages", [1, 3, 5])
-def test_statistics_move_once_a_micro_batch(method: str, stages: int) -> None:
-    """With standing weights they are those of a plain forward pass of every micro-batch."""
-    net = copy.deepcopy(normed(stages))
-    reference = net.to_module()
-    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.0), F.cross_entropy, method=method)
-    for size in (4, 4, 3, 4, 4, 4, 2):
-        x = torch.randn(size, 5, dtype=torch.float64)
-        reference(x)
-        trainer.step(x, torch.zeros(size, dtype=torch.long))
-    trainer.flush()
-    for name, expected in reference.named_buffers():
-        found = net.model.get_buffer(name)
-        if name.endswith("num_batches_tracked"):
-            assert int(found) == 7, name
-        else:
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=name)
-
-
-def test_the_model_handed_in_stays_as_it_is() -> None:
-    torch.manual_seed(0)
-    model = Normed()
-    before = copy.deepcopy(model)
-    hooks = [dict(m._forward_hooks) for m in model.modules()]
-    net = revcompile.petrafy(model, 3, torch.randn(4, 5), check="off")
-    trainer = net.trainer(sgd, F.cross_entropy)
-    for _ in range(4):
-        trainer.step(torch.randn(4, 5), torch.zeros(4, dtype=torch.long))
-    trainer.flush()
-    assert [name for name, _ in model.named_modules()] == [n for n, _ in before.named_modules()]
-    assert [dict(m._forward_hooks) for m in model.modules()] == hooks
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before.state_dict()[name]), name
-    assert not {id(p) for p in model.parameters()} & {id(p) for p in net.model.parameters()}
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["test_vit", "resnet18", "test_convnext"])
-def test_inverse_programs_undo_forward_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # programs leave it as they end
-    monkeypatch.setattr(ops, "statistics_frozen", ContextVar("frozen", default=False))
-    size = 160 if name == "test_vit" else 64
-    x = torch.randn(2, 3, size, size, dtype=torch.float64)
-    model = timm.create_model(name, drop_path_rate=0.0).double()
-    net = revcompile.petrafy(model, num_stages=4, example_inputs=x, check="off")
-    found = [stage.generated for stage in net.stages if stage.generated.inverse is not None]
-    assert [p.index for p in found] == [s.part.index for s in net.stages if s.reversible]
-    root = net.model.train()
-    values = {"x": x}
-    for stage in net.stages:
-        program = stage.generated
-        inputs = [values[port.name] for port in program.inputs]
-        with torch.no_grad():
-            outputs, kept = compile_graph(program.forward, "forward")(root, 1, *inputs)
-            values = dict(zip((port.name for port in program.outputs), outputs, strict=True))
-            if program.inverse is not None:
-                sent_back = [values[n] for n in program.needs_back]
-                rebuilt = compile_graph(program.inverse, "inverse")(root, 1, *kept, *sent_back)
-                streams = stage.part.pieces[0].inputs[:2]
-                given = dict(zip((port.name for port in program.inputs), inputs, strict=True))
-                for stream, after in zip(streams, rebuilt, strict=True):
-                    assert torch.allclose(given[stream], after, atol=1e-12, rtol=1e-12)

@@ -14,65 +14,10 @@ from torch.nn import functional as F
 
 from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.memory import is_effect
-from revcompile.compiler.dataflow import cuts_gradient
 from revcompile.compiler.find import find
-from revcompile.ir.module_tree import TreeReads, called_module, copy_module, parameters_of
-from revcompile.ir.random_numbers import draws_random, random_reads
+from revcompile.ir.module_tree import copy_module
+from revcompile.ir.random_numbers import draws_random
 from revcompile.ir.types import TYPE, TensorType
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.scale = nn.Parameter(torch.ones(4))
-        self.other = nn.BatchNorm1d(4)
-        self.register_buffer("table", torch.zeros(4))
-
-
-def graph_of(net: Net) -> fx.Graph:
-    """Calls `layers`, and reads `scale`, `table`, `training` and a statistic of `other`."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    y = graph.call_module("layers", (x,))
-    for name in ("scale", "table", "training", "other.running_mean", "scale"):
-        y = graph.call_function(torch.add, (y, graph.create_node("get_attr", name)))
-    graph.output(y)
-    return graph
-
-
-def test_tree_reads() -> None:
-    net = Net()
-    reads = TreeReads(graph_of(net), net)
-    assert list(reads.targets) == ["layers", "scale", "table", "training", "other.running_mean"]
-    assert reads.called == {"layers": net.layers}
-    assert reads.modules == [net.layers, *net.layers]
-    assert reads.owners == [net.layers, *net.layers, net, net.other]
-    linear, norm = net.layers
-    expected = [linear.weight, linear.bias, norm.weight, norm.bias, net.scale]
-    assert all(a is b for a, b in zip(reads.parameters, expected, strict=True))
-    statistics = [(norm, name) for name in ("running_mean", "running_var", "num_batches_tracked")]
-    assert reads.buffers == [*statistics, (net, "table"), (net.other, "running_mean")]
-    names = [name for name, _ in reads.tensors()]
-    assert names[:2] == ["layers.0.weight", "layers.0.bias"] and names[-2:] == [
-        "table",
-        "other.running_mean",
-    ]
-
-
-def test_several_graphs_are_read_in_order() -> None:
-    net = Net()
-    first = fx.Graph()
-    first.output(first.call_module("other", (first.placeholder("x"),)))
-    assert list(TreeReads([first, graph_of(net)], net).called) == ["other", "layers"]
-
-
-def test_what_single_nodes_read() -> None:
-    net = Net()
-    x, call, scale, *_ = graph_of(net).nodes
-    assert called_module(call, net) is net.layers and called_module(x, net) is None
-    assert len(parameters_of(call, net)) == 4 and parameters_of(scale, net) == [net.scale]
-    assert parameters_of(x, net) == []
 
 
 def function_node(function: Any, *rest: Any, **kwargs: Any) -> fx.Node:
@@ -115,29 +60,6 @@ def test_random_operations_are_known_by_their_tag(node: fx.Node, expected: bool)
     assert draws_random(node) is expected
 
 
-class Noisy(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.randn_like(x)
-
-
-@pytest.mark.parametrize(
-    ("layer", "draws"),
-    [
-        (nn.Linear(4, 4), False),
-        (nn.Dropout(0.5), True),
-        (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), True),
-        (Noisy(4, 4), True),
-        (nn.Softplus(), True),
-    ],
-)
-def test_layers_that_may_draw_random_numbers(layer: nn.Module, draws: bool) -> None:
-    graph = fx.Graph()
-    graph.output(graph.call_module("layer", (graph.placeholder("x"),)))
-    root = nn.ModuleDict({"layer": layer})
-    assert random_reads(graph, root).may_ever_draw is draws
-    assert random_reads(graph, root.eval()).may_draw is (draws and type(layer) is not nn.Dropout)
-
-
 @pytest.mark.parametrize(
     ("node", "expected"),
     [
@@ -155,12 +77,6 @@ def test_layers_that_may_draw_random_numbers(layer: nn.Module, draws: bool) -> N
 )
 def test_writes_are_known_by_their_schema(node: fx.Node, expected: bool) -> None:
     assert is_effect(node) is expected
-
-
-def test_a_factory_passes_no_gradient() -> None:
-    assert cuts_gradient(function_node(torch.zeros_like))
-    assert cuts_gradient(method_node("new_zeros"))
-    assert not cuts_gradient(method_node("type_as"))
 
 
 class Gain(nn.Module):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import revcompile
 from revcompile.compiler.cost import MemoryModel, Workload
-from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
 from revcompile.ir.types import Cost, Segment, TensorType
@@ -157,24 +156,6 @@ def test_a_tuple_of_tensors_does_not_travel() -> None:
         for part in partition.parts
         for name in part.outputs
     )
-
-
-def test_a_value_read_far_away_travels_through_the_stages_between() -> None:
-    partition = cut(Opaques(), 4, torch.randn(2, 4, 6))
-    carried = set.intersection(*(set(part.inputs) for part in partition.parts[1:]))
-    assert carried == {"sin"}
-
-
-def test_residual_blocks_are_never_torn() -> None:
-    """A transition is opaque, but a block: its layers stay in one piece."""
-    with torch.device("meta"):
-        model = timm.create_model("resnet18")
-    x = torch.empty(2, 3, 32, 32, device="meta")
-    rewired = revcompile.reversify(model, x, check="off").rewired
-    whole = whole_pieces(rewired.body)
-    groups, _ = split_pieces(rewired, whole)
-    assert len(whole) == 10
-    assert all(len(group) == 1 for group in groups)
 
 
 def test_a_model_without_shortcuts_is_cut_before_its_layers() -> None:
@@ -334,11 +315,6 @@ def test_no_cut_for_graphs_has_a_smaller_largest_stage(stages: int) -> None:
         max(sum(cost.backward for cost in costs[a:b]) for a, b in spans)
         for spans in every_cut(len(costs), stages)
     )
-
-
-def test_what_is_kept_has_a_name() -> None:
-    with pytest.raises(InputError, match=r"keep='all'; use one of: graph, input, nothing"):
-        cut(Chain(), 2, torch.randn(2, 5), keep="all")
 
 
 # -- tied layers ----------------------------------------------------------------------------------

@@ -140,13 +140,6 @@ def test_a_chain_inside_a_large_shortcut_is_preferred_to_it() -> None:
     assert kinds == [ResidualKind.IDENTITY] * 3
 
 
-def test_find_changes_nothing() -> None:
-    captured = capture(Model(_post_activation), torch.randn(2, 4, 8, 8))
-    before = captured.graph.python_code("self").src
-    find(captured)
-    assert captured.graph.python_code("self").src == before
-
-
 # -- sizes, types and devices of what is inside a branch -------------------------------------------
 
 

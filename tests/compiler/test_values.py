@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +12,7 @@ from helpers import gradients, worst
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.compiler.capture import capture
-from revcompile.compiler.dataflow import holds_tensor, is_plain, tensor_type
+from revcompile.compiler.dataflow import holds_tensor
 from revcompile.ir.types import TensorType
 from tests.support.comparing import Recorder
 
@@ -45,16 +43,6 @@ class Chunk(Conditioned):
         return self.ada(x).chunk(BLOCKS, -1)
 
 
-class Split(Conditioned):
-    def condition(self, x: Tensor) -> Any:
-        return torch.split(self.ada(x), WIDTH, dim=-1)[::-1]
-
-
-class Unbind(Conditioned):
-    def condition(self, x: Tensor) -> Any:
-        return self.ada(x).unflatten(-1, (BLOCKS, WIDTH)).unbind(1)
-
-
 class Maximum(Conditioned):
     def condition(self, x: Tensor) -> Any:
         largest = self.ada(x).unflatten(-1, (BLOCKS, WIDTH)).max(1)
@@ -82,15 +70,6 @@ class Record:
     first: Tensor
     rest: dict[str, Tensor]
     count: int = 3
-
-
-class TupleOfAModule(Conditioned):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ada = Hidden(tuple)
-
-    def condition(self, x: Tensor) -> Any:
-        return self.ada(x)
 
 
 class DictOfAModule(Conditioned):
@@ -147,7 +126,7 @@ class LastStates(Conditioned):
 
 
 STRUCTURES = (
-    *(Chunk, Split, Unbind, Maximum, TupleOfAModule, DictOfAModule, NamedTupleOfAModule),
+    *(Chunk, Maximum, DictOfAModule, NamedTupleOfAModule),
     *(DataclassOfAModule, ReadWhole, LastStates),
 )
 
@@ -238,19 +217,6 @@ def test_items_of_structured_values_get_their_gradients_in_stages(kind: type[nn.
         kind_of = net.partition.types.get(name)
         assert isinstance(kind_of, TensorType) or not holds_tensor(kind_of), (name, kind_of)
     assert_staged_equals_autograd(net, example(4), squares, ("petra", "backprop"))
-
-
-@pytest.mark.parametrize("kind", STRUCTURES, ids=lambda kind: kind.__name__)
-def test_structured_values_are_taken_apart_behind_their_producer(kind: type[nn.Module]) -> None:
-    captured = capture(made(kind), example(), leaf_modules=leaves_of(kind))
-    nodes = list(captured.graph.nodes)
-    for node in nodes:
-        if node.op == "output" or tensor_type(node) is not None or is_plain(node):
-            continue
-        assert all(user.args[0] is node and len(user.args) == 2 for user in node.users)
-        last = max(nodes.index(user) for user in node.users)
-        between = nodes[nodes.index(node) + 1 : last]
-        assert all(one.target in (operator.getitem, getattr) for one in between)
 
 
 def test_what_no_grad_computes_passes_no_gradient_through_its_items() -> None:

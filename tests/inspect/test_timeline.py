@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,27 +11,8 @@ from drawn import compiled, groups, shown
 from paths import ROOT
 
 from revcompile.inspect.drawing import costs_of, draw_schedule
-from revcompile.inspect.drawing.details import action_steps
 from revcompile.inspect.drawing.timeline import METHODS, dry_runs, timeline_svg
 from revcompile.schedule import Costs, Op, actions, choose, dry_run
-
-# -- action lists ---------------------------------------------------------------------------------
-
-
-def test_equal_steps_are_listed_once() -> None:
-    first, *_, last = action_steps(choose("petra"), 3)
-    assert [(r.count, r.first) for r in first] == [
-        (2, "F0 SY0"),
-        (3, "F2 SY2 RDY0 B0 U0"),
-        (1, "RDY3 B3 U3 RDY4 B4 U4"),
-    ]
-    assert [(r.count, r.last) for r in last] == [(5, "RX4 F4 B4 SDX4 U4")]
-
-
-def test_long_lists_are_cut_in_the_middle() -> None:
-    drained = action_steps(choose("petra"), 60)[0][-1].first.split()
-    assert drained[0] == "RDY3" and "…" in drained and len(drained) < 30
-
 
 # -- timelines ------------------------------------------------------------------------------------
 
@@ -69,12 +49,6 @@ def test_the_figures_of_a_panel_are_those_of_the_dry_run(timeline: ET.Element) -
     assert [run.busy(stage) for stage in range(4)] == [1.0] * 4
 
 
-def test_a_method_that_keeps_its_graph_does_not_pay_for_computing_it_again() -> None:
-    both = {"petra": choose("petra"), "gpipe": choose("gpipe")}
-    petra, gpipe = dry_runs(Costs.uniform(3, 1, 3), both, 3, until=20.0)
-    assert (petra.costs.backward[0], gpipe.costs.backward[0]) == (3, 2)
-
-
 def test_boxes_stand_where_the_dry_run_puts_them() -> None:
     costs = Costs.uniform(3, forward=1, backward=3)
     root = ET.fromstring(timeline_svg(costs, {"petra": choose("petra")}))
@@ -87,17 +61,6 @@ def test_boxes_stand_where_the_dry_run_puts_them() -> None:
     left = min(starts)
     drawn = sorted({round((x - left) / scale, 1) for x in starts})
     assert set(first) <= set(drawn)
-
-
-def messages(link: float) -> Iterator[ET.Element]:
-    root = ET.fromstring(timeline_svg(Costs.uniform(3, link=link)))
-    for panel in groups(root, "rv-method"):
-        yield from groups(panel, "rv-message")
-
-
-def test_messages_are_drawn_where_they_take_time() -> None:
-    assert not list(messages(0))
-    assert len(list(messages(0.5))) == len(METHODS)
 
 
 def test_a_models_own_costs_can_be_drawn(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ float64, every parameter, 1e-10. All schedules run in one launch of two gloo ran
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -93,27 +92,6 @@ def test_gradients_come_back_as_they_can_be_sent() -> None:
         values = [t.detach().requires_grad_() for t in outputs]
 
 
-def test_sizes_are_worked_out_where_they_are_read() -> None:
-    readers = [
-        segment.outputs
-        for stage in compiled("windows").to_pipeline_stages()
-        for segment in stage.rewired.body.segments
-        if segment.name == "sizes"
-    ]
-    assert readers, "no size crosses: the model tests nothing"
-
-
-def test_masks_and_data_cross_without_gradient() -> None:
-    first, second, *_ = compiled("skips").to_pipeline_stages()
-    inputs, _ = data("skips")
-    assert {(value.dtype, value.requires_grad) for value in first(*inputs)} == {
-        (torch.float64, True),
-        (torch.float64, False),
-        (torch.bool, False),
-    }
-    assert "bool[B, 4, 1]" in second.extra_repr()
-
-
 def saved_bytes(stage: nn.Module, inputs: Sequence[Tensor]) -> int:
     """What autograd holds after one forward pass, parameters left out."""
     held: dict[int, int] = {}
@@ -175,27 +153,6 @@ def joined(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {name: value for stage in stages for name, value in stage.state_dict().items()}
 
 
-def test_every_weight_has_its_name_and_one_home() -> None:
-    net = compiled("resnet")
-    stages = net.to_pipeline_stages()
-    state, whole = joined(stages), net.to_module().state_dict()
-    assert state.keys() == whole.keys()
-    assert sum(len(stage.state_dict()) for stage in stages) == len(whole)
-    assert all(torch.equal(state[name], whole[name]) for name in whole)
-
-
-def test_weights_are_copies_and_go_back_by_name() -> None:
-    net = revcompile.petrafy(ResNet().double().train(), 3, images(2), check="off")
-    before = net.to_module().state_dict()
-    stages = net.to_pipeline_stages()
-    with torch.no_grad():
-        for parameter in itertools.chain(*(stage.parameters() for stage in stages)):
-            parameter.add_(1.0)
-    assert all(torch.equal(before[n], p) for n, p in net.model.named_parameters())
-    net.model.load_state_dict(joined(stages))
-    assert all(torch.equal(before[n] + 1.0, p) for n, p in net.model.named_parameters())
-
-
 def test_a_checkpoint_of_the_original_loads_into_every_stage() -> None:
     net, original = compiled("resnet"), ResNet().double()
     module = net.to_module()
@@ -205,11 +162,6 @@ def test_a_checkpoint_of_the_original_loads_into_every_stage() -> None:
         stage.load_state_dict(original.state_dict(), strict=False)
     state = joined(stages)
     assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
-
-
-def test_stages_are_made_on_the_device_asked_for() -> None:
-    stages = compiled("resnet").to_pipeline_stages(device="meta")
-    assert {value.device.type for value in joined(stages).values()} == {"meta"}
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -260,11 +212,6 @@ def test_several_outputs_come_in_order_and_only_in_training() -> None:
     assert torch.equal(found[0], expected["logits"]) and torch.equal(found[1], expected["hidden"])
     with pytest.raises(InputError, match=r"evaluate net\.to_module\(\)"):
         stages[0].eval()(x)
-
-
-def test_a_stage_says_what_it_takes_and_gives() -> None:
-    first = compiled("vit").to_pipeline_stages()[0]
-    assert first.extra_repr().startswith("stage 0 of 4: (x: float64[B, 3, 8, 8]) -> (")
 
 
 # -- schedules ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.ir.precision_rewrites import fuse_bn_relu
 from revcompile.kernels import batch_norm as batchnorms
-from revcompile.kernels.batch_norm import Statistics, bn_relu
+from revcompile.kernels.batch_norm import bn_relu
 
 LAST = torch.channels_last
 
@@ -185,37 +185,6 @@ def test_what_there_is_no_kernel_for(kernels: list[str]) -> None:
     bn_relu(layer, None, x)
     bn_relu(nn.BatchNorm2d(8, track_running_stats=False), None, x)
     assert kernels == ["bn_relu_forward"] * 2
-
-
-def test_counters_go_up_together_at_the_end_of_a_recorded_run() -> None:
-    x, layers, statistics = (
-        torch.randn(2, 8, 3, 3),
-        [nn.BatchNorm2d(8) for _ in range(3)],
-        Statistics(),
-    )
-    with statistics.record():
-        for layer in (*layers, layers[0]):
-            bn_relu(layer, None, x)
-        assert [int(layer.num_batches_tracked) for layer in layers] == [1, 0, 0]
-    assert [int(layer.num_batches_tracked) for layer in layers] == [2, 1, 1]
-    with statistics.replay():
-        bn_relu(layers[0], None, x)
-    assert int(layers[0].num_batches_tracked) == 3, "whoever runs it again freezes the layers"
-
-
-def test_gradients_of_gradients(kernels: list[str]) -> None:
-    x = torch.randn(2, 8, 3, 3).to(memory_format=LAST).bfloat16().requires_grad_()
-    norm = nn.BatchNorm2d(8)
-    found = []
-    for out in (bn_relu(norm, None, x), F.relu(norm(x))):
-        (first,) = torch.autograd.grad(out.float().sin().sum(), x, create_graph=True)
-        found.append(torch.autograd.grad(first.float().pow(2).sum(), norm.weight)[0])
-    assert torch.allclose(*found, rtol=2e-2, atol=2e-2 * float(found[1].abs().max()))
-    assert kernels == ["bn_relu_forward", "bn_relu_backward"], "the last ones need no graph"
-
-
-def test_small_images_and_those_on_a_cpu_are_left_to_torch() -> None:
-    assert not batchnorms._pays(torch.empty(2, 1024, 32, 32, dtype=torch.bfloat16))
 
 
 # -- which pairs -----------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ import revcompile
 from revcompile.ir.precision_rewrites import cast_down
 from revcompile.kernels import layer_norm as norms
 from revcompile.kernels.autocast import is_autocasting
-from revcompile.kernels.gradient_sum import GradientSum
 from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
 
 
@@ -158,48 +157,6 @@ def test_a_streams_own_gradient_is_added_once(count: int, kernels: list[str]) ->
     assert deviation < 2e-2, where  # sums in another order, rounded to bfloat16
 
 
-def test_a_gradient_that_lies_otherwise_is_added_later(kernels: list[str]) -> None:
-    stream, own = torch.randn(4, 6), torch.randn(6, 4).t()
-    total = GradientSum()
-    assert total.attach(stream) is stream and GradientSum.of(stream) is total
-    assert total.addend_for(stream) == (None, None), "there is none yet"
-    for kind in (own, own.double(), own[:, :3]):
-        total.begin(kind)
-        assert total.addend_for(stream) == (None, None)
-        assert torch.equal(total.finish(torch.ones_like(kind))[0], kind + 1)
-    total.begin(own)
-    assert total.finish(None) == (own, None)
-    x = stream.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = call_layer_norm(nn.LayerNorm(6), total.attach(x.view_as(x)))
-    plain = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
-    total.begin(own)
-    whole, _ = total.finish(torch.autograd.grad(out.sum(), x)[0])
-    assert torch.equal(whole, own + plain)
-    assert kernels == ["layer_norm_forward", "layer_norm_backward", "layer_norm_backward"]
-
-
-def test_a_copy_is_of_the_whole_sum() -> None:
-    total, stream, own = GradientSum(), torch.randn(4, 6), torch.randn(4, 6)
-    for other in (0, 1):
-        total.begin(own, torch.float16)
-        assert total.addend_for(stream) == (own, torch.float16)
-        written = own + 1
-        total.store(written, written.half())
-        assert total.addend_for(stream) == (None, None), "once"
-        found, copied = total.finish(written + 1 if other else written.view_as(written))
-        assert torch.equal(found, own + 1 + other)
-        assert (copied is None) == bool(other), "another reader's gradient is not in it"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_without_autocast_torch_computes(dtype: torch.dtype, kernels: list[str]) -> None:
-    x = torch.randn(2, 3, 16, 16, dtype=dtype)
-    net = revcompile.reversify(_vit().to(dtype), x, check="off").train()
-    gradients(net, x)
-    assert not kernels
-
-
 def test_a_stage_normalises_so_in_both_directions(
     kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,16 +181,6 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_sees_its_norm_run(hook: str, kernels: list[str]) -> None:
-    layer, seen = nn.LayerNorm(4), []
-    with torch.autocast("cpu", torch.bfloat16):
-        assert call_layer_norm(layer, torch.randn(3, 4)).dtype == torch.bfloat16
-        getattr(layer, hook)(lambda module, *rest: seen.append(module))
-        assert call_layer_norm(layer, torch.randn(3, 4)).dtype == torch.float32
-    assert seen == [layer] and kernels == ["layer_norm_forward"]
-
-
 @pytest.mark.parametrize(
     ("layer", "x"),
     [
@@ -251,19 +198,6 @@ def test_what_there_is_no_kernel_for(layer: nn.LayerNorm, x: Tensor, kernels: li
         given = layer.normalized_shape, layer.weight, layer.bias, layer.eps
         assert torch.equal(layer_norm(x, *given), layer(x))
     assert not kernels
-
-
-def test_a_stream_at_an_odd_address_is_moved(kernels: list[str]) -> None:
-    layer, x = nn.LayerNorm(4), torch.randn(13)[1:].view(3, 4)
-    assert x.data_ptr() % 16
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(call_layer_norm(layer, x), layer(x).bfloat16())
-    assert kernels == ["layer_norm_forward"]
-
-
-def test_norms_on_the_cpu_are_left_to_torch() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not norms._pays(torch.empty(2**20))
 
 
 # -- which norms -----------------------------------------------------------------------------------

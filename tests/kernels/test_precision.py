@@ -8,21 +8,19 @@ from collections.abc import Callable
 import pytest
 import timm
 import torch
-from helpers import gradients, worst
+from helpers import gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revcompile
 from revcompile.ir import coupling_ops, precision_rewrites
-from revcompile.ir.module_tree import has_autocast_consumer
 from revcompile.ir.ops import as_read
 from revcompile.ir.precision_rewrites import cast_down
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
-from revcompile.runtime.reversible import coupling, stream_sums
-from revcompile.runtime.reversible import module as reversible
+from revcompile.runtime.reversible import stream_sums
 
 BF16 = torch.bfloat16
 
@@ -66,21 +64,6 @@ class _Functional(nn.Module):
 
 
 X = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
-
-
-def _differentiated(net: nn.Module) -> tuple[dict[str, Tensor], int]:
-    with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as widened:
-        return gradients(net, X), widened.count
-
-
-def test_gradients_are_widened_only_where_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = revcompile.reversify(_Stack(), X, check="off").train()
-    twin = copy.deepcopy(net)
-    found, widened = _differentiated(net)
-    monkeypatch.setattr(reversible, "has_autocast_consumer", lambda graph, root: False)
-    expected, before = _differentiated(twin)
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
-    assert widened == before - 3
 
 
 def _copied(
@@ -159,68 +142,6 @@ def test_a_gradient_is_read_as_it_was_copied(
         casts.append(seen.casts_down)
     assert casts[0] - casts[1] == copies
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
-
-
-def test_gradients_that_come_to_a_chain_are_laid_out_like_its_streams(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Once a chain: on a GPU, where a pooling layer hands out others."""
-    last, seen = torch.channels_last, []
-
-    def laid_out(value: Tensor, gradient: Tensor) -> Tensor:
-        seen.append((value.stride(), gradient.stride()))
-        return gradient.contiguous(memory_format=last)
-
-    x = X.double().to(memory_format=last)
-    net = revcompile.reversify(_Stack().double(), x, check="off").train().to(memory_format=last)
-    expected = gradients(copy.deepcopy(net), x)
-    monkeypatch.setattr(coupling, "laid_out_like", laid_out)
-    added = sums.add_gradients
-    strides = []
-    monkeypatch.setattr(
-        sums,
-        "add_gradients",
-        lambda *given: (strides.append(given[0].stride()), added(*given))[1],
-    )
-    found = gradients(net, x)
-    assert [value for value, _ in seen] == [x.stride()] * 2
-    assert strides == [x.stride()] * 3
-    assert worst(expected, found)[0] < 1e-10
-
-
-def test_streams_of_the_branches_type_need_no_copied_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-    added = sums.add_gradients
-    monkeypatch.setattr(
-        sums, "add_gradients", lambda *given: (asked.append(given[2]), added(*given))[1]
-    )
-    gradients(revcompile.reversify(_Stack(), X, check="off").train(), X)
-    assert asked == [None] * 3
-
-
-def test_models_in_low_precision_themselves_get_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(
-        stream_sums, "add_or_subtract", lambda *given: (asked.append(given[-1]), _copied(*given))[1]
-    )
-    net = revcompile.reversify(_Stack().bfloat16(), X.bfloat16(), check="off").train()
-    gradients(net, X.bfloat16())
-    assert asked == [False] * 6
-
-
-def test_only_a_sole_reader_that_autocast_casts_for_counts() -> None:
-    def first(model: nn.Module) -> bool:
-        net = revcompile.reversify(model, X, check="off")
-        return has_autocast_consumer(net.rewired.couplings[0].branch, net)
-
-    assert first(_Stack())
-    assert first(_Stack(_Functional))
-    assert not first(_Stack(nn.ReLU))
-    hooked = revcompile.reversify(_Stack(), X, check="off")
-    hooked.get_submodule("blocks.0.1").register_forward_pre_hook(lambda layer, args: None)
-    assert not has_autocast_consumer(hooked.rewired.couplings[0].branch, hooked)
 
 
 def _has_early_casts(net: revcompile.ReversibleModule) -> list[bool]:

@@ -40,11 +40,6 @@ def falling(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-def test_nothing_cannot_be_combined() -> None:
-    with pytest.raises(ValueError, match="CombinedOptimizer: no optimizers; give a list of one"):
-        CombinedOptimizer([])
-
-
 def test_without_delay_each_does_what_it_does_alone() -> None:
     data = batches(6)
     net = fresh(Plain, 1)

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -261,17 +260,6 @@ def test_fused_projections_are_found() -> None:
     assert fused_of(model) == {"qkv.weight", "attention.in_proj_weight", "c_attn.weight"}
 
 
-@pytest.mark.parametrize(
-    ("name", "is_split"),
-    [("vit_tiny_patch16_224", True), ("tiny_vit_5m_224", False), ("maxvit_tiny_rw_224", False)],
-)
-def test_layers_of_timm_that_are_ordered_by_head_are_not_split(name: str, is_split: bool) -> None:
-    timm = pytest.importorskip("timm")
-    with torch.device("meta"):
-        model = timm.create_model(name)
-    assert bool(fused_of(model)) == is_split
-
-
 def test_vectors_and_tied_weights_are_adamws() -> None:
     model = Tower()
     model.scale = nn.Parameter(torch.ones(8, 1, 1))
@@ -295,42 +283,6 @@ def test_factors_of_low_rank_are_adamws() -> None:
     assert [tuple(p.shape) for p in matrices["params"]] == [(4, 32), (99, 4, 1)]
 
 
-def test_methods_of_other_meanings_are_left_alone() -> None:
-    class Own(Tower):
-        no_weight_decay = {"blocks.0"}  # noqa: RUF012
-
-        def get_classifier(self, which: int) -> nn.Module:
-            return self.blocks[which]
-
-    matrices, _ = muon_groups(Own())(list(Own().named_parameters()))
-    assert len(matrices["params"]) == 3
-
-
-def test_groups_that_are_refused_are_not_added() -> None:
-    optimizer = DelayAwareMuon([nn.Parameter(torch.eye(3))])
-    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4))]
-    for wrong in ({"max_drift": -1.0}, {"chunks": 3}, {"use_muon": True}):
-        with pytest.raises(ValueError, match="expected"):
-            optimizer.add_param_group({"params": params, **wrong})
-    assert len(optimizer.param_groups) == 1
-
-
-def test_numbers_of_any_kind_and_names_are_taken() -> None:
-    model = nn.Linear(4, 12)
-    for drift in (torch.tensor([0.5]), np.float32(0.5), 0.5):
-        step(DelayAwareMuon(model.named_parameters()), 0)
-        optimizer = DelayAwareMuon(model.parameters(), max_drift=drift)
-        optimizer.add_param_group(
-            {"params": [nn.Parameter(torch.ones(6, 2))], "chunks": np.int8(3)}
-        )
-        optimizer.delay = 0.125
-        step(optimizer, 0)
-        settings = {(type(g["max_drift"]), type(g["chunks"])) for g in optimizer.param_groups}
-        assert settings == {(float, int)}
-    with pytest.raises(TypeError, match="expected parameters, got str"):
-        DelayAwareMuon(["weight"])
-
-
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 5), (5, 1), (1, 1), (4, 3, 2, 2)])
 def test_matrices_of_any_shape(shape: tuple[int, ...]) -> None:
     """Without a gradient that is not zero they stay."""
@@ -342,26 +294,6 @@ def test_matrices_of_any_shape(shape: tuple[int, ...]) -> None:
     assert not weight.any()
     step(optimizer, 0)
     assert weight.all() and weight.isfinite().all()
-
-
-def test_norms_are_computed_in_more_than_half_precision() -> None:
-    weight = nn.Parameter(torch.full((40, 40), 3e3).half())  # its norm is 120,000
-    optimizer = DelayAwareMuon([weight], lr=1e6, max_drift=0.1, feedback=0.0)
-    optimizer.delay = 2.0
-    before = weight.detach().float()
-    step(optimizer, 0)
-    assert 0.049 < ((before - weight).norm() / before.norm()).item() < 0.051
-
-
-@pytest.mark.parametrize(("before", "now"), [("AdamW", "Muon"), ("Muon", "AdamW")])
-def test_a_state_of_the_other_kind_is_refused(before: str, now: str) -> None:
-    group = {"params": [nn.Parameter(torch.eye(3))], "use_muon": before == "Muon"}
-    optimizer = DelayAwareMuon([group])
-    step(optimizer, 0)
-    optimizer.param_groups[0]["use_muon"] = now == "Muon"
-    message = rf"shape \(3, 3\) has the state of {before}, but is to be updated by {now}"
-    with pytest.raises(ValueError, match=message):
-        step(optimizer, 1)
 
 
 def test_a_state_of_other_groups_is_refused_before_anything_is_loaded() -> None:
@@ -449,13 +381,3 @@ def test_a_pipeline_trains_with_it(method: str) -> None:
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DelayAwareMuon([torch.zeros(2, 2)], **settings)
-
-
-def test_a_vector_cannot_be_orthogonalised() -> None:
-    with pytest.raises(ValueError, match="two or more dimensions"):
-        DelayAwareMuon([{"params": [torch.zeros(2)], "use_muon": True}])
-
-
-def test_only_optimizers_are_wrapped() -> None:
-    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got list"):
-        ErrorFeedback([])  # type: ignore[arg-type]

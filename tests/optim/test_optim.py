@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.testing import assert_close
-from training import Plain, batches, fresh, weights
+from training import Plain, batches, fresh
 
 from revcompile.errors import InputError
 from revcompile.optim import DelayAwareAdamW, DelayAwareSGD, ErrorFeedback
@@ -151,13 +151,6 @@ def _nesterov(params: Any) -> Optimizer:
     return SGD(params, 1.0, 0.9, nesterov=True)
 
 
-@pytest.mark.parametrize(("delay", "most"), [(1, 2.54), (2, 0.81), (5, 0.253), (9, 0.139)])
-def test_delay_makes_nesterov_momentum_swing(delay: int, most: float) -> None:
-    """The numbers that the module tells."""
-    assert _reach(_nesterov, delay, 0.9 * most) < 0.1
-    assert _reach(_nesterov, delay, 1.1 * most) > 10
-
-
 @pytest.mark.parametrize("delay", [1, 2, 5, 9])
 def test_with_a_lead_it_stays_calm(delay: int) -> None:
     calm = _reach(lambda p: DelayAwareSGD(p, 1.0), delay, 4.0, 1000 * (1 + delay))
@@ -209,15 +202,6 @@ def test_settings_that_make_no_sense() -> None:
     assert averaging_horizon(0, 0.5) == 2
 
 
-def test_a_group_has_betas_of_its_own() -> None:
-    first, second = _parameters()[:2]
-    groups = [{"params": [first], "betas": (0.5, 0.9)}, {"params": [second]}]
-    found = DelayAwareAdamW(groups, betas=(0.8, 0.99)).param_groups
-    assert [group["betas"] for group in found] == [(0.5, 0.9), (0.8, 0.99)]
-    with pytest.raises(InputError, match=r"betas\[0\]=2"):
-        DelayAwareAdamW([{"params": [first], "betas": (2, 0.9)}])
-
-
 # -- in a pipeline -------------------------------------------------------------------------------
 
 
@@ -242,21 +226,3 @@ def test_every_stage_knows_its_delay() -> None:
     assert [o.delay for o in made] == [0.0] * 4, "a checkpoint brings no delay of its own"
     for batch in batches(4):
         later.step(*batch)
-
-
-def test_without_delay_a_pipeline_trains_as_with_nesterov_momentum() -> None:
-    found = []
-    for make in (lambda p: DelayAwareSGD(p, 0.1), lambda p: SGD(p, 0.1, 0.9, nesterov=True)):
-        net = fresh(Plain, 2)
-        trainer = net.trainer(make, F.cross_entropy, method="1f1b", accumulation_steps=2)
-        for batch in batches(12):
-            trainer.step(*batch)
-        trainer.flush()
-        found.append(weights(net))
-    assert_close(*found, rtol=0, atol=1e-6)
-
-
-def test_other_optimizers_are_given_no_delay() -> None:
-    net = fresh(Plain, 2)
-    trainer = net.trainer(lambda p: AdamW(p), F.cross_entropy)
-    assert not any(hasattr(executor.updater.optimizer, "delay") for executor in trainer._executors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import revcompile
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.compiler.lower import lower
 from revcompile.compiler.partition import partition
-from revcompile.ir.program import StageMemory
 from revcompile.ir.types import (
     Cost,
     Coupling,
@@ -26,7 +24,7 @@ from revcompile.ir.types import (
     Segment,
     TensorType,
 )
-from revcompile.schedule import Keep, Method, Weights, choose, window
+from revcompile.schedule import Method, choose, window
 from tests.support.accounting import ROWS, revnet50, table3
 
 EMPTY = fx.Graph()
@@ -94,32 +92,6 @@ def model(
 PETRA = choose("petra")
 
 
-def test_parameters_gradients_and_optimizer() -> None:
-    memory = model(PETRA, optimizer_copies=2).stage(1, 1, 3)
-    assert memory.parameters == 401 + 402
-    assert memory.gradients == 41 + 42
-    assert memory.optimizer == 2 * memory.gradients
-    assert memory.stashed == 0
-
-
-def test_couplings_keep_nothing_and_work_on_one_at_a_time() -> None:
-    memory = model(PETRA).stage(1, 1, 3)
-    assert memory.buffers == 0
-    assert memory.working == saved(2)
-
-
-def test_a_run_of_opaque_pieces_keeps_its_input_for_every_micro_batch_in_flight() -> None:
-    memory = model(PETRA).stage(1, 2, 6)  # stage 1 of 4: 3 in flight
-    assert memory.buffers == 3 * 2 * STREAM
-    assert memory.working == saved(3, 4)
-    twice = model(choose("petra", in_flight_per_stage=2)).stage(1, 2, 6)
-    assert twice.buffers == 5 * 2 * STREAM
-
-
-def test_a_cut_inside_a_run_keeps_what_crosses_it() -> None:
-    assert model(PETRA).stage(2, 4, 6).buffers == 2 * MIDDLE
-
-
 def test_the_last_stage_keeps_the_graphs_of_its_opaque_runs_too() -> None:
     memory = model(PETRA).stage(3, 4, 7)
     assert memory.buffers == MIDDLE + 2 * NARROW
@@ -132,35 +104,6 @@ def test_the_first_stage_can_ask_the_dataset_again() -> None:
     assert model(PETRA, first_input_free=False).stage(0, 0, 2).buffers == 4 * IMAGE
     # only the model's input is free: what the stage made itself is not
     assert model(PETRA).stage(0, 0, 4).buffers == 4 * 2 * STREAM
-
-
-def test_a_stage_that_keeps_its_input_works_on_its_whole_graph() -> None:
-    memory = model(choose("features_replay")).stage(1, 1, 4)
-    assert memory.buffers == 3 * 2 * STREAM
-    assert memory.working == saved(1, 2, 3)
-
-
-def test_the_gradients_of_a_single_coupling_depend_on_one_stream() -> None:
-    workload = Workload(choose("features_replay"), BATCH)
-    replaying = MemoryModel(PIECES, TYPES, COSTS, 4, workload, only_needed_inputs=True)
-    assert replaying.stage(1, 1, 2).buffers == 3 * STREAM
-    assert replaying.stage(1, 1, 3).buffers == 3 * 2 * STREAM
-    assert replaying.read(1, 1, 2) == STREAM
-    assert model(choose("features_replay")).stage(1, 1, 2).buffers == 3 * 2 * STREAM
-
-
-def test_a_stream_that_the_branch_reads_too_is_needed() -> None:
-    same = (opaque("stem", "x", "a0"), coupling("c", "a0 a0", "a1 b1"))
-    workload = Workload(choose("features_replay"), BATCH)
-    whole = MemoryModel(same, TYPES, COSTS[:2], 4, workload, only_needed_inputs=True)
-    assert whole.stage(1, 1, 2).buffers == 3 * STREAM
-
-
-def test_a_side_value_is_kept_with_the_input() -> None:
-    sided = (coupling("c", "a0 b0", "a1 b1", sides="mid"),)
-    workload = Workload(choose("features_replay"), BATCH)
-    memory = MemoryModel(sided, TYPES, COSTS[:1], 4, workload).stage(1, 0, 1)
-    assert memory.buffers == 3 * (2 * STREAM + MIDDLE)
 
 
 SIDED = (
@@ -186,16 +129,6 @@ def test_couplings_keep_sides_that_do_not_come_back(start: int, end: int, kept: 
     assert whole.stage(0, start, end).buffers == 4 * kept
 
 
-def test_a_side_that_an_opaque_run_keeps_is_not_kept_twice() -> None:
-    pieces = (
-        opaque("stem", "x", "a0 b0 mid"),
-        coupling("c1", "a0 b0", "a1 b1", sides="mid"),
-        opaque("head", "a1 b1 mid", "y"),
-    )
-    whole = MemoryModel(pieces, TYPES, COSTS[:3], 4, Workload(PETRA, BATCH))
-    assert whole.stage(1, 1, 3).buffers == 3 * (2 * STREAM + MIDDLE)
-
-
 def test_a_stage_that_keeps_its_graph_has_one_for_every_micro_batch_in_flight() -> None:
     memory = model(choose("ddg")).stage(1, 1, 4)
     assert memory.buffers == 3 * saved(1, 2, 3)
@@ -214,48 +147,6 @@ def test_stashed_parameters_are_the_versions_in_flight(
 ) -> None:
     memory = model(choose("delayed"), accumulation_steps=accumulation_steps).stage(0, 0, 2)
     assert memory.stashed == versions * memory.gradients  # frozen ones are not copied
-
-
-def test_a_waiting_micro_batch_is_kept_in_the_type_of_the_buffer() -> None:
-    full = model(PETRA).stage(0, 2, 4).buffers
-    half = model(PETRA, buffer_bytes=torch.bfloat16.itemsize).stage(0, 2, 4).buffers
-    assert full == 4 * 2 * STREAM
-    assert half == 2 * STREAM + 3 * STREAM  # one at work in float32, three in bfloat16
-    whole = model(choose("features_replay"), buffer_bytes=torch.bfloat16.itemsize)
-    assert whole.stage(0, 2, 4).buffers == half
-
-
-def test_integers_stay_as_they_are_in_a_buffer() -> None:
-    types = {**TYPES, "x": tensor(7, torch.int64)}
-    workload = Workload(PETRA, BATCH, buffer_bytes=torch.bfloat16.itemsize)
-    counted = MemoryModel(PIECES[:1], types, COSTS[:1], 2, workload, first_input_free=False)
-    memory = counted.stage(0, 0, 1)
-    assert memory.buffers == 2 * BATCH * 7 * 8
-
-
-def test_messages_bring_values_and_gradients_back() -> None:
-    assert model(PETRA).stage(0, 0, 2).messages == 2 * 2 * STREAM
-    assert model(PETRA).stage(1, 2, 4).messages == 2 * STREAM + MIDDLE
-    assert model(choose("dsp")).stage(0, 0, 2).messages == 2 * STREAM
-    assert model(PETRA).stage(3, 4, 7).messages == MIDDLE
-
-
-def test_a_stage_alone_is_a_stage_in_its_row() -> None:
-    for keep in Keep:
-        method = replace(PETRA, keep=keep, weights=Weights.STASHED)
-        workload = Workload(method, BATCH)
-        alone = MemoryModel(PIECES[2:5], TYPES, COSTS[2:5], 4, workload).stage(1, 0, 3)
-        assert alone == model(method).stage(1, 2, 5)
-
-
-def test_plain_values_and_nested_types_are_understood() -> None:
-    types = {**TYPES, "a2": None, "b2": (tensor(1), {"more": tensor(2)})}
-    memory = MemoryModel(PIECES, types, COSTS, 4, Workload(PETRA, BATCH)).stage(1, 3, 5)
-    assert memory.buffers == 3 * BATCH * 3 * 4
-
-
-def test_total_is_everything() -> None:
-    assert StageMemory(1, 2, 4, 8, 16, 32, 64).total == 127
 
 
 def bytes_of(types: Mapping[str, Any], names: Iterable[str]) -> int:

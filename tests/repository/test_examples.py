@@ -232,50 +232,9 @@ def test_finetune_lightning(language_model: str, tmp_path: Path) -> None:
     assert after < before and (tmp_path / "config.json").exists()
 
 
-def test_a_run_s_recipe_follows_its_batches_and_epochs() -> None:
-    make = example("recipe").paper_recipe
-    long = make(391, 128, 4, 30, schedule="cosine")
-    assert (long.rate, long.updates, long.warmup) == (0.2, 2932, 489)
-    assert long._schedule == "cosine"
-    short = make(10, 64, 1, 3, rate=0.3)
-    assert (short.rate, short.updates, short.warmup) == (0.3, 30, 5)
-    assert make(10, 64, 1, 3, warmup=0.0).warmup == 1
-
-
-def test_the_paper_s_recipe() -> None:
-    recipe = example("recipe").Recipe(rate=0.1, updates=100, warmup=4)
-    factors = [round(recipe.factor(update), 6) for update in (0, 3, 4, 49, 50, 75)]
-    assert factors == [0.25, 1.0, 1.0, 1.0, 0.1, 0.01]
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "settings"),
-    [
-        ("sgd", "SGD", {"momentum": 0.9, "nesterov": True}),
-        ("adamw", "AdamW", {"betas": (0.9, 0.999)}),
-        ("nadam", "NAdam", {"betas": (0.99, 0.999), "decoupled_weight_decay": True}),
-        ("delay-aware-sgd", "DelayAwareSGD", {"momentum": 0.9}),
-        ("delay-aware-adamw", "DelayAwareAdamW", {"betas": (0.9, 0.999)}),
-    ],
-)
-def test_a_recipe_s_optimizer(kind: str, name: str, settings: dict[str, Any]) -> None:
-    recipe = example("recipe").Recipe(0.1, updates=100, warmup=4, kind=kind, weight_decay=0.05)
-    optimizer = recipe.optimizer([torch.zeros(2)])
-    assert type(optimizer).__name__ == name
-    wanted = {"lr": 0.1, "weight_decay": 0.05, **settings}
-    assert {key: optimizer.defaults[key] for key in wanted} == wanted
-    assert example("train_compiled").parse_args(["--optimizer", kind]).optimizer == kind
-
-
 @pytest.mark.slow
 def test_train_compiled_reaches_its_accuracy(tmp_path: Path) -> None:
     assert example("train_compiled").main(["--out", str(tmp_path)]) > 0.95
-
-
-@pytest.mark.slow
-def test_train_compiled_with_a_transformer(tmp_path: Path) -> None:
-    argv = ["--model", "vit_tiny_patch16_224", "--lr", "0.02", "--epochs", "3"]
-    assert example("train_compiled").main([*argv, "--out", str(tmp_path)]) > 0.3
 
 
 def test_inspect_stages_shows_a_model_from_all_sides(

@@ -60,12 +60,6 @@ def test_if_no_row_counts_the_gradient_is_zero() -> None:
     assert loss.isnan() and not gradient.any()
 
 
-def test_a_single_row() -> None:
-    hidden, weight = torch.randn(WIDTH), torch.randn(CLASSES, WIDTH)
-    want = F.cross_entropy(F.linear(hidden, weight), torch.tensor(3))
-    assert torch.allclose(linear_cross_entropy(hidden, weight, torch.tensor(3)), want)
-
-
 @pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 2.5}, {"target": torch.rand(3)}])
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
     given = {"target": torch.zeros(3, dtype=torch.long)} | wrong
@@ -102,11 +96,3 @@ def test_in_chains_and_in_the_last_stage() -> None:
         trainer.step((x, target), target)
     trainer.step((x, target))
     trainer.flush()
-
-
-def test_arguments_that_do_not_fit() -> None:
-    hidden, weight = torch.randn(3, 5, WIDTH), torch.randn(CLASSES, WIDTH)
-    with pytest.raises(InputError, match="one class for each row"):
-        linear_cross_entropy(hidden, weight, torch.zeros(3, dtype=torch.long))
-    with pytest.raises(InputError, match="reduction='none'"):
-        linear_cross_entropy(hidden, weight, torch.zeros(3, 5).long(), reduction="none")  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import enum
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -107,7 +106,6 @@ def set_two(find: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 late = put("late", lambda: 2.0)
 late_module = put("late", nn.Tanh)
-late_tensor = put("late", lambda: torch.ones(WIDTH))
 late_parameter = put("late", lambda: nn.Parameter(torch.ones(WIDTH)))
 
 # What the row shows: the attributes, what reads them, the change, and how the condition begins.
@@ -121,22 +119,10 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
         late_module,
         "1.late was None",
     ),
-    "no module": (
-        lambda b: b.register_module("late", None),
-        lambda b, h: double(b.late is None, h),
-        late_module,
-        "1.late was None when the model was captured and is set now",
-    ),
     "no parameter": (
         lambda b: b.register_parameter("late", None),
         lambda b, h: double(b.late is None, h),
         late_parameter,
-        "1.late was None",
-    ),
-    "no buffer": (
-        lambda b: b.register_buffer("late", None),
-        lambda b, h: double(b.late is None, h),
-        late_tensor,
         "1.late was None",
     ),
     "parameter removed": (
@@ -145,7 +131,6 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
         put("late", lambda: None),
         "1.late was set",
     ),
-    "deleted": (late, lambda b, h: h * b.late, lambda b: delattr(b, "late"), "1.late was 2.0"),
     # configurations
     "slots": (
         put("config", Slots),
@@ -171,18 +156,6 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
         set_two(lambda b: b.config),
         "1.config.scale was 1.0",
     ),
-    "vars": (
-        put("config", Config),
-        scale_of(lambda b: vars(b.config)["scale"]),
-        set_two(lambda b: b.config),
-        "1.config.scale was 1.0",
-    ),
-    "absent field": (
-        put("config", Config),
-        scale_of(lambda b: getattr(b.config, "late", 1.0)),
-        lambda b: setattr(b.config, "late", 2.0),
-        "1.config.late was absent",
-    ),
     "named tuple": (
         put("config", lambda: Pair(1.0, None)),
         scale_of(lambda b: b.config.scale),
@@ -200,24 +173,6 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
         scale_of(lambda b: len(b.config)),
         lambda b: b.config.append(Config()),
         "1.config was [Config(scale=1.0)]",
-    ),
-    "list of numbers": (
-        put("config", lambda: [1.0]),
-        scale_of(lambda b: b.config[0]),
-        lambda b: b.config.insert(0, 2.0),
-        "1.config was [1.0]",
-    ),
-    "dict of objects": (
-        put("config", lambda: {"a": Slots()}),
-        scale_of(lambda b: b.config["a"].scale),
-        set_two(lambda b: b.config["a"]),
-        "1.config['a'].scale was 1.0",
-    ),
-    "ordered dict": (
-        put("config", lambda: collections.OrderedDict(a=1.0)),
-        scale_of(lambda b: b.config["a"]),
-        lambda b: b.config.update(a=2.0),
-        "1.config was {'a': 1.0}",
     ),
     "class as namespace": (
         put("config", lambda: type("Namespace", (), {"scale": 1.0})),
@@ -242,12 +197,6 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
         lambda b, h: double(b.config is Kind.SCALED, h),
         put("config", lambda: Kind.SCALED),
         "1.config was <Kind.PLAIN",
-    ),
-    "numpy number": (
-        put("config", lambda: np.float64(1.0)),
-        scale_of(lambda b: float(b.config)),
-        put("config", lambda: np.float64(2.0)),
-        "1.config was ",
     ),
     "numpy array": (
         put("config", lambda: np.ones(2)),
@@ -274,42 +223,11 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
         lambda b: b.t[0].fill_(2.0),
         "1.t[0] was tensor",
     ),
-    "tensor in a field": (
-        put("t", lambda: types.SimpleNamespace(scale=torch.ones(WIDTH))),
-        scale_of(lambda b: b.t.scale),
-        lambda b: setattr(b.t, "scale", torch.zeros(WIDTH)),
-        "1.t.scale was tensor",
-    ),
-    "item()": (
-        put("t", lambda: torch.ones(())),
-        scale_of(lambda b: b.t.item()),
-        lambda b: b.t.fill_(2.0),
-        "1.t was tensor(1.)",
-    ),
     "item and operand": (
         put("t", lambda: torch.ones(())),
         lambda b, h: double(b.t > 1, h * b.t),
         lambda b: b.t.fill_(2.0),
         "1.t was tensor(1.)",
-    ),
-    "vars(self)": (late, scale_of(lambda b: vars(b)["late"]), put("late", int), "1.late was 2.0"),
-    "layer": (
-        put("late", lambda: nn.LeakyReLU(0.1)),
-        lambda b, h: F.leaky_relu(h, b.late.negative_slope),
-        lambda b: setattr(b.late, "negative_slope", 0.9),
-        "1.late.negative_slope was 0.1",
-    ),
-    "comparison": (
-        put("t", lambda: torch.ones(())),
-        lambda b, h: double(b.t > 1, h),
-        lambda b: b.t.fill_(2.0),
-        "1.t was tensor(1.)",
-    ),
-    "shape of a tensor": (
-        put("t", lambda: torch.ones(2)),
-        scale_of(lambda b: b.t.shape[0]),
-        put("t", lambda: torch.ones(3)),
-        "1.t was tensor([1., 1.])",
     ),
 }
 
@@ -442,16 +360,6 @@ def test_code_that_reads_a_layer_it_calls(change: tuple[str, str, Any]) -> None:
         setattr(each.get_submodule(f"1.{layer}"), name, value)
     again = revcompile.reversify(model, x, policy="same_parameters", check="off")
     assert torch.equal(net(x), again(x))
-
-
-def test_a_change_is_seen_by_copies() -> None:
-    setup, steer, change, _ = ROWS["list of objects"]
-    x, model = torch.randn(3, WIDTH), model_of(setup, steer)
-    net = revcompile.reversify(model, x, policy="same_parameters", check="off")
-    net(x)
-    change(net.get_submodule("1")), change(model[1])
-    again = revcompile.reversify(model, x, policy="same_parameters", check="off")
-    assert torch.equal(copy.deepcopy(net)(x), again(x))
 
 
 def test_stages_refuse_a_change() -> None:

@@ -184,15 +184,6 @@ def test_a_drained_save_is_a_flush_and_a_save(tmp_path: Path) -> None:
     assert feed(resumed, batches(4, seed=2)) == expected
 
 
-def test_methods_that_keep_graphs_say_how_to_save_them(tmp_path: Path) -> None:
-    trainer = trainer_of(fresh(), method="gpipe", accumulation_steps=3)
-    feed(trainer, batches(2))
-    with pytest.raises(InputError, match=re.escape("trainer.save(folder, drain=True)")):
-        trainer.save(tmp_path)
-    trainer.save(tmp_path, drain=True)
-    trainer.load(tmp_path)
-
-
 def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = started("stashed weights")
     feed(trainer, batches(4))

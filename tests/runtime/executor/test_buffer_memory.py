@@ -13,11 +13,8 @@ from training import momentum
 
 from revcompile import TrainerOptions
 from revcompile.cli import main
-from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.runtime.stage.slots import StaticBuffers
-from revcompile.schedule import choose, window
-from tests.plan.test_accounting import BATCH as FEW
-from tests.plan.test_accounting import COSTS, MIDDLE, SIDED, STREAM, TYPES
+from revcompile.schedule import window
 from tests.plan.test_stage_memory import BATCH, CPU, SIZE, staged
 from tests.support.stage_memory import BAR, Setting, images, measure
 
@@ -72,15 +69,6 @@ def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
     assert [plain, half] == [3 * batch, 2 * batch]
     summary = net.summary(BATCH, kept_input_dtype=torch.bfloat16)
     assert "petra, inputs in bfloat16, micro-batches" in " ".join(summary.split())
-
-
-@pytest.mark.parametrize(("each", "waiting"), [(None, 8), (2, 4)])
-def test_sides_of_couplings_stay_as_they_are(each: int | None, waiting: int) -> None:
-    """Stage 1 of 4 has three in flight; the coupling's side and the head's input are kept."""
-    workload = Workload(choose("petra"), FEW, buffer_bytes=each)
-    model = MemoryModel(SIDED, TYPES, COSTS[:4], 4, workload)
-    inputs = 2 * STREAM + 2 * (waiting * STREAM // 4)
-    assert model.stage(1, 2, 4).buffers == 3 * MIDDLE + inputs
 
 
 def test_the_planner_counts_them(capsys: pytest.CaptureFixture[str]) -> None:

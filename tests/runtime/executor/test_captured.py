@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import lr_scheduler
 from training import (
     SCHEDULES,
     Batch,
@@ -27,19 +25,14 @@ from training import (
     weights,
 )
 
-from revcompile.arguments import member_of
 from revcompile.compiler.lower.fusion import Fusion
 from revcompile.compiler.lower.fusion_regions import find_regions
 from revcompile.errors import InputError, NonFiniteError, RevcompileWarning
 from revcompile.runtime.executor import captured_steps, runner
-from revcompile.runtime.executor.capturable import Backend
 from revcompile.runtime.executor.captured_steps import CapturedSteps
-from revcompile.runtime.executor.flags import RunningStatistics
 from revcompile.runtime.executor.graphs import (
     CaptureUnsupported,
-    CudaGraphReplay,
     EagerReplay,
-    _Capture,
 )
 from revcompile.runtime.executor.messages import Message, MessageKind, MessageSlots, Transport
 from revcompile.runtime.stage.loss_scale import LossScale
@@ -145,38 +138,6 @@ def test_a_scaled_loss(name: str) -> None:
     assert same(*found)
 
 
-TIED: Final[dict[str, dict[str, Any]]] = {
-    "petra": {},
-    "accumulation_steps": {"accumulation_steps": 3, "optimizer": adam},
-    "paper order, clipped": {
-        "in_flight_per_stage": 2,
-        "accumulation_steps": 2,
-        "clip_grad_norm": 0.1,
-    },
-    "backprop": {"method": "backprop", "accumulation_steps": 2},
-    "stashed": {"method": "petra_stashed"},
-    "predicted": {"weights": "predicted", "in_flight_per_stage": 1.5},
-}
-
-
-@pytest.mark.parametrize("name", TIED)
-def test_parameters_that_stages_share(name: str) -> None:
-    """Also with an odd batch, and with a state taken in between."""
-    found = []
-    for backend in ("eager", "static"):
-        net = fresh(Net)
-        settings = {"optimizer": momentum, "loss": F.cross_entropy, **TIED[name]}
-        trainer = net.trainer(backend=backend, **settings_of(**settings))
-        data, losses = even(3 * FULL), []
-        for batch in [*data[: FULL + 6], odd(), *data[FULL + 6 :]]:
-            losses.append(trainer.step(*batch).loss)
-        assert is_active(trainer) == (backend == "static")
-        state = trainer.state_dict()
-        trainer.flush()
-        found.append((losses, state["stages"], weights(net)))
-    assert same(*found)
-
-
 BOTH: Final = pytest.mark.parametrize("method", ["petra", "petra_stashed"])
 
 
@@ -217,23 +178,6 @@ def test_what_stages_keep_lies_in_slots_from_the_first_micro_batch_on(method: st
 
 
 @BOTH
-@pytest.mark.parametrize("steps", [FULL, FULL + 1], ids=["in buffers", "left where computed"])
-def test_flush_in_the_middle(steps: int, method: str) -> None:
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, accumulation_steps=2, method=method)
-        for batch in even(steps):
-            trainer.step(*batch)
-        trainer.flush()
-        found.append(weights(net))
-        for batch in even(FULL):
-            trainer.step(*batch)
-        trainer.flush()
-        found.append(weights(net))
-    assert same(found[:2], found[2:])
-
-
-@BOTH
 @pytest.mark.parametrize(
     ("source", "target"),
     [("eager", "static"), ("static", "eager"), ("static", "static")],
@@ -257,20 +201,6 @@ def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: s
     trainer.flush(), first.flush(), second.flush()
     assert same(weights(straight), weights(net))
     assert same(weights(straight), {n: t.clone() for n, t in first.model.state_dict().items()})
-
-
-def test_evaluation_sees_the_current_weights_and_changes_nothing() -> None:
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend)
-        for batch in even(FULL + 4):
-            trainer.step(*batch)
-        seen = trainer.evaluate(even(3)).loss
-        assert is_active(trainer) == (backend == "static")
-        for batch in even(5):
-            trainer.step(*batch)
-        found.append((seen, weights(net)))
-    assert same(*found)
 
 
 def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
@@ -338,21 +268,6 @@ def test_a_bad_batch_is_left_out_everywhere(name: str, bad: float) -> None:
     assert all(bool(tensor.isfinite().all()) for tensor in found[0][2].values())
 
 
-def test_a_batch_that_cannot_run_is_left_out() -> None:
-    """Where one micro-batch is in the pipeline at a time, any other shape begins new steps."""
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, method="backprop")
-        for index, (x, y) in enumerate(even(8)):
-            if index == 5:
-                with pytest.raises(InputError, match="captured with"):
-                    trainer.step(x[:, :3], y)
-            trainer.step(x, y)
-        assert is_active(trainer) == (backend == "static")
-        found.append(weights(net))
-    assert same(*found)
-
-
 @pytest.mark.parametrize("is_target", [False, True])
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -398,20 +313,6 @@ def test_an_error_in_a_captured_step_says_that_the_trainer_has_stopped() -> None
     ]
 
 
-def test_a_bad_batch_in_flight_is_lost_to_whoever_comes_after() -> None:
-    net, trainer = made("static")
-    for x, y in even(FULL):
-        trainer.step(x, y)
-    x, y = odd()
-    with pytest.raises(NonFiniteError, match=f"micro-batch {FULL}"):
-        trainer.step(torch.full_like(even(1)[0][0], torch.nan), even(1)[0][1])
-    before = weights(net)
-    trainer.step(x, y)
-    trainer.flush()
-    assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
-    assert not same(before, weights(net))
-
-
 def test_bad_batches_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the host reads the flags of several steps at once."""
     monkeypatch.setattr(captured_steps, "steps_at_once", lambda _: 3)
@@ -428,20 +329,6 @@ def test_bad_batches_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
 
 
-def test_settings_that_change_are_noticed() -> None:
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend)
-        for index, batch in enumerate(even(2 * FULL)):
-            if index == FULL + 3:
-                for executor in trainer._executors:
-                    executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
-            trainer.step(*batch)
-        assert is_active(trainer) == (backend == "static")
-        found.append(weights(net))
-    assert same(*found)
-
-
 class Clearing(EagerReplay):
     """Counts how often captured steps are forgotten."""
 
@@ -449,20 +336,6 @@ class Clearing(EagerReplay):
 
     def clear(self) -> None:
         Clearing.cleared += 1
-
-
-def test_settings_that_change_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "EagerReplay", Clearing)
-    _, trainer = made("static")
-    for batch in even(FULL):
-        trainer.step(*batch)
-    before = Clearing.cleared
-    trainer.step(*even(1)[0])
-    assert Clearing.cleared == before
-    for executor in trainer._executors:
-        executor.updater.optimizer.param_groups[0]["momentum"] = 0.5
-    trainer.step(*even(1)[0])
-    assert Clearing.cleared > before
 
 
 def test_steps_that_are_measured_leave_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,15 +351,6 @@ def test_steps_that_are_measured_leave_what_was_captured(monkeypatch: pytest.Mon
     assert Clearing.cleared == before
 
 
-def test_settings_that_change_all_the_time_are_not_captured() -> None:
-    cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=100)
-    _, trainer = made("static", lr_schedule=cycle)
-    with pytest.warns(UserWarning, match="cycle_momentum=False"):
-        for batch in even(2 * FULL):
-            trainer.step(*batch)
-    assert not is_active(trainer)
-
-
 def test_what_a_step_returned_stays_as_it_was() -> None:
     _, trainer = made("static")
     held, read = [], []
@@ -499,12 +363,6 @@ def test_what_a_step_returned_stays_as_it_was() -> None:
 
 
 # -- which backend --------------------------------------------------------------------------------
-
-
-def test_backends_have_names() -> None:
-    assert member_of("f", "backend", "static", Backend) is Backend.STATIC
-    with pytest.raises(InputError, match="did you mean 'cudagraphs'"):
-        member_of("f", "backend", "cudagraph", Backend)
 
 
 def test_auto_is_eager_on_the_cpu_and_says_nothing() -> None:
@@ -652,19 +510,6 @@ def test_a_message_never_overwrites_one_that_is_not_read() -> None:
     ]
 
 
-def test_every_captured_section_can_be_replayed_for_its_time() -> None:
-    replay, calls = CudaGraphReplay(torch.device("cpu")), list[str]()
-    draws = [(torch.Generator(), (0, -1), 3)]
-    for kind in "ab":
-        sections = [
-            _Capture(graph=functools.partial(calls.append, kind), generators=draws)
-            for _ in range(2)
-        ]
-        replay._captures[kind] = sections
-    assert replay.replay_all() == 2
-    assert calls == ["a", "a", "b", "b"]
-
-
 def test_whoever_keeps_a_loss_keeps_no_output() -> None:
     _, trainer = made("static")
     metrics = [trainer.step(*batch) for batch in even(FULL + 3)][-1]
@@ -678,41 +523,3 @@ def test_flags_see_what_is_not_finite(bad: float) -> None:
     fine, broken = [torch.ones(3), torch.ones(2)], [torch.ones(3), torch.tensor([1.0, bad])]
     assert [float(found_inf(g, torch.zeros(1))) for g in (fine, broken)] == [0.0, 1.0]
     assert float(found_inf(fine, torch.ones(1))) == 1.0
-
-
-def test_statistics_go_back_if_the_flag_says_so() -> None:
-    """Of two stages the second is bad; they share a layer."""
-    stages: list[list[Tensor]] = [
-        [torch.zeros(2), torch.tensor(5)],
-        [torch.zeros(3), torch.ones(1)],
-    ]
-    shared = torch.zeros(2)
-    statistics = RunningStatistics([[*stage, shared] for stage in stages])
-    stages[0][0].fill_(4)  # somebody else
-    statistics.snapshot()
-    stages[0][0].add_(1), stages[0][1].add_(1), stages[1][0].fill_(torch.nan), shared.add_(1)
-    statistics.restore_if(torch.tensor([0.0, 1.0]))
-    assert [buffer.tolist() for stage in stages for buffer in stage] == [[5, 5], 6, [0, 0, 0], [1]]
-    assert shared.tolist() == [0, 0]
-
-
-# -- buffers --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["eager", "static"])
-def test_inputs_are_kept_in_fewer_bits(backend: str) -> None:
-    net, trainer = made(backend, dtype=torch.float32, kept_input_dtype=torch.bfloat16)
-    plain, reference = made("eager", dtype=torch.float32)
-    for x, y in even(2 * FULL):
-        trainer.step(x.float(), y), reference.step(x.float(), y)
-    trainer.state_dict()  # nobody else has what is in flight
-    kept = [held.kept[0].dtype for held in trainer._executors[0].stage.in_flight.values()]
-    assert kept == 2 * [torch.bfloat16]
-    assert same(weights(net), weights(plain)) is False
-    for name, tensor in weights(plain).items():
-        assert torch.allclose(weights(net)[name].double(), tensor.double(), atol=0.02), name
-
-
-def test_buffers_have_a_precision_that_exists() -> None:
-    with pytest.raises(InputError, match=r"kept_input_dtype=torch\.int8"):
-        made("eager", kept_input_dtype=torch.int8)

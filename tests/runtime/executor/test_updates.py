@@ -22,7 +22,7 @@ from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD, Err
 from revcompile.runtime.stage.optimizers import why_not_capturable_optimizer
 from revcompile.runtime.stage.slots import StaticBuffers
 from revcompile.runtime.stage.tensors import restore_if
-from revcompile.runtime.stage.update import COUNTERS, Updater
+from revcompile.runtime.stage.update import Updater
 
 
 def several(parameters: Any) -> list[Optimizer]:
@@ -231,16 +231,6 @@ def test_counters_have_one_place_and_go_back_to_the_host() -> None:
     assert state["step"].dtype == state["mu_product"].dtype == torch.float32
 
 
-def test_counters_that_are_on_the_device_stay_there() -> None:
-    updater = updated(OPTIMIZERS["nadam"])
-    updater.optimizer.param_groups[0]["capturable"] = True
-    state = updater.optimizer.state[updater.parameters["weight"]]
-    own = dict(state)
-    vars(updater).update(ON_DEVICE)
-    updater.count_on_device()
-    assert all(state[name] is own[name] for name in own)
-
-
 @pytest.mark.parametrize(("capturable", "counted"), [(False, "cpu"), (True, "meta")])
 def test_counters_are_loaded_where_optimizers_keep_them(capturable: bool, counted: str) -> None:
     make = functools.partial(torch.optim.NAdam, capturable=capturable)
@@ -290,12 +280,3 @@ class Own(torch.optim.NAdam):
 )
 def test_what_cannot_be_captured_says_why(make: Callable[[Any], Optimizer], why: str) -> None:
     assert re.search(why, why_not_capturable_optimizer(make([torch.ones(2)])) or "")
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_snapshots_are_of_weights_and_states(name: str) -> None:
-    updater = updated(OPTIMIZERS[name])
-    states = [value for state in updater.optimizer.state.values() for value in state.values()]
-    written = [*updater.parameters.values(), *states]
-    counts = 8 * len(COUNTERS) * len(updater.parameters)
-    assert updater.snapshot_bytes == sum(t.nbytes for t in written) + counts

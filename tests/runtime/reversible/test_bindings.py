@@ -111,6 +111,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "spectral_norm": lambda net: parametrizations.spectral_norm(net.blocks[0][0]),
     "old spectral_norm": lambda net: nn.utils.spectral_norm(net.blocks[0][0]),
     "freeze": _freeze,
+    "average": lambda net: [setattr(p, "data", p.data * 0.5) for p in net.parameters()],
 }
 
 
@@ -139,15 +140,6 @@ def test_old_weight_norm_is_trained_and_does_not_hinder_copies() -> None:
     staged.to_module()
 
 
-def test_frozen_parameters_can_be_unfrozen() -> None:
-    net = reversible()
-    net.requires_grad_(False)
-    net.head.requires_grad_(True)
-    assert_exact(net)
-    net.requires_grad_(True)
-    assert_exact(net)
-
-
 def test_functional_call_gives_the_gradients_of_its_parameters() -> None:
     net, results = reversible(), []
     base = {n: p.detach().clone().requires_grad_() for n, p in net.named_parameters()}
@@ -163,14 +155,6 @@ def test_functional_call_gives_the_gradients_of_its_parameters() -> None:
         for want, have in zip(pair, results[1][name], strict=True):
             assert torch.allclose(want, have), name
     assert all(p.grad is None for p in net.parameters())
-
-
-def test_weights_swapped_for_an_average_are_used() -> None:
-    net = reversible()
-    found(net, True)
-    for parameter in net.parameters():
-        parameter.data = parameter.data * 0.5
-    assert_exact(net)
 
 
 def test_a_module_that_was_inlined_cannot_be_replaced() -> None:
@@ -234,17 +218,6 @@ def test_an_output_written_to_is_an_error_as_in_autograd() -> None:
         (a.sum() + b.sum()).backward()
 
 
-def test_steps_accumulation_and_several_calls_in_flight_are_no_errors() -> None:
-    net = reversible(drop=0.3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(2):
-        first, second = net(X).sum(), net(X).sum()
-        second.backward()
-        first.backward()
-        net(X).sum().backward()
-        optimizer.step()
-
-
 # -- hooks -----------------------------------------------------------------------------------------
 
 
@@ -288,16 +261,6 @@ def test_a_hook_on_an_inlined_module_is_an_error_until_it_is_removed() -> None:
     assert_exact(net)
 
 
-def test_global_hooks_see_the_layers() -> None:
-    net, seen = reversible(), []
-    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
-    try:
-        net(X)
-    finally:
-        handle.remove()
-    assert net.blocks[0][0] in seen and net in seen
-
-
 # -- modes -----------------------------------------------------------------------------------------
 
 
@@ -320,66 +283,7 @@ def test_modes_come_back_as_they_were(training: bool) -> None:
     assert {path: net.get_submodule(path).training for path in want} == want
 
 
-def test_a_trainer_leaves_frozen_norms_frozen() -> None:
-    model = Normed()
-    model.norm.eval()
-    net = revcompile.petrafy(model, 2, X.float())
-    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
-    for _ in range(3):
-        trainer.step(X.float(), X.float())
-    trainer.flush()
-    norm = net.to_module().get_submodule("norm")
-    assert not norm.training and int(norm.get_buffer("num_batches_tracked")) == 0
-
-
 # -- a live trainer --------------------------------------------------------------------------------
-
-
-class Plain(Stack):
-    """Without a parameter that stages would share."""
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-LIVE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "replaced": (
-        lambda net: setattr(net.blocks[1][0], "weight", nn.Parameter(torch.eye(8))),
-        r"blocks\.1\.0\.weight was replaced after the trainer was built; build a new trainer",
-    ),
-    "unfrozen": (
-        lambda net: net.blocks[0][0].requires_grad_(True),
-        r"requires_grad of blocks\.0\.0\.weight was changed",
-    ),
-    "wrapped": (
-        lambda net: net.blocks[1].__setitem__(0, nn.Sequential(net.blocks[1][0])),
-        r"blocks\.1\.0 was a Linear and is a Sequential now",
-    ),
-    "parametrized": (
-        lambda net: parametrize.register_parametrization(net.blocks[1][0], "weight", Symmetric()),
-        r"blocks\.1\.0 was a Linear and is a ParametrizedLinear now",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", LIVE)
-@pytest.mark.parametrize("backend", ["eager", "static"])
-def test_a_live_trainer_refuses_what_it_would_not_train(kind: str, backend: str) -> None:
-    change, words = LIVE[kind]
-    model = Plain()
-    model.blocks[0][0].requires_grad_(False)
-    net = revcompile.petrafy(model, 2, X.float(), check="off")
-    trainer = net.trainer(
-        lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, backend=backend
-    )
-    target = torch.zeros(4, 2)
-    for _ in range(8 if backend == "static" else 1):
-        trainer.step(X.float(), target)
-    change(net.model)
-    with pytest.raises(revcompile.RevcompileError, match=words):
-        trainer.step(X.float(), target)
 
 
 def test_a_new_trainer_trains_replaced_parameters_and_refuses_other_layers() -> None:

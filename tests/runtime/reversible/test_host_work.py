@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import revcompile
-from revcompile.ir.python_code import compile_with_modules
 from revcompile.runtime.reversible.block import BlockWeights
 
 
@@ -68,15 +67,6 @@ def test_global_hooks_may_look_into_a_rebuild() -> None:
     with FlopCounterMode(display=False) as counter:
         net(torch.ones(2, 8)).sum().backward()
     assert counter.get_total_flops() == 3 * 4 * 2 * 2 * 8 * 8
-
-
-def test_modules_are_at_hand_and_parameters_are_looked_up() -> None:
-    net = revcompile.reversify(Stack(3), torch.randn(2, 8), check="off").eval()
-    body, layer = net.rewired.body, net.get_submodule("blocks.1")
-    branch = compile_with_modules(body.segments[2].graph, net, "branch")
-    x = torch.randn(2, 8)
-    layer.weight = nn.Parameter(torch.eye(8))
-    assert torch.allclose(branch(x), x + layer.bias)
 
 
 class Twice(nn.Module):

@@ -145,17 +145,6 @@ def test_same_gradients_buffers_and_random_state_to_the_bit(
         assert torch.equal(value, found[1][key]), key
 
 
-def test_calls_in_flight_and_accumulation() -> None:
-    found = []
-    for overlap in ("on", "off"):
-        net = _net(overlap)
-        outputs = [net(torch.randn(4, 8)) for _ in range(3)]
-        for output in reversed(outputs):
-            (output**2).sum().backward()
-        found.append([p.grad for p in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 def test_nothing_stays_behind() -> None:
     net = _net("on")
     loss = net(torch.randn(4, 8).requires_grad_()).sum()

@@ -119,33 +119,6 @@ def test_streams_are_rebuilt_to_the_bit_and_few_bits_are_kept() -> None:
     assert kept == 2 * 2 * elements // 2  # two blocks, two micro-batches in flight
 
 
-def test_petra_has_the_weights_that_the_policy_needs() -> None:
-    net = staged()
-    for method in ("petra", "1f1b", "petra"):
-        net.method = method
-        trainer = net.trainer(sgd, F.mse_loss)
-        assert trainer._schedule.method == net.method
-    assert net.method.name == "petra_stashed"
-    assert net.trainer(sgd, F.mse_loss, method="petra").method == net.method
-
-
-def test_as_modules_for_torch_pipelining() -> None:
-    net, x = staged(), batches()[0][0]
-    stages = net.to_pipeline_stages(reversible=True)
-
-    def run() -> Tensor:
-        values: Any = (x,)
-        for stage in stages:
-            values = stage(*values)
-        assert isinstance(values, Tensor)
-        return values
-
-    run().sum().backward()
-    for stage in stages:
-        stage.eval()
-    assert torch.equal(run(), net.to_module().eval()(x))
-
-
 @pytest.mark.parametrize("weights", ["latest", "predicted"])
 def test_other_weights_than_those_of_forward_are_refused(weights: Any) -> None:
     with pytest.raises(InputError, match="multiply that difference in every block"):

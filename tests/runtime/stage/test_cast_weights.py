@@ -156,13 +156,6 @@ def test_weights_that_are_in_flight_are_read_as_they_were(method: str, copies: b
     assert (trainer._executors[0].stage.cast_weights.current() is not None) == copies
 
 
-def test_a_model_without_autocast_has_no_copies() -> None:
-    net = fresh(Loose, 3, torch.float32)
-    trainer = net.trainer(momentum, F.cross_entropy)
-    feed(trainer, DATA[:2])
-    assert all(executor.stage.cast_weights.current() is None for executor in trainer._executors)
-
-
 def test_gradients_are_laid_out_as_their_weights() -> None:
     """Fused optimizers refuse any other layout."""
     shape = (2, 3, 4, 4)

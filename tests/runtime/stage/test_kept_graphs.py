@@ -23,13 +23,12 @@ from transcription import Row, Transcription
 
 import revcompile
 import tests.test_equivalence as spine
-from revcompile.errors import InputError, NonFiniteError
+from revcompile.errors import InputError
 from revcompile.runtime.stage.weights import at_versions
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.settings import Settings, Task
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
-from tests.runtime.trainer.test_trainer_state import RootFirst
 from tests.support.stage_memory import saved_by
 from tests.test_equivalence import EXACT, assert_same, batches, copied, fresh, momentum, stage_of
 
@@ -134,13 +133,6 @@ def test_what_stages_keep_makes_a_difference() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["resnet", "words"])
-def test_with_still_parameters_every_gradient_is_autograd_s(name: str, plan: str) -> None:
-    _, actual = trained(name, PLANS[plan], spine.standing_still)
-    assert_same(spine.still(name), actual, stage_of(name))
-
-
-@pytest.mark.parametrize("plan", PLANS)
 def test_without_delay_what_is_kept_changes_nothing(plan: str) -> None:
     expected, module = spine.plain("resnet", 1)
     trainer, actual = trained("resnet", PLANS[plan], method="reversible_backprop")
@@ -148,13 +140,6 @@ def test_without_delay_what_is_kept_changes_nothing(plan: str) -> None:
     buffers = {n: b.double() for n, b in module.named_buffers()}
     error, where = worst(buffers, {n: b.double() for n, b in trainer.model.named_buffers()})
     assert error <= EXACT, where
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_statistics_move_once_a_microbatch(plan: str) -> None:
-    trainer, _ = trained("resnet", PLANS[plan], accumulation_steps=3)
-    counts = {n: int(b) for n, b in trainer.model.named_buffers() if "num_batches" in n}
-    assert counts and set(counts.values()) == {spine.MICROBATCHES}
 
 
 def test_backward_has_the_masks_of_its_forward() -> None:
@@ -270,51 +255,6 @@ def pair(keeps: Keeps, make: Any = training.Net, **settings: Any) -> list[Traine
     return [keeping(net, keeps, training.momentum, **settings) for net in nets]
 
 
-def test_evaluation_does_not_disturb_training(keeps: Keeps) -> None:
-    looked_at, left_alone = pair(keeps, accumulation_steps=2, clip_grad_norm=0.1)
-    expected = training.feed(left_alone, training.batches(8))
-    found = []
-    for index, batch in enumerate(training.batches(8)):
-        found += training.feed(looked_at, [batch])
-        if index % 2:
-            looked_at.evaluate(training.batches(3, seed=index))
-    looked_at.flush(), left_alone.flush()
-    assert found == expected
-    assert training.same(looked_at.model.state_dict(), left_alone.model.state_dict())
-
-
-def test_a_bad_step_is_left_out(keeps: Keeps) -> None:
-    spoiled, expected = pair(keeps, accumulation_steps=2)
-    for trainer in (spoiled, expected):
-        training.feed(trainer, training.batches(5))
-    x, y = training.batches(1, seed=3)[0]
-    for bad in ((x, y[:2]), (x[:, :4], y)):
-        with pytest.raises(InputError):
-            spoiled.step(*bad)
-        with pytest.raises(NonFiniteError):
-            expected.step(x * torch.nan, y)
-    more = training.batches(6, seed=2)
-    assert training.feed(spoiled, more) == training.feed(expected, more)
-    spoiled.flush(), expected.flush()
-    assert training.same(dict(spoiled.named_parameters()), dict(expected.named_parameters()))
-
-
-def test_a_gradient_that_is_not_finite_on_its_way_back_is_left_out(keeps: Keeps) -> None:
-    trainer, _ = pair(keeps, RootFirst)
-    x, y = training.batches(1, seed=3)[0]
-    errors, weight = [], trainer.model.get_parameter("root.scale")
-    for batch in [*training.batches(4), (torch.zeros_like(x), y), *training.batches(6, seed=2)]:
-        before = weight.clone()
-        try:
-            trainer.step(*batch)
-        except NonFiniteError as error:
-            errors.append((error.stage, error.microbatch))
-            assert torch.equal(weight, before)
-    trainer.flush()
-    assert errors == [(0, 4)]
-    assert all(t.isfinite().all() for t in trainer.model.state_dict().values())
-
-
 def test_a_checkpoint_waits_until_graphs_are_gone(keeps: Keeps, tmp_path: Path) -> None:
     whole, resumed = pair(keeps)
     training.feed(whole, training.batches(5))
@@ -338,15 +278,6 @@ def test_what_is_in_flight_stays_with_stages_that_keep_the_same() -> None:
     one.flush()
     other.load_state_dict(one.state_dict())
     assert training.same(one.model.state_dict(), other.model.state_dict())
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_batches_may_lie_in_memory_that_is_refilled(plan: str) -> None:
-    """`training.feed` refills it after each step."""
-    refilled, fresh = pair(PLANS[plan])
-    losses = training.feed(refilled, training.batches(7))
-    assert losses == [fresh.step(*batch).loss for batch in training.batches(7)]
-    assert training.same(refilled.model.state_dict(), fresh.model.state_dict())
 
 
 def test_parameters_may_be_written_to_between_steps() -> None:

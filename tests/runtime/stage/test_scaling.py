@@ -24,8 +24,6 @@ from training import (
     batches,
     feed,
     fresh,
-    momentum,
-    plain_loop,
     plain_sgd,
     same,
     through_a_file,
@@ -136,17 +134,6 @@ def test_small_gradients_survive_float16() -> None:
     assert worst(expected, lost)[0] > 0.5
 
 
-def test_they_are_those_of_a_scaled_loss_in_a_plain_loop() -> None:
-    net = fresh(Deep, 3, torch.float32)
-    model, (x, y) = net.to_module(), batches(1, dtype=torch.float32)[0]
-    with torch.autocast("cpu", torch.float16):
-        loss = F.cross_entropy(model(x), y)
-    (loss * 512).backward()
-    expected = {name: p.grad / 512 for name, p in model.named_parameters()}
-    found = gradients(F.cross_entropy, autocast=torch.float16, loss_scale=512)
-    assert worst(expected, found)[0] < 0.01
-
-
 def test_float16_is_divided_by_scales_that_it_cannot_hold() -> None:
     scaled = {"w": torch.full((2,), 1024.0, dtype=torch.float16)}
     found = unscaled(scaled, torch.tensor(2.0**17, dtype=torch.float64))["w"]
@@ -178,34 +165,6 @@ def test_a_micro_batch_that_overflows_is_left_out_like_a_bad_one(
         found.append(dict(net.to_module().named_parameters()))
     assert same(*found)
     assert trainer.metrics.skipped == 1 and trainer.metrics.loss_scale == 2.0**15
-
-
-def test_one_that_overflows_at_the_last_stage_is_left_out_everywhere() -> None:
-    data = batches(8)
-    net, left = fresh(Plain), fresh(Plain)
-    model = left.to_module()
-    expected = plain_loop(model, momentum(model.parameters()), data[:3] + data[4:])
-    trainer = trainer_of(net, method="backprop", loss_scale="dynamic")
-    overflowing(trainer, 3, [3])
-    feed(trainer, data)
-    assert worst(expected, weights(net))[0] < 1e-12
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_stages_behind_have_used_it(stage: int) -> None:
-    steps = [0, 0, 0, 0]
-    trainer = trainer_of(fresh(Plain), plain_sgd, loss_scale="dynamic")
-    for executor in trainer._executors:
-        assert executor.updater.optimizer is not None
-
-        def count(*_: Any, index: int = executor.index) -> None:
-            steps[index] += 1
-
-        executor.updater.optimizer.register_step_pre_hook(count)
-    overflowing(trainer, stage, [2])
-    feed(trainer, batches(6))
-    trainer.flush()
-    assert steps == [6 - (index <= stage) for index in range(4)]
 
 
 @pytest.mark.parametrize(

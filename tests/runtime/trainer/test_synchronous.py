@@ -114,19 +114,6 @@ def test_a_resumed_run_is_captured_once() -> None:
     assert entered == 1 and resumed._runner._changes == 0
 
 
-def test_static_steps_begin_after_it() -> None:
-    ends = []
-    for backend in ("eager", "static"):
-        net = fresh(Plain, 2)
-        trainer = net.trainer(
-            ahead, F.cross_entropy, backend=backend, options=TrainerOptions(synchronous_updates=5)
-        )
-        feed(trainer, DATA)
-        trainer.flush()
-        ends.append(weights(net))
-    assert same(*ends)
-
-
 def test_what_makes_no_sense_is_refused() -> None:
     net = fresh(Plain)
     with pytest.raises(InputError, match=r"'1f1b' never applies late gradients"):

@@ -20,7 +20,6 @@ from training import (
     Batch,
     Net,
     Plain,
-    adam,
     batches,
     feed,
     fresh,
@@ -69,24 +68,6 @@ def test_clipping_groups_and_schedules_are_those_of_a_plain_loop(method: str) ->
     assert worst(expected, weights(net))[0] < 1e-10
     assert trainer.metrics is not None
     assert trainer.metrics.lr == pytest.approx(mine.param_groups[0]["lr"])
-
-
-def test_petra_clips_the_norm_of_each_stage() -> None:
-    seen: list[Tensor] = []
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made = torch.optim.SGD(parameters, lr=0.0)
-        own = list(parameters)
-        made.register_step_pre_hook(
-            lambda *_: seen.append(torch.stack([p.grad.norm() for p in own]).norm())
-        )
-        return made
-
-    trainer = trainer_of(fresh(Plain), optimizer, clip_grad_norm=1e-3)
-    feed(trainer, batches(6))
-    trainer.flush()
-    assert len(seen) == 4 * 6
-    assert all(float(norm) == pytest.approx(1e-3, rel=1e-2) for norm in seen)
 
 
 class Sums(nn.Module):
@@ -361,18 +342,6 @@ def language(stages: int) -> revcompile.StagedModel:
     return revcompile.petrafy(model, stages, example, check="off", policy="same_parameters")
 
 
-@pytest.mark.parametrize("method", ["backprop", "1f1b", "gpipe", "reversible_backprop"])
-def test_tied_ends_train_as_in_a_plain_loop(method: str) -> None:
-    net = language(4)
-    assert [(tie.owner, tie.holder) for tie in net.partition.ties] == [(0, 3)]
-    model = net.to_module()
-    expected = plain_loop(
-        model, adam(model.parameters()), sentences(6), loss=next_word, accumulation_steps=2
-    )
-    feed(trainer_of(net, adam, next_word, method=method, accumulation_steps=2), sentences(6))
-    assert worst(expected, weights(net))[0] < 1e-10
-
-
 @pytest.mark.parametrize("method", ["petra", "pipedream"])
 def test_tied_copies_are_equal_after_a_flush(method: str) -> None:
     net = language(4)
@@ -386,11 +355,6 @@ def test_tied_copies_are_equal_after_a_flush(method: str) -> None:
     assert module.get_parameter("head.weight") is module.get_parameter("embed.weight")
     assert module.get_parameter("embed.weight") is not owner
     assert torch.equal(module.get_parameter("embed.weight"), owner)
-
-
-def test_ends_in_one_stage_are_not_tied() -> None:
-    assert not language(1).partition.ties
-    assert language(2).partition.ties
 
 
 def test_sparse_gradients_are_gathered_dense() -> None:
@@ -456,28 +420,6 @@ class Bare(Chain):
         return torch.sin(super().forward(torch.tanh(x)))
 
 
-@pytest.mark.parametrize("method", ["petra", "pipedream", "ddg"])
-@pytest.mark.parametrize(
-    ("make", "stages"),
-    [(vgg, 3), (Frozen, 4), (Chain, 3), (spectral, 4), (Bare, 6), (Plain, 1), (Net, 6)],
-    ids=["vgg", "frozen", "chain", "spectral norm", "bare", "one stage", "net"],
-)
-def test_any_model_trains_and_learns(
-    make: Callable[[], nn.Module], stages: int, method: str
-) -> None:
-    net = fresh(make, stages)
-    before = weights(net)
-    trainer = trainer_of(net, lambda p: torch.optim.SGD(p, lr=0.02), method=method)
-    x, y = batches(1)[0]
-    losses = feed(trainer, [(x, y)] * 15)
-    trainer.flush()
-    assert sum(losses[-5:]) < sum(losses[:5])
-    changed = {name for name, t in weights(net).items() if not torch.equal(t, before[name])}
-    trained = {name for name, p in net.model.named_parameters() if p.requires_grad}
-    assert changed & dict(net.model.named_parameters()).keys() <= trained
-    assert {name for name in trained if name.endswith("weight")} <= changed
-
-
 @pytest.mark.parametrize("method", ["backprop", "reversible_backprop", "1f1b"])
 @pytest.mark.parametrize("make", [vgg, Frozen, Chain, spectral, Bare])
 def test_any_model_equals_a_plain_loop(make: Callable[[], nn.Module], method: str) -> None:
@@ -519,15 +461,6 @@ def test_only_layers_that_are_in_eval_mode_by_themselves_stay_in_it(is_whole: bo
     trainer.flush()
     calls = [int(net.to_module().get_submodule(path).num_batches_tracked) for path in ("1", "3")]
     assert calls == ([4, 4] if is_whole else [0, 4])
-
-
-def test_training_leaves_the_global_random_state_alone() -> None:
-    torch.manual_seed(3)
-    trainer = trainer_of(fresh())
-    feed(trainer, batches(3))
-    found = torch.rand(1)
-    torch.manual_seed(3)
-    assert torch.equal(found, torch.rand(1))
 
 
 def test_the_module_is_a_copy_of_the_current_weights() -> None:

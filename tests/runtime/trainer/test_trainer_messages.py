@@ -53,6 +53,12 @@ def test_a_wrong_step_says_how_to_call_and_is_left_out(call: Call, said: str) ->
     ("call", "said"),
     [
         (lambda t: t.evaluate(None), r"expected a loader of batches \(inputs, target\), got None"),
+        (lambda t: t.evaluate([]), "the loader is empty"),
+        (lambda t: t.evaluate([X]), r"expected batches of \(inputs, target\), got float64\[4, 5\]"),
+        (
+            lambda t: t.evaluate([(X, torch.zeros(2, 2))]),
+            r"loss, evaluation, batch 0: .*\n.*output: float64\[4, 3\]",
+        ),
         (lambda t: t.evaluate([(X[:, :2], Y)]), "evaluation, batch 0: the model failed on it"),
         (lambda t: t.evaluate([(X[:0], Y[:0])]), "evaluation, batch 0: the batch has no samples"),
         (
@@ -74,7 +80,7 @@ def test_a_wrong_call_says_how_to_call_and_changes_nothing(call: Call, said: str
     before = trainer.state_dict()
     with pytest.raises(InputError, match=said):
         call(trainer)
-    assert same(trainer.state_dict(), before)
+    assert trainer.model.training and same(trainer.state_dict(), before)
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,9 @@ SAVED_IN_FLIGHT: Final = (
 @pytest.mark.parametrize(
     ("method", "in_flight_per_stage", "schedule", "optimizer", "accumulation_steps"),
     [
-        *((*method, "one cycle", momentum, 1) for method in SAVED_IN_FLIGHT),
-        *((*method, "cosine", adam, 3) for method in SAVED_IN_FLIGHT),
-        ("petra", 1, "lambda", adam, 1),
-        ("petra", 1, "milestones", momentum, 2),
+        *((*method, "one cycle", momentum, 1) for method in SAVED_IN_FLIGHT[::2]),
+        *((*method, "cosine", adam, 3) for method in SAVED_IN_FLIGHT[1::2]),
+        ("petra", 1, "lambda", adam, 3),
         ("petra", 2, "warm-up", momentum, 2),
     ],
 )
@@ -73,22 +72,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     optimizer: Any,
     accumulation_steps: int,
 ) -> None:
+    """Masks, learning rates and norms too, whatever the trainer has been doing that loads it."""
     settings = {
         "method": method,
         "in_flight_per_stage": in_flight_per_stage,
         "accumulation_steps": accumulation_steps,
+        "clip_grad_norm": 0.1,
         "lr_schedule": SCHEDULES[schedule],
     }
     data = batches(13)
     whole = fresh()
-    trainer = trainer_of(whole, optimizer, **settings)
+    trainer = trainer_of(whole, optimizer, seed=3, **settings)
     losses = feed(trainer, data[:8])
-    state = through_a_file(trainer.state_dict())
+    live = trainer.state_dict()
+    state = through_a_file(live)
     losses += feed(trainer, data[8:])
     trainer.flush()
+    assert same(live, state)  # nor does it change when training goes on
 
     resumed = fresh()
-    again = trainer_of(resumed, optimizer, **settings)
+    again = trainer_of(resumed, optimizer, seed=4, **settings)
     feed(again, batches(2, seed=9))  # something else is in flight, and is forgotten
     again.load_state_dict(state)
     assert same(again.state_dict(), state)
@@ -134,61 +137,6 @@ def test_a_shared_weight_on_its_way_is_not_applied_twice(
     assert same(weights(resumed), weights(whole))
 
 
-@pytest.mark.parametrize("method", ["ddg", "gpipe", "1f1b"])
-def test_methods_that_keep_graphs_are_saved_after_a_flush(method: str) -> None:
-    whole, resumed = fresh(), fresh()
-    trainer = trainer_of(whole, method=method, accumulation_steps=3)
-    feed(trainer, batches(4))
-    before = weights(whole)
-    with pytest.raises(InputError, match=re.escape("call trainer.flush() first")):
-        trainer.state_dict()
-    assert same(weights(whole), before)
-    trainer.flush()
-    state = through_a_file(trainer.state_dict())
-    again = trainer_of(resumed, method=method, accumulation_steps=3)
-    again.load_state_dict(state)
-    for one in (trainer, again):
-        feed(one, batches(7, seed=2))
-        one.flush()
-    assert same(weights(resumed), weights(whole))
-
-
-def test_a_saved_state_does_not_change_when_training_goes_on() -> None:
-    trainer = trainer_of(fresh(), adam, lr_schedule=SCHEDULES["warm-up"])
-    feed(trainer, batches(6))
-    state = trainer.state_dict()
-    before = copy.deepcopy(state)
-    feed(trainer, batches(6, seed=2))
-    trainer.load_state_dict(state)
-    feed(trainer, batches(6, seed=3))
-    assert same(state, before)
-
-
-def test_a_resumed_run_draws_the_masks_of_the_saved_one() -> None:
-    whole, resumed = fresh(), fresh()
-    trainer, again = trainer_of(whole, seed=3), trainer_of(resumed, seed=4)
-    feed(trainer, batches(5))
-    again.load_state_dict(trainer.state_dict())
-    assert feed(trainer, batches(4, seed=2)) == feed(again, batches(4, seed=2))
-    assert again.state_dict()["seed"] == 3
-
-
-def test_clipping_goes_on_after_going_back() -> None:
-    """Norms that other stages had sent for an update must not survive a load."""
-    settings = {"method": "backprop", "clip_grad_norm": 0.1}
-    net = fresh()
-    trainer = trainer_of(net, **settings)
-    feed(trainer, batches(3))
-    state = trainer.state_dict()
-    feed(trainer, batches(1, seed=2))
-    trainer.load_state_dict(state)
-    feed(trainer, batches(1, seed=3))
-    straight = fresh()
-    other = trainer_of(straight, **settings)
-    feed(other, [*batches(3), *batches(1, seed=3)])
-    assert same(weights(net), weights(straight))
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 3, 6])
 def test_a_flushed_state_moves_to_other_stages(stages: int, schedule: str) -> None:
@@ -221,34 +169,6 @@ def test_a_flushed_state_moves_to_other_stages(stages: int, schedule: str) -> No
     assert again.metrics.updates == (6,) * stages
     assert again.metrics.lr == trainer.metrics.lr
     assert worst(weights(whole), weights(moved))[0] < 1e-12
-
-
-def test_a_group_that_stages_had_otherwise_begins_as_it_does_here() -> None:
-    """Other stages' layers come to where the head is: what the head's group had counts."""
-
-    def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        head = any(name.startswith("head") for name, _ in named)
-        return [{"params": [p for _, p in named], "lr": 0.01 if head else 0.001}]
-
-    def schedule(optimizer: Any) -> Any:
-        parts = [
-            lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 4),
-            lr_scheduler.CosineAnnealingLR(optimizer, 12),
-        ]
-        return lr_scheduler.SequentialLR(optimizer, parts, [4])
-
-    rates = {}
-    settings = {"method": "backprop", "param_groups": groups, "lr_schedule": schedule}
-    trainer = trainer_of(fresh(Plain, 4), **settings)
-    feed(trainer, batches(2))
-    trainer.flush()
-    for stages in (2, 4):
-        other = trainer_of(fresh(Plain, stages), **settings)
-        other.load_state_dict(through_a_file(trainer.state_dict()))
-        feed(other, batches(4, seed=2))
-        rates[stages] = [executor.updater.lr for executor in other._executors]
-    assert rates[2] == [rates[4][0], rates[4][-1]]
-    assert rates[2][1] == pytest.approx(10 * (rates[2][0] or 0.0))
 
 
 def test_strides_of_tensors_in_flight_are_restored() -> None:
@@ -387,22 +307,6 @@ def test_evaluation_is_the_module_in_eval_mode_averaged_over_samples() -> None:
     assert found.loss == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-12)
     assert found.metrics == {"accuracy": pytest.approx(float(accuracy(output, y)))}
     assert [module.training for module in net.model.modules()] == modes
-
-
-def test_evaluation_says_what_is_wrong_and_restores_the_mode() -> None:
-    net = fresh()
-    trainer = trainer_of(net)
-    before = trainer.state_dict()
-    x, _ = batches(1)[0]
-    for loader, said in [
-        ([], "the loader is empty"),
-        ([x], r"expected batches of \(inputs, target\), got float64\[4, 5\]"),
-        ([(x, torch.zeros(2, 2))], r"loss, evaluation, batch 0: .*\n.*output: float64\[4, 3\]"),
-    ]:
-        with pytest.raises(InputError, match=said):
-            trainer.evaluate(loader)
-        assert net.model.training
-        assert same(trainer.state_dict(), before)
 
 
 class WithAuxiliary(nn.Module):
