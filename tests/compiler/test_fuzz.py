@@ -66,7 +66,7 @@ SETTINGS = hypothesis.settings(
 )
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [6, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(4), indirect=True)
 def test_random_nets_are_right_or_refused(seed: int, examples: int) -> None:
     """The seed fixes the nets."""

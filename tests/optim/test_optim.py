@@ -151,7 +151,7 @@ def _nesterov(params: Any) -> Optimizer:
     return SGD(params, 1.0, 0.9, nesterov=True)
 
 
-@pytest.mark.parametrize("delay", [1, 2, 5, 9])
+@pytest.mark.parametrize("delay", [1, 5])
 def test_with_a_lead_it_stays_calm(delay: int) -> None:
     calm = _reach(lambda p: DelayAwareSGD(p, 1.0), delay, 4.0, 1000 * (1 + delay))
     assert calm < 1e-3 and _reach(_nesterov, delay, 4.0) == float("inf")

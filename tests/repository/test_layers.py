@@ -6,6 +6,7 @@ TYPE_CHECKING count.
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,9 +95,14 @@ def circles(package: Path) -> list[list[str]]:
     return sorted(sorted(".".join(m) for m in group) for group in groups if len(group) > 1)
 
 
+@functools.cache
+def parsed(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))))
+
+
 def imports(file: Path, package: Path) -> Iterator[tuple[int, Module]]:
     """Line and absolute name of everything `file` imports, wherever in the file it does."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
+    for node in parsed(file):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, tuple(alias.name.split("."))
