@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
+from revcompile import TrainerOptions
+from revcompile.compiler.capture import capture
 from revcompile.errors import CaptureError, ModifiedError
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
