@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -344,15 +343,6 @@ def test_a_chain_that_cannot_be_inverted_is_refused_before_training() -> None:
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-def test_a_chain_that_becomes_uninvertible_stops_the_training() -> None:
-    net, _ = _pair(_Stack(4, dropout=0.0), torch.randn(2, 16))
-    net.check_every = 1
-    with torch.no_grad():
-        net.get_parameter("blocks.3.1.weight").fill_(1e9)
-    with pytest.raises(revcompile.RevcompileError, match=r"blocks\.0 \.\. blocks\.3 reconstruct"):
-        net(torch.randn(8, 16)).sum().backward()
-
-
 def test_check_invertible_reports_every_block() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=3)
     report = revcompile.check_invertible(model, torch.randn(2, 3, 32, 32))
@@ -360,18 +350,6 @@ def test_check_invertible_reports_every_block() -> None:
         f"blocks.{i}.{part}" for i in range(3) for part in ("attn", "mlp")
     ]
     assert report.ok and "blocks.2.mlp" in str(report)
-
-
-def test_wrong_call_is_a_clear_error() -> None:
-    net, _ = _pair(_Stack(2), torch.randn(2, 16))
-    cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: net(), "missing a required argument: 'x'"),
-        (lambda: net([torch.randn(2, 16)]), "x was a tensor in the example and is a list of 1"),
-        (lambda: net("text"), "expected a tensor for x, got 'text'"),
-    ]
-    for call, words in cases:
-        with pytest.raises(revcompile.RevcompileError, match=words):
-            call()
 
 
 def test_deepcopy_and_state_dict_round_trip() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.cli import main, models, units
+from revcompile.cli import main, units
 
 MODEL = "test_cli:tiny"
 HERE = Path(__file__).parent
@@ -167,18 +167,6 @@ def test_what_cannot_be_done_is_reported_on_stderr_without_a_traceback(
     assert max(map(len, on_terminal.splitlines())) <= 80
 
 
-def test_a_terminal_shows_a_spinner_and_the_same_result(
-    called: Called, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    plain = called("coverage", MODEL)[1]
-    for stream in (sys.stdout, sys.stderr):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    _, out, err = called("coverage", MODEL)
-    assert out == plain
-    assert f"coverage {MODEL}" in err
-
-
 def test_ctrl_c_is_a_line(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
@@ -230,23 +218,6 @@ def test_a_model_can_be_inspected_without_stages(called: Called) -> None:
     code, out, _ = called("inspect", MODEL)
     assert code == 0 and "Sequential: 1 stage, petra" in out
     assert "(a, b) -> (b, a + F(b))" in called("inspect", MODEL, "--explain", "1")[1]
-
-
-def test_models_of_both_libraries_take_their_own_shapes(called: Called) -> None:
-    ours = in_json(called, "coverage", "timm:resnet18")
-    theirs = in_json(called, "coverage", "torchvision:resnet18")
-    assert [s["parameters"] for s in ours["segments"]] == [
-        s["parameters"] for s in theirs["segments"]
-    ]
-
-
-def test_no_weights_are_downloaded_for_a_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a download")
-
-    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", refuse)
-    with torch.device("meta"):
-        assert models._from_torchvision("lraspp_mobilenet_v3_large") is not None
 
 
 # -- coverage -------------------------------------------------------------------------------------

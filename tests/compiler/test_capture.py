@@ -546,7 +546,7 @@ def test_functions_that_hold_nothing_of_the_model() -> None:
             self.double = lambda x, scale=2.0: x * scale / factor * 2
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.double(self.f(x))
+            return x + self.double(self.f(x))  # type: ignore[call-arg]
 
     model = Patched()
     model.f.forward = types.MethodType(nn.Linear.forward, model.f)  # type: ignore[method-assign]

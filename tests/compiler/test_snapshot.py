@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from revcompile.ir.snapshot import Kind, TreeSnapshot, Watched, below, read_by
+from revcompile.ir.snapshot import Kind, TreeSnapshot, below
 
 
 class Masked(nn.Linear):
@@ -171,21 +171,3 @@ def test_copies_look_at_copies(name: str) -> None:
     assert found is not None and found.kind is kind
     _, noticed = copy.deepcopy((copied, snapshot))
     assert noticed.first_change() is not None and unseen.first_change() is None
-
-
-def test_what_graphs_read_is_watched() -> None:
-    net = Net()
-    graph = fx.Graph()
-    graph.call_module("first", (graph.placeholder("x"),))
-    graph.get_attr("last.weight")
-    graph.get_attr("training")
-    found = {watched.path: watched.names for watched in read_by([graph], net)}
-    assert found == {"first": None, "last": {"weight"}, "": {"first", "last", "training"}}
-    settings = TreeSnapshot(read_by([graph], net), (Kind.SETTING,))
-    net.last.in_features, net.drop.p = 7, 0.7
-    assert settings.first_change() is None
-    net.eval()
-    assert settings.first_change() is not None
-    one = TreeSnapshot([Watched(net.last, "last", frozenset(["weight"]))], (Kind.PARAMETER,))
-    net.last.bias = nn.Parameter(torch.ones(4))
-    assert one.first_change() is None

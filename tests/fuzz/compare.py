@@ -133,7 +133,7 @@ def dense(gradient: Tensor | None) -> Tensor | None:
     """A copy of a gradient, whatever its layout."""
     if gradient is None:
         return None
-    return gradient.detach().todense().clone() if gradient.is_sparse else gradient.detach().clone()
+    return gradient.detach().todense().clone() if gradient.is_sparse else gradient.detach().clone()  # type: ignore[attr-defined]
 
 
 def difference(
@@ -194,7 +194,7 @@ def rounded_outputs(module: nn.Module) -> Iterator[None]:
         noise = torch.randn(output.shape, generator=generator, dtype=torch.float64)
         return output * (1 + 4 * torch.finfo(output.dtype).eps * noise).to(output.dtype)
 
-    couple = coupling.couple
+    couple = coupling.couple  # type: ignore[attr-defined]
 
     def couple_rounded(
         block: Any, index: int, a: Tensor, b: Tensor, *given: Any, **how: Any

@@ -287,7 +287,7 @@ def test_a_functional_norm_counts_too(kernels: list[str]) -> None:
 
 
 def test_which_layers_are_layer_norms() -> None:
-    from timm.layers import LayerNorm, LayerNorm2d
+    from timm.layers import LayerNorm, LayerNorm2d  # type: ignore[attr-defined]
 
     fast = LayerNorm(8)
     fast._fast_norm = True

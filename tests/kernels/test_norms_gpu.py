@@ -222,9 +222,11 @@ def test_a_step_with_copied_sums_to_the_bit(
     twin = copy.deepcopy(net)
     found = _step(net, x)
     assert counted == {"add_and_cast": 9}, "three sums each way, and three of gradients"
-    add_or_subtract, added = stream_sums.add_or_subtract, gradients.add_gradients
+    add_or_subtract, added = stream_sums.add_or_subtract, gradients.add_gradients  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        stream_sums, "add_or_subtract", lambda *given: add_or_subtract(*given[:-1], False)
+        stream_sums,
+        "add_or_subtract",
+        lambda *given: add_or_subtract(*given[:-1], False),  # type: ignore[call-arg]
     )
     monkeypatch.setattr(gradients, "add_gradients", lambda *given: added(*given[:2]))
     expected = _step(twin, x)

@@ -106,7 +106,7 @@ def test_a_sum_is_read_as_it_was_copied(
     links = [coupling.rearrange is not None for coupling in net.rewired.couplings]
     assert links == [False, False, isinstance(model, _Turned)]
     results = []
-    for add_or_subtract in (stream_sums.add_or_subtract, _copied):
+    for add_or_subtract in (stream_sums.add_or_subtract, _copied):  # type: ignore[attr-defined]
         monkeypatch.setattr(stream_sums, "add_or_subtract", add_or_subtract)
         with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
             results.append(gradients(copy.deepcopy(net), X))

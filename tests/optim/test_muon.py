@@ -132,7 +132,7 @@ def test_copies_know_of_the_delay(name: str, how: Callable[[Any], Any]) -> None:
     if name != "several":
         other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     tell(other, 3.0)
-    assert [member.delay for member in members(optimizer)] == [2.0]
+    assert [member.delay for member in members(optimizer)] == [2.0]  # type: ignore[attr-defined]
 
 
 def tell(optimizer: Any, delay: float) -> None:

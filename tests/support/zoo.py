@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,17 +95,6 @@ class SeveralInputs(nn.Module):
         return self.mlp(x) * scale + y
 
 
-@specimen(rows, kwargs=lambda n: {"gate": torch.randn(n, 8), "flip": True})
-class KeywordArguments(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: Tensor, *, gate: Tensor, flip: bool = False, bias: Any = None) -> Tensor:
-        x = self.mlp(x) * gate
-        return -x if flip else x
-
-
 @specimen(rows)
 class OptionalMask(nn.Module):
     def __init__(self) -> None:
@@ -125,43 +114,6 @@ class DictInput(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         return self.mlp(batch["x"]) * batch["k"] + batch["more"][0]
-
-
-@specimen(rows)
-class DictOutput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        y = self.mlp(x)
-        return {"logits": y, "hidden": [x, (y.mean(),)], "size": x.shape[0], "kind": "dict"}
-
-
-@specimen(tokens)
-class TupleOfALeaf(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 8, batch_first=True)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        return self.lstm(x)
-
-
-class Pair(NamedTuple):
-    logits: Tensor
-    features: Tensor
-
-
-@specimen(rows)
-class NamedTupleOutput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: Tensor) -> Pair:
-        y = self.mlp(x)
-        return Pair(logits=y.tanh(), features=y)
 
 
 @dataclass
@@ -224,11 +176,6 @@ def causal(size: int) -> Tensor:
 @specimen(tokens, kwargs=lambda n: {"mask": causal(5)})
 def PreNormEncoder() -> nn.Module:
     return encoder(norm_first=True, batch_first=True)
-
-
-@specimen(tokens, kwargs=lambda n: {"src_key_padding_mask": torch.zeros(n, 5).bool()})
-def PostNormEncoder() -> nn.Module:
-    return encoder(norm_first=False, batch_first=True)
 
 
 @specimen(lambda n: (torch.randn(5, n, 8),), kwargs=lambda n: {"mask": causal(5)})
@@ -459,19 +406,6 @@ class FunctionalDropout(nn.Module):
         return x + F.dropout(self.mlp(x), p=0.3, training=self.training)
 
 
-@specimen(tokens)
-class AttentionDropout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.p = nn.Linear(8, 24), 0.2
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        p = self.p if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p)
-        return x + y.transpose(1, 2).flatten(2)
-
-
 class SkipSometimes(nn.Module):
     """timm's DropPath under another name."""
 
@@ -603,21 +537,6 @@ class ShapeArithmetic(nn.Module):
         return (x + place[None, :, None]).reshape(*lead, 2, last // 2).flatten(-2)
 
 
-@specimen(lambda n: (torch.randn(n, 3, 7, 9),))
-class AnySize(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.mlp = nn.Conv2d(3, 8, 2, 2), Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, w = x.shape[-2:]
-        if h % 2 or w % 2:
-            x = F.pad(x, (0, w % 2, 0, h % 2))
-        x = self.stem(x)
-        grid = torch.tensor(x.shape[-2:], device=x.device).sum()
-        return self.mlp(x.flatten(2).mT) / grid
-
-
 @specimen(tokens)
 class RemembersSizes(nn.Module):
     """Sets its own attributes, to the same values every time; one module is not registered."""
@@ -635,25 +554,6 @@ class RemembersSizes(nn.Module):
 
 
 # -- in-place operations -------------------------------------------------------------------------
-
-
-@specimen(rows)
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.a(x).mul_(0.5)
-        y += x
-        y[:, 0] = 1.0
-        z = self.b(y)
-        z[:, 2:4] *= 2.0
-        z[0, 0] = 0.5
-        mask = z > 0.1
-        mask |= x > 1.0
-        z.masked_fill_(mask, 0.25).unsqueeze_(0)
-        return F.relu(z, inplace=True)
 
 
 @specimen(rows)

@@ -46,7 +46,7 @@ def normalized(
         weights = [channels.clone().requires_grad_() if is_affine else None for _ in range(2)]
         means = [channels.clone() if has_statistics else None for _ in range(2)]
         try:
-            y = torch.batch_norm(x, *weights, *means, training, 0.1, 1e-5, False)
+            y = torch.batch_norm(x, *weights, *means, training, 0.1, 1e-5, False)  # type: ignore[call-arg]
         except (RuntimeError, AssertionError) as error:  # evaluation without statistics
             return [type(error)]
         saved = [getattr(y.grad_fn, f"_saved_result{i}") for i in (1, 2)]
@@ -68,18 +68,3 @@ def test_batch_norms_are_torchs(shapes: tuple[tuple[int, ...], ...], name: str) 
         given = case[2], FORMATS[name], case[0], *case[1]
         expected = normalized(FakeTensorMode(allow_non_fake_inputs=True), *given)
         assert normalized(FakeMode(), *given) == expected, given
-
-
-def test_one_batch_norm_serves_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    dispatch = FakeTensorMode.dispatch
-    given = torch.contiguous_format, (torch.float32, torch.float32), True, True, True
-    normalized(FakeMode(), (2, 3, 4, 4), *given)
-
-    def watched(mode: Any, func: Any, *args: Any) -> Any:
-        asked.append(func)
-        return dispatch(mode, func, *args)
-
-    monkeypatch.setattr(FakeTensorMode, "dispatch", watched)
-    normalized(FakeMode(), (5, 11, 13, 17), *given)
-    assert asked and torch.ops.aten.native_batch_norm.default not in asked

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +27,6 @@ def step_in(folder: Path) -> int:
     ((model, step),) = (tree.values() for tree in checkpoint.read(checkpoint.trees()))
     assert set(model["w"].tolist()) == {int(model["n"])} == {step}
     return int(step)
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Writing past so many bytes of any file fails in the kernel."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("size", [0, 30, 300, 1000])
-def test_a_file_that_cannot_grow(tmp_path: Path, size: int) -> None:
-    put(tmp_path, 1)
-    with file_size_limit(size), pytest.raises(InputError, match=r"trainer.save: .* as before"):
-        put(tmp_path, 2)
-    assert step_in(tmp_path) == 1
-    put(tmp_path, 2)
-    assert step_in(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
@@ -121,52 +98,3 @@ def test_the_newest_is_the_last_one_whatever_the_clock_says(
         place = put(tmp_path, step)
         os.utime(place, (clock(), clock()))
         assert step_in(tmp_path) == step
-
-
-# -- other processes ------------------------------------------------------------------------------
-
-
-def in_a_child(act: Callable[[], Any]) -> str:
-    """What another process says that does it: its error, or nothing."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            act()
-        except BaseException as error:
-            os.write(writes, f"{type(error).__name__}: {error}".encode())
-        os._exit(0)
-    os.close(writes)
-    os.waitpid(child, 0)
-    with os.fdopen(reads) as said:
-        return said.read()
-
-
-def as_nobody(act: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> Any:
-        if os.geteuid() == 0:
-            os.setgid(65534)
-            os.setuid(65534)
-        return act()
-
-    return run
-
-
-def test_without_permission(tmp_path: Path) -> None:
-    for part in (tmp_path, *tmp_path.parents):
-        if part.stat().st_uid == os.geteuid() and part != Path("/"):
-            part.chmod(part.stat().st_mode | 0o011)
-    folder = tmp_path / "run"
-    place = put(folder, 1)
-    folder.chmod(0o555)
-    said = in_a_child(as_nobody(lambda: put(folder, 2)))
-    assert said.startswith("InputError: trainer.save: PermissionError")
-    for closed in (*place.iterdir(), place, folder):
-        before = closed.stat().st_mode
-        closed.chmod(0)
-        said = in_a_child(as_nobody(lambda: step_in(folder)))
-        assert said.startswith("InputError: checkpoint:"), (closed, said)
-        assert "ermission" in said or "no whole checkpoint" in said
-        closed.chmod(before)
-    folder.chmod(0o755)
-    assert step_in(folder) == 1

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 
 import pytest
 import torch
-from distributed_memory import absent, holdings, resume
+from distributed_memory import absent, holdings
 from distributed_worker import (
     Run,
     batches,
@@ -174,25 +174,6 @@ def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
         assert len(errors) == 2
         for error in errors:
             assert "no rank has the values of token" in error and "load weights" in error
-
-
-def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
-    """Each rank loads the stages it has now, whoever saved them."""
-    run = dataclasses.asdict(Run(model="words", steps=9, stage_to_rank=(0, 0, 1, 1)))
-    others, saved = [(1, 0, 1, 0), (0, 1, 1, 1)], str(tmp_path / "saved")
-    results, codes = launch(tmp_path, 2, resume, run=run, others=others, saved=saved)
-    assert codes == [0, 0]
-    for first, *resumed in results:
-        assert not [odd for found in resumed for odd in differences(first, found)]
-
-
-def test_ranks_train_in_low_precision_as_one_process(tmp_path: Path) -> None:
-    run, how = Run(model="vit", steps=6), {"autocast": torch.bfloat16}
-    results, codes = launch(tmp_path, 2, "train_all", runs=plain([run]), trainer=how)
-    assert codes == [0, 0]
-    expected = trained(run, **how)
-    for (found,) in results:
-        assert not differences(expected["state"], found["state"])
 
 
 def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
@@ -400,18 +381,6 @@ def test_a_bad_gradient_that_a_flush_finds_is_raised_by_all(tmp_path: Path) -> N
     assert text.startswith("stage 0, micro-batch 0: the gradient of parameter") and where == [0, 0]
     assert note == "The pipeline is drained; go on without another flush."
     assert all(map(math.isfinite, losses)) and not differences(state, other)
-
-
-def test_a_bad_gradient_that_a_drained_save_finds_is_raised_by_all_after_writing(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "saved"
-    (raised, *_), (elsewhere, *_) = launch(tmp_path, 2, "drain_bad", saved=str(folder))[0]
-    assert raised == elsewhere and raised[1:3] == [0, 0]
-    assert raised[-1].startswith(f"The checkpoint {folder / 'step_00000003'} is written")
-    _, trainer = trainer_of(Run(), off=1.0)
-    trainer.load(folder)
-    assert trainer.microbatches_seen == 3 and trainer._schedule.idle
 
 
 def test_the_difference_names_the_ranks() -> None:

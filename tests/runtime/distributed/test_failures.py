@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch import distributed, nn
+from torch import distributed
 
 from revcompile.errors import RankError
 from revcompile.runtime.distributed import failures, layout, transport
@@ -93,31 +92,6 @@ def test_a_rank_that_ends_for_an_error_nobody_caught_says_so(
     assert waiting.close()
 
 
-def test_the_rank_that_may_have_the_store_stays_until_the_others_have_looked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
-    leaving, waiting = (rank(number, store, monkeypatch) for number in (0, 2))
-    monkeypatch.setattr(leaving._failures, "linger", lambda: waiting._failures.wait_for_failure(30))
-    loses(leaving, 1)
-    with pytest.raises(RankError, match="rank 1"):
-        leaving.wait("stage 0 waits")
-    assert waiting._failures.cause == leaving._failures.cause
-    assert leaving.close() and waiting.close()
-
-
-def test_without_a_store_the_word_of_a_neighbour_comes_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one = rank(3, Gone(), monkeypatch)
-    word = "rank 0 (stages 0, 1) is gone: reported by rank 2"
-    monkeypatch.setattr(one._failures, "wait_for_failure", lambda timeout: one._failures.fail(word))
-    loses(one, 1)
-    with pytest.raises(RankError, match="reported by rank 2"):
-        one.wait("stage 2 waits")
-    assert one.close()
-
-
 def test_without_a_store_and_without_a_word_the_lost_rank_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -158,19 +132,6 @@ def test_ranks_that_do_not_answer_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert missing(Gone(), 2) == {0}  # which had the store
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert missing(Gone(), 2) == set()
-
-
-def test_somebody_else_at_the_port_of_rank_0_is_an_error_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It takes the connection, and never answers."""
-    monkeypatch.setattr(layout, "GRACE", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
-        for name, value in {"RANK": "1", "WORLD_SIZE": "2", **address}.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(RankError, match=r"ranks 0, 1 were not connected within 0.05 s"):
-            layout.join(nn.Linear(1, 1), None, timedelta(seconds=0.05))
 
 
 def test_ranks_that_never_connect_are_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.distributed import channel
 from revcompile.runtime.distributed.channel import (
-    Arrival,
-    DevicePayload,
     ReceiveThread,
     SendThread,
 )
-from revcompile.runtime.distributed.rank_weights import _as_bytes, _with_values
-from revcompile.runtime.distributed.wire import Describer, Description, Header
+from revcompile.runtime.distributed.wire import Describer
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.messages import Message, MessageKind, MessageSlot, Packet
-from revcompile.runtime.stage.slots import StaticBuffers
+from revcompile.runtime.executor.messages import Message, MessageKind
 
 CPU: Final = torch.device("cpu")
 
@@ -112,12 +107,6 @@ def test_a_tensor_arrives_as_it_was(tensor: Tensor) -> None:
     assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
 
 
-def test_strides_with_large_gaps_do_not_take_their_memory() -> None:
-    token = torch.randn(2, 300, 3)[:, 0]
-    found = through_the_wire(Message(3, {"x": token})).values["x"]
-    assert torch.equal(found, token) and found.is_contiguous()
-
-
 def values(index: int, rows: int = 4) -> Any:
     x = torch.full((rows, 5), float(index))
     return Message(index, {"x": x, "n": rows}, {"dx": x.double().t()})
@@ -189,153 +178,6 @@ def test_what_is_sent_may_be_written_to_at_once() -> None:
     ends.close()
 
 
-def test_the_default_device_does_not_matter() -> None:
-    ends, rows = Ends(), torch.eye(4)
-    with torch.device("meta"):
-        found = [ends.passed(Message(index, {"x": x})) for index, x in enumerate(rows)]
-    assert torch.equal(torch.stack([one.values["x"] for one in found]), rows)
-    ends.close()
-
-
-def test_tensors_of_one_packet_are_written_to_apart_from_each_other() -> None:
-    found = through_the_wire(values(2))
-    version = found.gradients["dx"]._version
-    found.values["x"].add_(1.0)
-    assert found.gradients["dx"]._version == version
-    assert torch.equal(found.gradients["dx"], values(2).gradients["dx"])
-
-
-def test_repeated_elements_are_sent_once() -> None:
-    describer = Describer(CPU)
-    describer.describe(Message(0, {"x": torch.zeros(4, 1).expand(4, 1000)}))
-    assert describer.description.size == 512
-
-
-def test_whoever_reads_a_message_waits_for_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a stream is not unequal to None, as before torch 2.15."""
-    calls: list[str] = []
-
-    class Stream:
-        def __init__(self, number: int) -> None:
-            self.stream_id = number
-
-        def __ne__(self, other: object) -> bool:
-            return False
-
-    class Stub:
-        def wait(self) -> None:
-            calls.append("wait")
-
-        def record_stream(self, stream: Stream) -> None:
-            calls.append(f"used by {stream.stream_id}")
-
-    arrival = Arrival(MessageKind.X, Message(0), cast(Any, Stub()), Stub())
-    for number in (0, 0, 7):
-        monkeypatch.setattr(channel, "current_stream", lambda _, n=number: Stream(n))
-        arrival.ready()
-    assert calls == ["wait", "used by 0", "wait", "used by 7"]
-
-
-def test_a_message_is_sent_after_what_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is free when the thread has enqueued the send, and the device is done with it."""
-    calls: list[str] = []
-
-    class Stub:
-        target = 1
-
-        def record_event(self) -> Stub:
-            calls.append("computed")
-            return self
-
-        def wait_event(self, event: Stub) -> None:
-            calls.append("after that")
-
-        def exchange_on_device(self, memory: Tensor, sends: bool) -> Stub:
-            calls.append("send")
-            return self
-
-        def wait(self) -> None:
-            calls.append("wait")
-
-    def thread(what: str) -> None:
-        assert "to stage 1" in what
-        payload.start()
-
-    monkeypatch.setattr(channel, "current_stream", lambda *_: Stub())
-    stub, memory = cast(Any, Stub()), torch.zeros(2)
-    payload = DevicePayload(stub, memory, lambda: calls.append("notify"), thread)
-    payload.wait()
-    payload.wait()
-    assert calls == ["computed", "after that", "send", "notify", "wait", "wait"]
-
-
-def test_memory_that_was_copied_from_is_received_into_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By the device after the copy; memory of another size is not."""
-    calls: list[str] = []
-
-    class Stub:
-        device, uses_cuda = CPU, True
-
-        def record_event(self) -> Stub:
-            calls.append("copied")
-            return self
-
-        def wait_event(self, event: Stub) -> None:
-            calls.append("after that")
-
-        def exchange_on_device(self, memory: Tensor, sends: bool) -> None:
-            calls.append("receive")
-
-    class Idle(ReceiveThread):
-        def _run(self) -> None:
-            pass
-
-    def unused(*_: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(channel, "current_stream", lambda *_: Stub())
-    receiver = Idle(cast(Any, Stub()), unused, unused, unused)
-
-    def arrived(count: int) -> Packet:
-        describer = Describer(CPU)
-        describer.describe(Message(0, {"x": torch.zeros(count)}))
-        receiver._descriptions[MessageKind.X] = description = describer.description
-        header = Header(0, size=description.size)
-        packet = receiver._arrival(header, torch.empty(0)).message.packet
-        assert packet is not None and packet.release is not None
-        return packet
-
-    first, second = arrived(3), arrived(3)
-    assert first.memory.data_ptr() != second.memory.data_ptr()
-    buffers = MessageSlot(StaticBuffers(Message(0, {"x": torch.zeros(3)}).payload))
-    buffers.copy_if_alike(Message(0, packet=first))
-    third = arrived(3)
-    assert third.memory is not first.memory  # the device may be busy with it
-    buffers.copy_if_alike(Message(0, packet=third))
-    assert arrived(3).memory is first.memory
-    assert second.release is not None
-    second.release()
-    assert arrived(500).memory is not third.memory
-    assert calls.count("receive") == 5 and calls.count("copied") == 3
-    assert calls.count("after that") == 1 and calls.index("after that") > calls.index("copied")
-
-
-def test_a_captured_message_is_sent_from_where_it_lies() -> None:
-    """Over NCCL, if its packet is laid out as messages of this form are."""
-    describer = Describer(torch.device("cuda"))
-    x = torch.zeros(3, device="meta")
-    for layout in [((0, x.dtype, (3,), (1,)),), ((64, x.dtype, (3,), (1,)),)]:
-        form, memory = Description([]), torch.zeros(512, dtype=torch.uint8)
-        form.layout = layout
-        packet = Packet(memory, form, unpack=lambda: Message(0))
-        sent = [describer.describe(Message(n, {"x": x}, packet=packet)) for n in range(3)]
-        is_sent_so = layout[0][0] == 0
-        assert all((payload is memory) == is_sent_so for _, payload in sent)
-        assert [bool(text) for text, _ in sent] == [is_sent_so, False, False]
-
-
 def test_plain_values_arrive_as_they_were() -> None:
     values = {"n": 3, "size": torch.Size((2, 3)), "kind": torch.float16, "nothing": None}
     values |= {"pair": (1.5, [True, "a"]), "both": (torch.ones(2), 1)}
@@ -354,14 +196,3 @@ def test_plain_values_arrive_as_they_were() -> None:
 def test_a_value_that_cannot_be_sent_says_what_to_do(value: Any, said: str) -> None:
     with pytest.raises(InputError, match=rf"{said} crosses from one rank.*stage_to_rank="):
         Describer(CPU).describe(Message(0, {"g": value}))
-
-
-@pytest.mark.parametrize("shape", [(4, 3, 1, 1), (4, 3, 2, 2), ()])
-def test_a_rank_s_own_weights_stay_as_they_are(shape: tuple[int, ...]) -> None:
-    """Whatever their strides: kernels of one pixel have several that are contiguous."""
-    weight = torch.randn(shape)
-    if len(shape) == 4:
-        weight = weight.to(memory_format=torch.channels_last)
-    values, device = weight.clone(), weight.device
-    kept = _with_values(weight, _as_bytes(weight, device, has_values=True), device)
-    assert kept is weight and torch.equal(kept, values)

@@ -16,7 +16,6 @@ from rank_data import (
     through_trainer,
     wrong_calls,
 )
-from rank_padded import gradient_errors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -65,18 +64,6 @@ def test_a_loader_of_the_users_own_is_the_same_on_ranks_and_in_one_process(tmp_p
     assert results[1] == expected
     one, other = expected[0]
     assert len(one) == 5 and one != other  # epochs differ
-
-
-def test_padded_batches_of_a_llama_in_four_stages_have_autograd_s_gradients(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    results, codes = launch(tmp_path, 2, gradient_errors, limit=240)
-    assert codes == [0, 0]
-    shapes = [[shape for shape, _, _ in found] for found, _ in results]
-    assert shapes[0] == shapes[1] and len({length for _, length in shapes[0]}) > 1
-    parameters = [found[0][1] for found, _ in results]
-    assert min(parameters) > 2 and sum(parameters) == 12
-    assert all(error < 1e-10 for found, _ in results for _, _, error in found)
-    assert len(results[1][1]) == 3 and None not in results[1][1]
 
 
 def test_evaluation_reads_the_same_samples_or_says_so(tmp_path: Path) -> None:

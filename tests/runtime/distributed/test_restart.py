@@ -195,29 +195,3 @@ def test_four_ranks_then_two_then_one_then_a_module(tmp_path: Path) -> None:
     plain.load_state_dict(load_weights(folder))
     losses += [evaluated(module.eval(), run) for module in (net.to_module(), plain)]
     assert len(losses) == 9 and len(set(losses)) == 1
-
-
-def test_another_method_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    before, after = Run(steps=6), Run(method="1f1b", accumulation_steps=2, steps=12)
-    for folder, start in (("alone", undisturbed), ("ranks", launch_two)):
-        start(Course(before, saves=()), tmp_path / folder)
-    expected = undisturbed(Course(after, saves=(9,)), tmp_path / "alone")
-    ended = launch_two(Course(after, saves=(9,)), tmp_path / "ranks")
-    assert_steps([one.lines for one in ended], expected, first=6)
-
-
-def launch_two(course: Course, folder: Path) -> list[Ended]:
-    return launch(course, 2, folder)
-
-
-def test_copies_of_the_pipeline_go_on_with_their_own_generators(tmp_path: Path) -> None:
-    course = Course(
-        Run(method="backprop", stage_to_rank=(0, 0, 1, 1), steps=10), (2,), End(3, step=3)
-    )
-    expected = launch(resumed(course), 4, tmp_path / "undisturbed")
-    assert_named(launch(course, 4, tmp_path / "ranks"), dead=3, completed=2)
-    ended = launch(resumed(course), 4, tmp_path / "ranks")
-    for one, other in zip(ended, expected, strict=True):
-        assert one.code == other.code == 0
-        assert one.lines[0]["from"] == 2
-        assert one.lines[1:] == other.lines[3:]

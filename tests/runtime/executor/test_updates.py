@@ -134,7 +134,7 @@ def test_the_same_updates_to_the_bit(name: str, case: str) -> None:
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the steps that are captured on a GPU."""
-    monkeypatch.setattr(Updater, "use_device", lambda updater: vars(updater).update(ON_DEVICE))
+    monkeypatch.setattr(Updater, "use_device", lambda updater: vars(updater).update(ON_DEVICE))  # type: ignore[attr-defined]
     for name in ("adam", "nadam", "radam", "adamax", "rmsprop", "adadelta", "asgd", "rprop"):
         module = sys.modules[f"torch.optim.{name}"]
         supported = "_get_capturable_supported_devices"
@@ -176,7 +176,7 @@ def test_single_precision_and_single_numbers(name: str) -> None:
         for step in range(5):
             updater.apply({n: (p.detach() + step).sin() for n, p in updater.parameters.items()})
         found.append((list(updater.parameters.values()), updater.state_dict()))
-    assert_alike(*found, 1e-6)
+    assert_alike(*found, 1e-6)  # type: ignore[call-arg]
 
 
 # -- counters -------------------------------------------------------------------------------------

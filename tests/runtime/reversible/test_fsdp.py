@@ -78,7 +78,7 @@ def _rank(rank: int, options: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     found = {}
     for kind in KINDS:
         trained = _train(_sharded(kind), _inputs()[rank::2])
-        found[kind] = {name: tensor.full_tensor().detach() for name, tensor in trained.items()}
+        found[kind] = {name: tensor.full_tensor().detach() for name, tensor in trained.items()}  # type: ignore[attr-defined]
     distributed.destroy_process_group()
     return found
 

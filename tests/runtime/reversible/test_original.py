@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.data import resolve_data_config
-from timm.optim import create_optimizer_v2
+from timm.data import resolve_data_config  # type: ignore[attr-defined]
+from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
 import revcompile

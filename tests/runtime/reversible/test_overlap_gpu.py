@@ -98,7 +98,7 @@ def test_memory_of_two_streams_is_never_mixed_up(kind: str) -> None:
             waste = [torch.full((1 + 17 * index, 999), torch.nan, device=device) for _ in range(8)]
             del waste
         pairs = zip(nets["on"].parameters(), nets["off"].parameters(), strict=True)
-        assert all(bool((a.grad == b.grad).all()) for a, b in pairs), index
+        assert all(bool((a.grad == b.grad).all()) for a, b in pairs), index  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = False
 
 

@@ -33,7 +33,7 @@ from training import (
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.executor.messages import Message
-from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, Scaling, unscaled
+from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, unscaled
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.trainer.test_trainer import Deep
 
@@ -199,18 +199,6 @@ def test_the_scale_goes_the_way_of_torchs() -> None:
     trainer = trainer_of(fresh(Plain, 1), method="backprop", loss_scale=how)
     overflowing(trainer, 0, bad)
     assert [trainer.step(*batch).loss_scale for batch in batches(24)] == expected
-
-
-def test_reports_of_an_incident_that_is_dealt_with_change_nothing() -> None:
-    scaling = Scaling(LossScale(1024.0))
-    scaling.record_overflow(1024.0)
-    assert scaling.next_scale() == 512.0
-    for stale in (1024.0, 4096.0):
-        scaling.record_overflow(stale)
-        assert scaling.next_scale() == 512.0
-    scaling.scale.fill_(2048.0)  # grown since
-    scaling.record_overflow(1024.0)
-    assert scaling.next_scale() == 512.0
 
 
 def test_what_overflows_without_a_scale_is_an_error() -> None:

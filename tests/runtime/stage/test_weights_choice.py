@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -22,9 +21,8 @@ from training import (
 )
 from transcription import Message, Stage, Transcription
 
-from revcompile import TrainerOptions, staged
-from revcompile.errors import InputError, RevcompileWarning
-from revcompile.optim import DelayAwareMuon, ErrorFeedback
+from revcompile.errors import InputError
+from revcompile.optim import ErrorFeedback
 from revcompile.schedule import METHODS, Keep, Method, Order, Weights, choose, mean_delay
 from tests import test_equivalence as spine
 
@@ -185,26 +183,6 @@ def test_the_delay_is_compensated_once() -> None:
     assert delays == {"stashed": [3, 2, 1, 0], "predicted": [0, 0, 0, 0]}
 
 
-def test_matrices_are_limited_where_weights_are_predicted_too() -> None:
-    ends = {}
-    for drift, backend in ((None, "eager"), (1e-3, "eager"), (1e-3, "static")):
-        net = fresh(Plain)
-        trainer = net.trainer(
-            lambda p, drift=drift: DelayAwareMuon(p, lr=0.05, max_drift=drift),
-            F.cross_entropy,
-            weights="predicted",
-            backend=backend,
-            options=TrainerOptions(synchronous_updates=1),
-        )
-        feed(trainer, STEPS)
-        optimizers = [executor.updater.optimizer for executor in trainer._executors]
-        assert [(o.delay, o.predicted_delay) for o in optimizers] == [(0, n) for n in (3, 2, 1, 0)]
-        trainer.flush()
-        ends[drift, backend] = weights(net)
-    assert same(ends[1e-3, "eager"], ends[1e-3, "static"])
-    assert not same(ends[None, "eager"], ends[1e-3, "eager"])
-
-
 def test_memory_of_each_choice() -> None:
     """Stashed: a copy for each update of delay, so one if they accumulate; predicted: one."""
     net = fresh(Plain)
@@ -284,37 +262,6 @@ def test_a_refused_trainer_changes_no_weights(argument: str) -> None:
         refused[argument] = lambda named: fail([{"params": [p for _, p in named]}])
     with pytest.raises(InputError, match="stage 2"):
         net.trainer(optimizer, F.cross_entropy, **settings_of(**refused))
-    assert same(weights(net), before)
-    feed(trainer, [(x.float(), y) for x, y in STEPS[:2]])
-
-
-def test_a_refused_trainer_leaves_the_model_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, moves = fresh(Plain), []
-    monkeypatch.setattr(type(net.model), "to", lambda self, device: moves.append(device))
-    net.trainer(momentum, F.cross_entropy, device="cpu:0")
-    with pytest.raises(InputError, match="expected a torch"):
-        net.trainer(len, F.cross_entropy, device="cpu:0")
-    there, back = torch.device("cpu:0"), torch.device("cpu")
-    assert moves == [there, there, back]
-
-    def warn(_: Any) -> None:
-        raise RevcompileWarning("late gradients")
-
-    monkeypatch.setattr(staged, "warn_of_delay", warn)  # where warnings are errors
-    with pytest.raises(RevcompileWarning):
-        net.trainer(momentum, F.cross_entropy, device="cpu:0")
-    assert moves == [there, there, back, there, back]
-
-
-def test_a_trainer_of_which_a_warning_is_an_error_changes_no_weights() -> None:
-    net = fresh(Plain, dtype=torch.float32)
-    before = weights(net)
-    with pytest.warns(UserWarning, match="not on a CUDA device"):
-        trainer = net.trainer(momentum, F.cross_entropy, backend="cudagraphs")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="not on a CUDA device"):
-            net.trainer(momentum, F.cross_entropy, backend="cudagraphs")
     assert same(weights(net), before)
     feed(trainer, [(x.float(), y) for x, y in STEPS[:2]])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,18 +173,6 @@ def test_what_lies_in_other_memory_is_captured_anew(what: str) -> None:
         assert trainer._runner.is_active and trainer._runner._changes == replaces
         found.append([p.detach().clone() for p in net.model.parameters()])
     assert all(map(torch.equal, *found))
-
-
-def test_changes_now_and_then_do_not_end_capturing() -> None:
-    trainer = trainer_of(staged(), backend="static")
-    data = [batch for batch in batches(30) if len(batch[1]) == 4][:20]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for number in range(6):
-            for executor in trainer._executors:
-                executor.updater.optimizer.param_groups[0]["weight_decay"] = 0.01 * number
-            feed(trainer, data)
-            assert trainer._runner.is_active
 
 
 def test_changes_in_every_step_pause_capturing() -> None:
