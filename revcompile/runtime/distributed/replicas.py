@@ -9,7 +9,6 @@ already. Its own next micro-batch waits, because it needs the updated weights, a
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -21,7 +20,6 @@ from torch import Tensor, distributed
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.runtime.distributed.failures import Worker
 from revcompile.runtime.distributed.layout import Ranks, new_group
-from revcompile.runtime.executor.messages import Mean
 
 
 def open_replica_groups(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any]:
@@ -62,80 +60,56 @@ class ReplicaAverage:
         self._sums = dict(zip(self._parameters, views, strict=False))
         self._statistic_sums = views[len(self._sums) :]
         self._jobs: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
-        self._started = False
-        self._finished = threading.Event()
+        self.is_reduced = False
+        """Whether the sums of all replicas are known."""
         self._thread = Worker(self._run, on_failure)
-
-    def mean(self, gradients: dict[str, Tensor], count: int) -> Mean | None:
-        """The mean over the micro-batches of all replicas; None until all have contributed.
-
-        It is written into `gradients`, which are sums over this replica's `count` micro-batches.
-        """
-        if not self._started:
-            self._started = True
-            self.fill(gradients, torch.tensor(float(count)))
-            on_gpu = self._presence.is_cuda
-            self._jobs.put((torch.cuda.current_stream().record_event() if on_gpu else None,))
-        if not self._finished.is_set():
-            return None
-        self._finished.clear()
-        self._started = False
-        return self._read(gradients)
-
-    # -- in captured steps: `fill` and `read` may be captured, `reduce` is called in between ----
 
     def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
         """Take over sums over `count` micro-batches here."""
         self._presence.copy_((count > 0).expand_as(self._presence))
-        for row, name in enumerate(self._sums, 1):
-            if name not in gradients:  # nothing differentiates it
-                self._presence[row].zero_()
         self._presence[0].copy_(count)
-        self._fill_sums(gradients)
+        for row, (name, total) in enumerate(self._sums.items(), 1):
+            if name in gradients:
+                total.copy_(gradients[name])
+            else:  # nothing differentiates it
+                self._presence[row].zero_()
+                total.zero_()
+        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
+            total.copy_(statistic.detach())
+
+    def start(self) -> None:
+        """Have the thread add up what all replicas have."""
+        on_gpu = self._presence.is_cuda
+        self._jobs.put((torch.cuda.current_stream().record_event() if on_gpu else None,))
 
     def reduce(self) -> None:
         """Add up what all replicas have."""
         with self._collective():
             self._all_reduce()
 
-    def read(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Write the means to `gradients`; how many micro-batches all replicas have had."""
+    def read(self, gradients: dict[str, Tensor], adds: bool) -> Tensor:
+        """Write the means to `gradients`; how many micro-batches all replicas have had.
+
+        Args:
+            adds: Also those that only other replicas have; waits for the device.
+        """
+        self.is_reduced = False
+        replicas = distributed.get_world_size(self._group)
+        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
+            statistic.data.copy_(total.div_(replicas))
+        presence = self._presence[1:].tolist() if adds else ()
+        for name, is_present in zip(self._sums, presence, strict=False):
+            if is_present and name not in gradients:
+                gradients[name] = torch.empty_like(self._parameters[name].detach())
         count = self._presence[0]
-        self._read_statistics()
         for name, gradient in gradients.items():
             gradient.copy_(self._sums[name].div_(count.clamp(min=1)))
         return count
-
-    # -----------------------------------------------------------------------------------------
 
     def close(self, timeout: float) -> bool:
         """End the thread; False if it does not end in time."""
         self._jobs.put(None)
         return self._thread.join(timeout)
-
-    def _fill_sums(self, gradients: Mapping[str, Tensor]) -> None:
-        for name, total in self._sums.items():
-            if name in gradients:
-                total.copy_(gradients[name])
-            else:
-                total.zero_()
-        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
-            total.copy_(statistic.detach())
-
-    def _read(self, gradients: dict[str, Tensor]) -> Mean:
-        count, *presence = self._presence.tolist()
-        self._read_statistics()
-        for (name, total), is_present in zip(self._sums.items(), presence, strict=True):
-            if is_present and name not in gradients:
-                gradients[name] = torch.empty_like(self._parameters[name].detach())
-            if is_present:
-                gradients[name].copy_(total.div_(count))
-        return gradients, int(count)
-
-    def _read_statistics(self) -> None:
-        replicas = distributed.get_world_size(self._group)
-        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
-            statistic.data.copy_(total.div_(replicas))
 
     def _all_reduce(self) -> None:
         for buffer in self._buffers:
@@ -149,7 +123,7 @@ class ReplicaAverage:
             self._all_reduce()
             if event is not None:
                 torch.cuda.current_stream(self._presence.device).synchronize()
-            self._finished.set()
+            self.is_reduced = True
             self._on_done()
 
 

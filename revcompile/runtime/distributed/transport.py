@@ -15,7 +15,7 @@ from revcompile.runtime.distributed.collectives import gather_plain
 from revcompile.runtime.distributed.failures import GRACE, Failures, own_store, short_error
 from revcompile.runtime.distributed.layout import Ranks
 from revcompile.runtime.distributed.replicas import ReplicaAverage
-from revcompile.runtime.executor.messages import Mean, Message, Route, Sending, Transport
+from revcompile.runtime.executor.messages import Message, Route, Sending, Transport
 
 
 class DistributedTransport(Transport):
@@ -112,12 +112,6 @@ class DistributedTransport(Transport):
             self._on_lost(who),
             self.collective,
         )
-
-    def mean(self, stage: int, gradients: dict[str, Tensor], count: int) -> Mean | None:
-        average = self.averages.get(stage)
-        if average is None:
-            return super().mean(stage, gradients, count)
-        return average.mean(gradients, count)
 
     def _sum(self, of_stages: Tensor) -> Tensor:
         with self.collective():

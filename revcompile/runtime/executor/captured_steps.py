@@ -112,14 +112,13 @@ class CapturedSteps:
         self._streams = StepStreams(device, count - 1) if uses_streams else None
         for executor in executors:
             executor.updates.has_flags, executor.streams = self._has_flags, self._streams
-            executor.updates.average = self._transport.averages.get(executor.index)
             if fuse is not None:
                 executor.stage.fuse(fuse)
         self._scheduler = LocalScheduler(self.executors)
         self._cast_weights = [w for e in executors for w in e.stage.cast_weights.weights]
         self._versions: list[int] | None = None
         """Of these, in the last step."""
-        self._statistics = RunningStatistics([e.stage.statistics() for e in self.executors])
+        self._statistics = RunningStatistics([e.stage.statistics for e in self.executors])
         self.reports = NonFiniteReports(self._stages, loss_head.overflow_advice)
         flags = len(self._stages) + self._boundary.has_next
         self._flag_rows = torch.zeros(steps_at_once(device), flags, device=device)
@@ -408,11 +407,12 @@ class CapturedSteps:
             if self._has_flags:
                 self._statistics.restore_if(torch.cat([e.restored for e in self.executors]))
             for updates in updating:
-                updates.begin_average()
+                updates.begin_mean()
 
         def update() -> None:
             for updates in updating:
-                updates.is_reduced = True
+                assert updates.average is not None
+                updates.average.is_reduced = True
             self._scheduler.finish(rest)
 
         def store() -> None:

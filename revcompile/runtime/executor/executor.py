@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from torch import Tensor
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.flags import RunningStatistics
 from revcompile.runtime.executor.messages import Message, MessageKind
 from revcompile.runtime.executor.streams import StepStreams
 from revcompile.runtime.executor.trace import Trace
@@ -42,6 +43,7 @@ from revcompile.runtime.reversible.replay import BufferSnapshot, restore_buffers
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
+from revcompile.runtime.stage.program_facts import statistics_move_early
 from revcompile.runtime.stage.stage import Backward, Stage
 from revcompile.runtime.stage.tensors import (
     TreeCopy,
@@ -53,8 +55,6 @@ from revcompile.runtime.stage.tensors import (
     zero_if,
 )
 from revcompile.schedule import Action, Op
-
-_NO_SNAPSHOT: Final[tuple[int, Sequence[BufferSnapshot]]] = (-1, ())
 
 
 class StageExecutor:
@@ -104,8 +104,10 @@ class StageExecutor:
         self.measured: set[int] = set()
         """Micro-batches whose reconstruction error is to be measured."""
         self.observer: Trace | None = None
-        self._last_snapshot = _NO_SNAPSHOT
-        """The latest micro-batch, and buffers as they were before its forward pass."""
+        self._statistics = RunningStatistics([stage.statistics])
+        self._moves_early = statistics_move_early(stage.program)
+        self._last_forward: tuple[int, Sequence[BufferSnapshot]] | None = None
+        """The latest micro-batch, and other buffers as they were before its forward pass."""
 
     @property
     def program(self) -> StageProgram:
@@ -175,7 +177,7 @@ class StageExecutor:
     def stepped(self, entered: int, left: int, tied: int, has_updated: bool) -> None:
         """Note what a captured step has done; see `Stage.stepped`."""
         self.stage.stepped(entered, left, tied, has_updated)
-        self._last_snapshot = _NO_SNAPSHOT
+        self._last_forward = None
         if has_updated:
             self.updater.advance()
 
@@ -185,7 +187,7 @@ class StageExecutor:
         for messages in self._messages():
             messages.clear()
         self.updates.clear()
-        self._last_snapshot = _NO_SNAPSHOT
+        self._last_forward = None
 
     def _messages(self) -> tuple[dict[int, Any], ...]:
         return self.inputs, self.outputs, self.incoming, self.outgoing, self.fingerprints
@@ -231,14 +233,18 @@ class StageExecutor:
         if self.is_captured:
             self._run(microbatch, inputs)
             return
-        snapshot = self.stage.snapshot()
-        self._last_snapshot = (microbatch, snapshot)
+        buffers = self.stage.snapshot()
+        self._last_forward = microbatch, buffers
+        has_statistics = self._moves_early and bool(self.stage.statistics())
+        if has_statistics:
+            self._statistics.snapshot()
         try:
             if self.refusal is not None:
                 raise InputError(self.refusal)
             self._run(microbatch, inputs)
             # It has moved running statistics: those of what is not finite must not stay.
-            is_checked = snapshot and self.loss_head is None and self.stage.check_finite
+            moves = has_statistics or buffers
+            is_checked = moves and self.loss_head is None and self.stage.check_finite
             if is_checked and not_finite(self.outputs[microbatch] or {}):
                 raise NonFiniteError(
                     f"stage {self.index}, micro-batch {microbatch}: what it computes is not finite."
@@ -261,10 +267,14 @@ class StageExecutor:
     def undo(self, microbatch: int) -> None:
         """Drop a lost micro-batch; restore buffers unless later ones have changed them since."""
         self.stage.drop(microbatch)
-        latest, snapshot = self._last_snapshot
-        if latest == microbatch:
-            restore_buffers(snapshot)
-            self._last_snapshot = _NO_SNAPSHOT
+        if self._last_forward is not None and self._last_forward[0] == microbatch:
+            if self._moves_early:
+                self._restore_statistics()
+            restore_buffers(self._last_forward[1])
+            self._last_forward = None
+
+    def _restore_statistics(self) -> None:
+        self._statistics.restore_if(torch.ones_like(self.updates.flag))
 
     def _send_y(self, action: Action) -> bool:
         keep = self.gradient_predictor is not None
@@ -312,7 +322,8 @@ class StageExecutor:
                 stage.drop(index)
             return message
         is_exact = not is_captured and message.is_exact and stage.rebuilds_exactly(index)
-        snapshot = [] if is_captured else stage.late_snapshot()
+        if not (is_captured or self._moves_early) and stage.check_finite:
+            self._statistics.snapshot()
         passed = stage.differentiate(index, message.values, message.gradients, is_exact)
         scale = message.scale
         if scale is not None:
@@ -321,7 +332,7 @@ class StageExecutor:
         flag = self._found_inf(message, passed, scale) if is_flagged else None
         if not is_captured and flag is not None:
             if bad := float(flag):
-                return self._left_out(index, passed, scale, bad == OVERFLOW, snapshot)
+                return self._left_out(index, passed, scale, bad == OVERFLOW)
             flag = None
         if not is_captured:
             stage.finish(index, passed, is_exact)
@@ -344,11 +355,10 @@ class StageExecutor:
             if self.is_captured and self.loss_head is not None and self.stage.check_finite:
                 loss = self.loss_head.losses[message.index]
                 before = (~torch.isfinite(loss)).float().reshape(1)
-        looked_at = [passed.gradients] if self.stage.check_finite else []
-        if looked_at and (self.scaling is not None or not self.is_captured):
-            looked_at.append(passed.input_gradients)
-        tensors = [g for each in looked_at for g in each.values() if g is not None]
-        flag = self.restored = found_inf(tensors, before)
+        # Those of inputs would take another pass over memory: where one is not finite, the stage
+        # before finds it in the gradients of its parameters.
+        looked_at = passed.gradients.values() if self.stage.check_finite else ()
+        flag = self.restored = found_inf([g for g in looked_at if g is not None], before)
         if self.scaling is not None and scale is not None:
             flag = self.scaling.overflowed(flag, before, scale)
             # The forward pass of what overflowed here was right: it moves running statistics.
@@ -357,20 +367,16 @@ class StageExecutor:
         return flag
 
     def _left_out(
-        self,
-        microbatch: int,
-        passed: Backward,
-        scale: Tensor | None,
-        has_overflowed: bool,
-        snapshot: Sequence[BufferSnapshot],
+        self, microbatch: int, passed: Backward, scale: Tensor | None, has_overflowed: bool
     ) -> Message:
         """What stands for a micro-batch whose gradient is not finite."""
         if has_overflowed:
             return Message(microbatch, void=True, scale=scale)
         self.undo(microbatch)
-        restore_buffers(snapshot)
-        found = passed.gradients, passed.input_gradients, scale
-        self.failures.append(non_finite_error(self.index, microbatch, *found))
+        if not self._moves_early:
+            self._restore_statistics()
+        error = non_finite_error(self.index, microbatch, passed.gradients, scale)
+        self.failures.append(error)
         return Message(microbatch, void=True)
 
     def _send_dx(self, action: Action) -> bool:

@@ -10,7 +10,7 @@ waiting, and raises an error some steps later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,45 +28,50 @@ class RunningStatistics:
     tensor.
 
     Args:
-        buffers: Those of each stage.
+        stages: Return the buffers that each stage has now.
     """
 
-    def __init__(self, buffers: Sequence[Sequence[Tensor]]) -> None:
-        stages: dict[int, int] = {}
-        for stage, of_stage in enumerate(buffers):
-            for buffer in of_stage:  # of a layer that stages share: restored for any of them
-                is_shared = stages.get(id(buffer), stage) != stage
-                stages[id(buffer)] = len(buffers) if is_shared else stage
-        self._has_shared = len(buffers) in stages.values()
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in {id(buffer): buffer for each in buffers for buffer in each}.values():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        self._groups = [
-            (
-                group,
-                _flat([torch.full_like(b, stages[id(b)], dtype=torch.int64) for b in group]),
-                _flat(group),
-            )
-            for group in by_dtype.values()
-        ]
-        """Buffers, for each of their elements its stage, and what it was before the step."""
+    def __init__(self, stages: Sequence[Callable[[], Sequence[Tensor]]]) -> None:
+        self._stages = stages
+        owners: dict[int, int] = {}
+        for stage, buffers in enumerate(stages):
+            for buffer in buffers():  # of a layer that stages share: restored for any of them
+                is_shared = owners.get(id(buffer), stage) != stage
+                owners[id(buffer)] = len(stages) if is_shared else stage
+        self._has_shared = len(stages) in owners.values()
+        self._buffers = self._present()
+        self._owners = {
+            dtype: _flat([torch.full_like(b, owners[id(b)], dtype=torch.int64) for b in group])
+            for dtype, group in self._buffers.items()
+        }
+        """For each element its stage."""
+        self._before = {dtype: _flat(group) for dtype, group in self._buffers.items()}
+
+    def _present(self) -> dict[torch.dtype, list[Tensor]]:
+        """The buffers of each type, each once."""
+        found: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in {id(b): b for buffers in self._stages for b in buffers()}.values():
+            found.setdefault(buffer.dtype, []).append(buffer)
+        return found
 
     def snapshot(self) -> None:
-        """Before a step."""
-        for buffers, _, before in self._groups:
-            torch.cat([buffer.reshape(-1) for buffer in buffers], out=before)
+        """Before a step, or a pass."""
+        self._buffers = self._present()
+        for dtype, group in self._buffers.items():
+            torch.cat([buffer.reshape(-1) for buffer in group], out=self._before[dtype])
 
     def restore_if(self, flags: Tensor) -> None:
         """After it: where a stage's flag is set, as they were before."""
         if self._has_shared:
             flags = torch.cat([flags, flags.max().reshape(1)])
-        for buffers, stages, before in self._groups:
-            merged = torch.where(flags[stages] != 0, before, _flat(buffers))
-            parts = merged.split([buffer.numel() for buffer in buffers])
-            shaped = [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
+        for dtype, group in self._buffers.items():
+            is_restored = flags[self._owners[dtype]] != 0
+            merged = torch.where(is_restored, self._before[dtype], _flat(group))
+            parts = merged.split([buffer.numel() for buffer in group])
+            shaped = [part.view(buffer.shape) for part, buffer in zip(parts, group, strict=True)]
             # `.data`: graphs in flight may have saved these buffers, and autograd would refuse to
             # use them after a write that it sees. Batch norm itself writes them unseen.
-            torch._foreach_copy_([buffer.data for buffer in buffers], shaped)
+            torch._foreach_copy_([buffer.data for buffer in group], shaped)
 
 
 def _flat(buffers: Sequence[Tensor]) -> Tensor:

@@ -133,10 +133,6 @@ Route = tuple[int, int, MessageKind]
 """Sender, receiver, kind of message."""
 
 
-Mean = tuple[dict[str, Tensor], int]
-"""Of gradients, and over how many micro-batches."""
-
-
 class MessageSlot:
     """Memory of one message, which stays where it is."""
 
@@ -270,16 +266,26 @@ class Sending(Protocol):
 
 
 class Average(Protocol):
-    """The mean of a stage's gradients over its replicas, in captured steps."""
+    """The mean of a stage's gradients over its replicas."""
+
+    is_reduced: bool
+    """Whether the sums of all replicas are known."""
 
     def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
         """Take over sums over `count` micro-batches here."""
 
+    def start(self) -> None:
+        """Add up what all replicas have, without waiting for them."""
+
     def reduce(self) -> None:
         """Add up what all replicas have; not captured."""
 
-    def read(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Write the means to `gradients`; how many micro-batches all replicas have had."""
+    def read(self, gradients: dict[str, Tensor], adds: bool) -> Tensor:
+        """Write the means to `gradients`; how many micro-batches all replicas have had.
+
+        Args:
+            adds: Also those that only other replicas have; waits for the device.
+        """
 
 
 class Transport:
@@ -367,20 +373,6 @@ class Transport:
     def is_here(self, stage: int) -> bool:
         """Is it a stage of this process?"""
         return True
-
-    def mean(self, stage: int, gradients: dict[str, Tensor], count: int) -> Mean | None:
-        """The mean of a stage's gradients over the micro-batches of all its replicas.
-
-        Args:
-            gradients: Sums over the micro-batches here; may be divided in place.
-            count: How many micro-batches these are.
-
-        Returns:
-            None while other replicas have not added theirs.
-        """
-        if count > 1 and gradients:
-            torch._foreach_div_(list(gradients.values()), float(count))
-        return gradients, count
 
     def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:
         """The sum over all stages of the squared norm of a gradient; None until all are known."""

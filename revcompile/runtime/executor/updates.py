@@ -59,8 +59,6 @@ class StageUpdates:
         self.gradients: dict[str, Tensor] | None = None
         """The mean gradient of an update that has begun."""
         self._sums: dict[str, Tensor] | None = None
-        self._contributed = 0
-        """How many micro-batches are in that mean, replicas included."""
         self.count = torch.zeros((), device=stage._device())
         """How many micro-batches are in the accumulated gradient: bad ones are left out."""
         self.flag = torch.zeros(1, device=stage._device())
@@ -69,10 +67,6 @@ class StageUpdates:
         """While a captured step is performed."""
         self.has_flags = stage.check_finite
         """Whether micro-batches of captured steps have flags."""
-        self.average: Average | None = None
-        """Of gradients over replicas, in captured steps."""
-        self.is_reduced = False
-        """Whether the average of the update that has begun is known."""
 
     def clear(self) -> None:
         """No gradient has been accumulated."""
@@ -81,8 +75,15 @@ class StageUpdates:
 
     def end_captured(self) -> None:
         self.gradients, self._sums = None, None
-        self.is_captured = self.is_reduced = False
+        self.is_captured = False
         self.updater.found_inf = None
+        if self.average is not None:
+            self.average.is_reduced = False
+
+    @property
+    def average(self) -> Average | None:
+        """Of gradients over replicas, if there are some."""
+        return self.transport.averages.get(self.index)
 
     @property
     def is_counted(self) -> bool:
@@ -114,8 +115,7 @@ class StageUpdates:
             self.updater.apply(gradients, scale)
         if not self.is_captured:
             self.updater.advance()
-        is_counted = self.is_captured or self._contributed > 0
-        if self._scaling is not None and is_counted:
+        if self._scaling is not None:
             self._scaling.updated(self.updater.found_inf)
         self.gradients = None
         return True
@@ -128,42 +128,40 @@ class StageUpdates:
                 self.stage.weights.predicted.delay = delay
             self.updater.set_delay(delay)
 
+    def begin_mean(self) -> None:
+        """Take over the accumulated gradient; in captured steps after all backward passes."""
+        self._sums = self.stage.take_gradients()
+        if self.average is not None:
+            self.average.fill(self._sums, self.count)
+
     def _mean_gradients(self) -> dict[str, Tensor] | None:
         """Once per update: the accumulated gradient's mean; None while other replicas compute."""
+        average = self.average
         if self.gradients is not None:
             return self.gradients
-        if self.is_captured:
-            self.gradients = self._captured_mean()
-        else:
-            if self._sums is None:
-                self._sums = self.stage.take_gradients()
-                self._contributed = int(self.count)
-                self.count.zero_()
-            mean = self.transport.mean(self.index, self._sums, self._contributed)
-            if mean is not None:
-                (self.gradients, self._contributed), self._sums = mean, None
-        return self.gradients
-
-    def _captured_mean(self) -> dict[str, Tensor] | None:
-        if self.average is not None and not self.is_reduced:
+        if self._sums is None:
+            if average is not None and self.is_captured:
+                return None
+            self.begin_mean()
+            if average is not None:
+                average.start()
+        if average is not None and not average.is_reduced:
             return None
-        sums = self.stage.take_gradients() if self._sums is None else self._sums
-        count = self.count if self.average is None else self.average.read(sums)
-        if self.average is None and self._accumulation_steps > 1 and sums:
-            torch._foreach_div_(list(sums.values()), count.clamp(min=1))
-        if self.has_flags:
-            is_empty = count == 0 if self.is_counted else self.flag != 0
-            self.updater.found_inf = is_empty.float().reshape(1)
-        if self.is_counted:
+        assert self._sums is not None
+        self.gradients, self._sums = self._sums, None
+        if average is not None:
+            count = average.read(self.gradients, adds=not self.is_captured)
+        else:
+            count = self.count
+            if self._accumulation_steps > 1 and self.gradients:
+                torch._foreach_div_(list(self.gradients.values()), count.clamp(min=1))
+        if self.has_flags or not self.is_captured:
+            is_empty = self.flag != 0 if self.is_captured and not self.is_counted else count == 0
+            flag = is_empty.float().reshape(1)
+            self.updater.found_inf = flag if self.is_captured or bool(flag) else None
+        if self.is_counted or not self.is_captured:
             self.count.zero_()
-        self._sums = None
-        return sums
-
-    def begin_average(self) -> None:
-        """After all backward passes of a captured step: hand gradients over to be averaged."""
-        assert self.average is not None
-        self._sums = self.stage.take_gradients()
-        self.average.fill(self._sums, self.count)
+        return self.gradients
 
     # -- tied parameters ----------------------------------------------------------------------
 
@@ -191,8 +189,6 @@ class StageUpdates:
             return False
         if not self.is_captured:
             message = message.resolved()
-            if not self._contributed:  # the update is left out, as all micro-batches were here
-                return True
         for name, gradient in message.gradients.items():
             if gradient is not None:
                 own = gradients.get(name)

@@ -24,7 +24,6 @@ from revcompile.runtime.reversible.reconstruction import Tolerance, relative_err
 from revcompile.runtime.reversible.replay import (
     BufferSnapshot,
     StatefulBuffers,
-    buffer_snapshots,
     is_capturing,
 )
 from revcompile.runtime.reversible.slots import filled
@@ -34,7 +33,6 @@ from revcompile.runtime.stage.module_guards import hooked
 from revcompile.runtime.stage.program_facts import (
     repeated_in,
     stateful_candidates,
-    statistics_move_early,
     statistics_of,
 )
 from revcompile.runtime.stage.slots import Ring, free_cached
@@ -149,9 +147,7 @@ class Stage:
         self.hooks = LayerHooks(TreeReads(program.forward, root).modules)
         self._draws = StageDraws(program)
         self._stateful = StatefulBuffers(stateful_candidates(program, root))
-        statistics, is_early = statistics_of(program, root), statistics_move_early(program)
-        self._early_statistics = statistics if is_early else []
-        self._late_statistics = statistics if not is_early else []
+        self._statistics = statistics_of(program, root)
         graphs = [program.forward, taking_stored(program, self.activations.sent)]
         if autocast is not None:
             outlive = program.graphs_outlive_updates
@@ -277,17 +273,13 @@ class Stage:
         self.in_flight.pop(microbatch, None)
 
     def statistics(self) -> list[Tensor]:
-        slots = statistics_of(self.program, self.root)
-        buffers = (module._buffers[name] for module, name in slots)
+        """The running statistics of its batch norms."""
+        buffers = (module._buffers[name] for module, name in self._statistics)
         return [buffer for buffer in buffers if buffer is not None]
 
     def snapshot(self) -> list[BufferSnapshot]:
-        """Copies of the buffers that a micro-batch can change before its first update."""
-        return [*buffer_snapshots(self._early_statistics), *self._stateful.snapshot()]
-
-    def late_snapshot(self) -> list[BufferSnapshot]:
-        """Copies of the buffers that a backward pass between updates changes."""
-        return buffer_snapshots(self._late_statistics) if self.check_finite else []
+        """Copies of the other buffers that a forward pass can change."""
+        return self._stateful.snapshot()
 
     # -- backward -----------------------------------------------------------------------------
 

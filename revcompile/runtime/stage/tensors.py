@@ -224,22 +224,19 @@ def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tenso
 def non_finite_error(
     stage: int,
     microbatch: int,
-    own_grads: Mapping[str, Tensor | None],
-    input_grads: Mapping[str, Any],
+    gradients: Mapping[str, Tensor | None],
     scale: Tensor | None,
 ) -> NonFiniteError:
-    """Which gradient of a micro-batch, of parameters or inputs of a stage, is not finite.
+    """Which gradient of a stage's parameters is not finite.
 
     Args:
         scale: That of the loss, if there is one.
     """
-    bad = not_finite({**input_grads, **own_grads})
-    of_parameters = [name for name in bad if name in own_grads]
-    where = f"parameter {of_parameters[0]}" if of_parameters else f"value {bad[0]}"
+    bad = not_finite(gradients)
     more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
     lower = "the learning rate" if scale is None else f"the loss scale ({float(scale):g})"
     return NonFiniteError(
-        f"stage {stage}, micro-batch {microbatch}: the gradient of {where}{more} "
+        f"stage {stage}, micro-batch {microbatch}: the gradient of parameter {bad[0]}{more} "
         f"is not finite. The micro-batch was left out of the update; lower {lower}, clip "
         "gradients, or look at this batch",
         stage=stage,
