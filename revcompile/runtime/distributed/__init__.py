@@ -2,7 +2,7 @@
 
     trainer.placement.RankPlacement
       layout.join              joins the process group
-      collectives              all ranks agree on what to train
+      layout.check_ranks_agree all ranks train the same
       layout.make_layout       which stage is on which rank
       rank_weights.distribute  each rank gets its stages' weights, and no others
       channel.open_channels    a channel for each direction between two stages, with its threads

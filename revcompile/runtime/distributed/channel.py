@@ -6,9 +6,6 @@
 Sends return at once, and messages are received before they are needed: both overlap with compute.
 A message is its header, the description if that has changed, and the payload.
 
-Over gloo (CPU) a header says how many bytes the receiver posts beside the next one. A payload of
-that size comes with its header, in one packet; any other comes by itself.
-
 Over NCCL (GPU) payloads go from device to device, the rest over gloo. The header is sent after the
 payload's send was enqueued, and the receive is enqueued after the header has arrived. So whatever a
 device waits for was enqueued earlier on the other one: there is no deadlock, whichever calls block
@@ -182,40 +179,33 @@ class SendThread(Worker):
         """How many messages were handed over."""
         self._notify, self._wait = notify, wait
         self._describers = {kind: Describer(channel.device) for kind in MessageKind}
-        self._last = Header(-1)
-        self._spare: deque[Tensor] = deque()
-        """Memory that has been sent, to be used again."""
         self._jobs: queue.SimpleQueue[tuple[DevicePayload | None, list[Tensor]] | None]
         self._jobs = queue.SimpleQueue()
         super().__init__(self._run, on_failure)
 
     def send(self, kind: MessageKind, message: Message) -> Sending | None:
         """Hand a message over; returns at once."""
-        describer, uses_cuda = self._describers[kind], self.channel.uses_cuda
+        describer, channel = self._describers[kind], self.channel
         text, tensors = describer.describe(message)
         size = describer.description.size
-        # The next payload is expected to be like the last two.
-        room = 0 if uses_cuda or size != self._last.size else size
-        numbers = {"number": self.sent, "length": len(text), "size": size, "room": room}
-        header = Header.of(message, kind, **numbers)
-        packet, payload = self._memory(HEADER_BYTES + (0 if uses_cuda else size)), None
-        memory = packet[HEADER_BYTES:]
+        header = Header.of(message, kind, number=self.sent, length=len(text), size=size)
         if isinstance(tensors, Tensor):
             memory = tensors
         else:
-            if uses_cuda:
-                memory = torch.empty(size, dtype=torch.uint8, device=self.channel.device)
+            memory = torch.empty(size, dtype=torch.uint8, device=channel.device)
             describer.description.pack(tensors, memory)
-        if uses_cuda and size:
-            payload = DevicePayload(self.channel, memory, self._notify, self._wait)
-        self._put(header, text, packet, payload)
+        if not (channel.uses_cuda and size):
+            self._put(header, text, memory)
+            return None
+        payload = DevicePayload(channel, memory, self._notify, self._wait)
+        self._put(header, text, payload=payload)
         return payload
 
     def end(self, cause: str = "") -> None:
         """Send the last message: the run has ended, or failed because of `cause`."""
         text = cause.encode()
         header = Header(self.sent, flags=Flag.END, length=len(text))
-        self._put(header, text, self._memory(HEADER_BYTES))
+        self._put(header, text)
         self._jobs.put(None)
 
     def payload_bytes(self) -> int:
@@ -223,26 +213,16 @@ class SendThread(Worker):
         return sum(describer.description.size for describer in self._describers.values())
 
     def _put(
-        self, header: Header, text: bytes, packet: Tensor, payload: DevicePayload | None = None
+        self,
+        header: Header,
+        text: bytes,
+        memory: Tensor | None = None,
+        payload: DevicePayload | None = None,
     ) -> None:
-        """Hand over a packet for gloo, with a payload behind its header, or one for NCCL."""
-        header.write(packet)
-        packets, expected = [packet], HEADER_BYTES + self._last.room
-        if len(packet) != expected:
-            first = self._memory(expected)
-            first[:HEADER_BYTES].copy_(packet[:HEADER_BYTES])
-            packets = [first, packet[HEADER_BYTES:]]
-        if text:
-            packets.insert(1, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self.sent, self._last = self.sent + 1, header
+        """Hand over what goes over gloo, and a payload for NCCL."""
+        packets = [header.packed(), _as_bytes(text)] + ([] if memory is None else [memory])
         self._jobs.put((payload, [each for each in packets if len(each)]))
-
-    def _memory(self, size: int) -> Tensor:
-        while self._spare:
-            memory = self._spare.popleft()
-            if len(memory) == size:
-                return memory
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
+        self.sent += 1
 
     def _run(self) -> None:
         self.channel.use_own_stream("send")
@@ -254,9 +234,12 @@ class SendThread(Worker):
                 unfinished.append(payload)
             for packet in packets:
                 self.channel.exchange(packet, sends=True)
-            self._spare.extend(packets)
             while unfinished and unfinished[0].is_sent():
                 unfinished.popleft()
+
+
+def _as_bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
 
 
 # -- receiving ------------------------------------------------------------------------------------
@@ -309,10 +292,8 @@ class ReceiveThread(Worker):
 
     def _run(self) -> None:
         self.channel.use_own_stream("receive")
-        room = 0
         for number in itertools.count():
-            packet = self._received(HEADER_BYTES + room)
-            header = Header.read(packet)
+            header = Header.read(self._received(HEADER_BYTES))
             if header.number != number:
                 raise VerificationError(f"message {header.number} came, not {number}")
             text = self._received(header.length).numpy().tobytes()
@@ -321,9 +302,7 @@ class ReceiveThread(Worker):
                 return
             if text:
                 self._descriptions[header.kind] = Description(json.loads(text))
-            self._deliver(self.channel, self._arrival(header, packet))
-            room = header.room
-            del packet
+            self._deliver(self.channel, self._arrival(header))
 
     def _received(self, size: int) -> Tensor:
         """So many bytes from the other CPU."""
@@ -332,7 +311,7 @@ class ReceiveThread(Worker):
             self.channel.exchange(memory, sends=False)
         return memory
 
-    def _arrival(self, header: Header, packet: Tensor) -> Arrival:
+    def _arrival(self, header: Header) -> Arrival:
         """The message of a header; over NCCL its payload is still being received."""
         description, device = self._descriptions[header.kind], self.channel.device
         if not header.size:
@@ -343,8 +322,6 @@ class ReceiveThread(Worker):
             memory = self._take(header.size)
             work = self.channel.exchange_on_device(memory, sends=False)
             release = partial(self._release, memory)
-        elif len(packet) == HEADER_BYTES + header.size:
-            memory = packet[HEADER_BYTES:]
         else:
             memory = self._received(header.size)
         unpack = partial(description.unpack, header, memory, device)

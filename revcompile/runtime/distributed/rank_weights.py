@@ -7,7 +7,7 @@ that `whole_model` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -18,10 +18,9 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from revcompile.errors import InputError
-from revcompile.ir.module_tree import Contents, TreeReads, copy_module
+from revcompile.ir.module_tree import Contents, TreeReads, child_path, copy_module
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.distributed.collectives import gather_plain
-from revcompile.runtime.distributed.layout import Layout, Ranks
+from revcompile.runtime.distributed.layout import Layout, Ranks, gather_plain
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.replay import BufferSnapshot
 
@@ -65,41 +64,38 @@ class SharedBuffers:
     """Buffers that stages on different ranks use: each rank would change a copy of its own."""
 
     def __init__(self, model: nn.Module, programs: Sequence[StageProgram], layout: Layout) -> None:
-        self._ranks, users = layout.stage_to_rank, _users(model, programs)
-        self._stages: dict[str, tuple[int, int]] = {}
-        """By name, two stages that share the buffer."""
-        for name in (name for name, _ in model.named_buffers() if name in users):
-            first, *others = users[name]
-            elsewhere = [stage for stage in others if self._ranks[stage] != self._ranks[first]]
-            if elsewhere:
-                self._stages[name] = first, elsewhere[0]
+        self._model, self._ranks = model, layout.stage_to_rank
+        users = _users(model, programs)
         first_names = {id(buffer): name for name, buffer in model.named_buffers()}
-        self._names = {
-            (id(module), name): first_names[id(buffer)]
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        }
+        self._stages: dict[str, tuple[int, int]] = {}
+        """By each of its names, two stages that share the buffer."""
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            first, *others = users.get(first_names[id(buffer)], [0])
+            for stage in others:
+                if self._ranks[stage] != self._ranks[first]:
+                    self._stages[name] = first, stage
 
-    def check_statistics(self, model: nn.Module) -> None:
+    def check_statistics(self) -> None:
         """Refuse shared running statistics, which every forward pass changes."""
-        for module in model.modules():
-            if isinstance(module, _NormBase):
-                self._refuse(self._names.get((id(module), name)) for name in module._buffers)
+        for name in self._stages:
+            if isinstance(self._model.get_submodule(name.rpartition(".")[0]), _NormBase):
+                self._refuse(name)
 
-    def check_changed(self, snapshots: Iterable[BufferSnapshot]) -> None:
+    def check_changed(self, snapshots: Sequence[BufferSnapshot]) -> None:
         """Refuse shared buffers of other kinds that a forward pass has changed."""
-        self._refuse(self._names.get((id(saved.module), saved.name)) for saved in snapshots)
+        if self._stages and snapshots:
+            paths = {id(module): path for path, module in self._model.named_modules()}
+            for saved in snapshots:
+                self._refuse(child_path(paths[id(saved.module)], saved.name))
 
-    def _refuse(self, names: Iterable[str | None]) -> None:
-        for name in names:
-            if name in self._stages:
-                first, second = self._stages[name]
-                raise InputError(
-                    f"trainer: {name} belongs to a layer that stages {first} and {second} share, "
-                    f"on ranks {self._ranks[first]} and {self._ranks[second]}, and that changes "
-                    "it; put them on one rank with stage_to_rank="
-                )
+    def _refuse(self, name: str) -> None:
+        if name in self._stages:
+            first, second = self._stages[name]
+            raise InputError(
+                f"trainer: {name} belongs to a layer that stages {first} and {second} share, "
+                f"on ranks {self._ranks[first]} and {self._ranks[second]}, and that changes "
+                "it; put them on one rank with stage_to_rank="
+            )
 
 
 # -- every rank's tensors -------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from torch import Tensor, distributed
 
 from revcompile.errors import RankError
 from revcompile.runtime.distributed.channel import Arrival, Channel, ReceiveThread, SendThread
-from revcompile.runtime.distributed.collectives import gather_plain
 from revcompile.runtime.distributed.failures import GRACE, Failures, own_store, short_error
-from revcompile.runtime.distributed.layout import Ranks
+from revcompile.runtime.distributed.layout import Ranks, gather_plain
 from revcompile.runtime.distributed.replicas import ReplicaAverage
 from revcompile.runtime.executor.messages import Message, Route, Sending, Transport
 

@@ -26,8 +26,6 @@ from revcompile.runtime.executor.messages import Message, MessageKind
 from revcompile.runtime.stage.slots import Layout
 from revcompile.runtime.stage.tensors import aligned, keeps_strides
 
-HEADER_BYTES: Final = 128
-"""More than a header has, so that a payload behind it is aligned as by torch."""
 _KINDS: Final = tuple(MessageKind)
 _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 _NO_FINGERPRINT: Final = Fingerprint()
@@ -57,8 +55,6 @@ class Header(NamedTuple):
     """Bytes of the text: the description, or the cause at the end."""
     size: int = 0
     """Bytes of the payload."""
-    room: int = 0
-    """Bytes that the receiver leaves for a payload beside the next header."""
     inputs: int = 0
     target: int = 0
 
@@ -77,10 +73,10 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, packet: Tensor) -> Header:
-        return cls(*_NUMBERS.unpack_from(packet.numpy().data))
+        return cls(*_NUMBERS.unpack(packet.numpy().data))
 
-    def write(self, packet: Tensor) -> None:
-        _NUMBERS.pack_into(packet.numpy().data, 0, *self)
+    def packed(self) -> Tensor:
+        return torch.frombuffer(bytearray(_NUMBERS.pack(*self)), dtype=torch.uint8)
 
     @property
     def kind(self) -> MessageKind:
@@ -99,6 +95,7 @@ class Header(NamedTuple):
 
 
 _NUMBERS: Final = struct.Struct(f"{len(Header._fields)}q")
+HEADER_BYTES: Final = _NUMBERS.size
 
 
 class _Form:

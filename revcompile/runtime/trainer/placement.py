@@ -19,13 +19,15 @@ from torch import Tensor, distributed
 from revcompile.errors import InputError, RankError
 from revcompile.ir.module_tree import device_of_model
 from revcompile.runtime.distributed.channel import open_channels
-from revcompile.runtime.distributed.collectives import check_ranks_agree, gather_plain, run_facts
 from revcompile.runtime.distributed.layout import (
     Ranks,
+    check_ranks_agree,
+    gather_plain,
     join,
     make_layout,
     new_group,
     pipeline_ranks,
+    run_facts,
 )
 from revcompile.runtime.distributed.rank_weights import (
     SharedBuffers,
@@ -172,7 +174,7 @@ class RankPlacement(Placement):
         default = () if stage_to_rank else default_stage_to_rank(pipeline_ranks(stages, self.world))
         layout = make_layout(stages, self.world, stage_to_rank, default)
         self._shared_buffers = SharedBuffers(model, programs, layout)
-        self._shared_buffers.check_statistics(model)
+        self._shared_buffers.check_statistics()
         self.ranks = ranks = Ranks.arrange(layout, self.device, control)
         self.rank, self.replica, self.replicas = ranks.rank, ranks.replica, layout.replicas
         self.stages = ranks.stages

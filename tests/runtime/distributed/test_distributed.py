@@ -37,8 +37,12 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.distributed.collectives import check_ranks_agree
-from revcompile.runtime.distributed.layout import Layout, make_layout, pipeline_ranks
+from revcompile.runtime.distributed.layout import (
+    Layout,
+    check_ranks_agree,
+    make_layout,
+    pipeline_ranks,
+)
 from revcompile.runtime.distributed.rank_weights import SharedBuffers
 from revcompile.schedule import METHODS
 
