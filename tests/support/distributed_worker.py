@@ -293,20 +293,20 @@ def drain_bad(rank: int, options: dict[str, Any]) -> Any:
     data, stage, raised = batches(run), trainer._executors[0].stage, []
     for batch in data[:3]:
         fed(trainer, batch)
-    honest = stage._backward
+    forward, honest = stage._generated
 
     def infinite(*args: Any) -> Any:
         returned, of_inputs, of_parameters = honest(*args)
         return returned, of_inputs, [g * torch.inf for g in of_parameters]
 
-    stage._backward = infinite if rank == 0 else honest
+    stage._generated = [forward, infinite if rank == 0 else honest]
     try:
         if folder := options.get("saved"):
             trainer.save(folder, drain=True)
         trainer.flush()
     except NonFiniteError as error:
         raised = [str(error), error.stage, error.microbatch, error.__notes__[-1]]
-    stage._backward = honest
+    stage._generated = [forward, honest]
     losses = [fed(trainer, batch).loss for batch in data[3:]]
     trainer.flush()
     return raised, losses, final(net, trainer)

@@ -43,7 +43,6 @@ from revcompile.runtime.reversible.replay import BufferSnapshot, restore_buffers
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss_head import LossHead
 from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
-from revcompile.runtime.stage.program_facts import statistics_move_early
 from revcompile.runtime.stage.stage import Backward, Stage
 from revcompile.runtime.stage.tensors import (
     TreeCopy,
@@ -105,7 +104,6 @@ class StageExecutor:
         """Micro-batches whose reconstruction error is to be measured."""
         self.observer: Trace | None = None
         self._statistics = RunningStatistics([stage.statistics])
-        self._moves_early = statistics_move_early(stage.program)
         self._last_forward: tuple[int, Sequence[BufferSnapshot]] | None = None
         """The latest micro-batch, and other buffers as they were before its forward pass."""
 
@@ -235,7 +233,7 @@ class StageExecutor:
             return
         buffers = self.stage.snapshot()
         self._last_forward = microbatch, buffers
-        has_statistics = self._moves_early and bool(self.stage.statistics())
+        has_statistics = self.stage.moves_statistics_early and bool(self.stage.statistics())
         if has_statistics:
             self._statistics.snapshot()
         try:
@@ -268,7 +266,7 @@ class StageExecutor:
         """Drop a lost micro-batch; restore buffers unless later ones have changed them since."""
         self.stage.drop(microbatch)
         if self._last_forward is not None and self._last_forward[0] == microbatch:
-            if self._moves_early:
+            if self.stage.moves_statistics_early:
                 self._restore_statistics()
             restore_buffers(self._last_forward[1])
             self._last_forward = None
@@ -322,7 +320,7 @@ class StageExecutor:
                 stage.drop(index)
             return message
         is_exact = not is_captured and message.is_exact and stage.rebuilds_exactly(index)
-        if not (is_captured or self._moves_early) and stage.check_finite:
+        if not (is_captured or self.stage.moves_statistics_early) and stage.check_finite:
             self._statistics.snapshot()
         passed = stage.differentiate(index, message.values, message.gradients, is_exact)
         scale = message.scale
@@ -373,7 +371,7 @@ class StageExecutor:
         if has_overflowed:
             return Message(microbatch, void=True, scale=scale)
         self.undo(microbatch)
-        if not self._moves_early:
+        if not self.stage.moves_statistics_early:
             self._restore_statistics()
         error = non_finite_error(self.index, microbatch, passed.gradients, scale)
         self.failures.append(error)

@@ -53,45 +53,6 @@ class EagerReplay:
         """Forget all captured steps."""
 
 
-class CudaGraphs:
-    """Captures functions as CUDA graphs, all in one pool of memory."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def capture(
-        self, function: Callable[[], None], generators: Iterable[torch.Generator]
-    ) -> Callable[[], None]:
-        """What to call instead of the function, which has been run without effect.
-
-        Args:
-            generators: Those that it draws from, besides the default one.
-        """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        for each in generators:
-            graph.register_generator_state(each)
-        generator = torch.cuda.default_generators[stream.device_index]
-        random_state = generator.graphsafe_get_state().clone_state()
-        context = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
-        try:
-            with context:
-                function()
-        except BaseException:
-            # A capture that fails leaves its stream current, and generator and pool in use.
-            torch.cuda.set_stream(stream)
-            generator.graphsafe_set_state(random_state)
-            self._pool = None
-            raise
-        finally:
-            # A capture begins with kernels of its own, which write the generators' seeds. A replay
-            # writes them again on the current stream, and a failed capture frees their memory.
-            assert context.capture_stream is not None
-            stream.wait_stream(context.capture_stream)
-        return graph.replay
-
-
 @dataclass
 class _Capture:
     """The state of one section of a kind of step: warmed up, then captured."""
@@ -125,7 +86,7 @@ class CudaGraphReplay(EagerReplay):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._captures: dict[Hashable, list[_Capture]] = {}
-        self._graphs = CudaGraphs()
+        self._pool: Any = None
 
     def is_captured(self, kind: Hashable) -> bool:
         captures = self._captures.get(kind)
@@ -200,9 +161,36 @@ class CudaGraphReplay(EagerReplay):
 
         try:
             with seeding(seeder):
-                own = [generator for generator, *_ in capture.generators]
-                capture.graph = self._graphs.capture(section, own)
+                capture.graph = self._graph_of(section, [g for g, *_ in capture.generators])
         except Exception as error:
             raise CaptureUnsupported(f"{type(error).__name__}: {error}") from error
         finally:
             default.graphsafe_set_state(state)
+
+    def _graph_of(
+        self, section: Section, generators: Iterable[torch.Generator]
+    ) -> Callable[[], None]:
+        """Replays the section, which has been run without effect.
+
+        Args:
+            generators: Those that it draws from, besides the default one.
+        """
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        for each in generators:
+            graph.register_generator_state(each)
+        context = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
+        try:
+            with context:
+                section()
+        except BaseException:
+            # A capture that fails leaves its stream current, and the pool in use.
+            torch.cuda.set_stream(stream)
+            self._pool = None
+            raise
+        finally:
+            # A capture begins with kernels of its own, which write the generators' seeds. A replay
+            # writes them again on the current stream, and a failed capture frees their memory.
+            assert context.capture_stream is not None
+            stream.wait_stream(context.capture_stream)
+        return graph.replay

@@ -15,7 +15,7 @@ what they compute in takes the place of what the forward passes have used.
 Two streams use the same memory in these places, each ordered by an event:
 
     backward, update   slots, messages, weights   `StepStreams`; `join` ends each step
-    capture            seeds of a graph           `CudaGraphs.capture`, after the capture
+    capture            seeds of a graph           `CudaGraphReplay`, after the capture
     send               messages to other ranks    `DevicePayload`: before it, and when it is done
     receive            messages of other ranks    `Arrival.ready`, then `ReceiveThread._release`
     all-reduce         sums of gradients          `ReplicaAverage.start`; captured steps wait

@@ -6,25 +6,18 @@ On a GPU times are CUDA events that are read at the end, so that tracing never s
 from __future__ import annotations
 
 import json
-import os
 import socket
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from revcompile.arguments import new_file, whole_number
 from revcompile.schedule import Action
 from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
-
-_HANDSHAKES: Final = 5
-
-Gather = Callable[[Any], Sequence[Any]]
-"""From a plain value of this process to those of all, in the order of the ranks."""
 
 
 class Trace:
@@ -49,7 +42,8 @@ class Trace:
         self._rank, self._title = trainer.rank, title
         self.busy: tuple[float, ...] | None = None
         """The share of the time that each rank computed, once the trace has ended."""
-        self._clock_offset = _clock_offset(trainer._placement.gather)
+        # Clocks of machines agree as far as NTP has them agree.
+        self._to_wall_clock = time.time() - time.perf_counter()
         self._device: torch.device = trainer._executors[0].stage._device()
         self._first_tried: dict[tuple[int, Action], Any] = {}
         self._began: Any = None
@@ -85,10 +79,9 @@ class Trace:
         return event
 
     def _seconds(self, moment: Any) -> float:
-        """On rank 0's clock."""
         if not isinstance(moment, float):
             moment = self._host + 1e-3 * self._origin.elapsed_time(moment)
-        return float(moment - self._clock_offset)
+        return float(moment + self._to_wall_clock)
 
     # -- the end of the trace -----------------------------------------------------------------
 
@@ -159,29 +152,3 @@ def _unpacked(packed: Sequence[Any]) -> Process:
     rank, happened, *about = packed
     events = (TraceEvent(s, Action.parse(action), *times) for s, action, *times in happened)
     return Process(rank, tuple(events), *about)
-
-
-def _clock_offset(gather: Gather) -> float:
-    """How much later this process's clock is than rank 0's.
-
-    Processes of one machine share a clock. Between machines, a collective ends for all ranks at
-    about the same time: the clocks are compared right after a few of them.
-    """
-    machines = gather(_machine())
-    if all(machine == machines[0] for machine in machines):
-        return 0.0
-    clocks = []
-    for _ in range(_HANDSHAKES):
-        gather(0)
-        clocks.append(time.perf_counter())
-    first: list[float] = gather(clocks)[0]
-    if _machine() == machines[0]:
-        return 0.0
-    return statistics.median(here - there for here, there in zip(clocks, first, strict=True))
-
-
-def _machine() -> str:
-    """The same text for all processes of one machine, until it is rebooted."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    boot_id = boot.read_text(encoding="utf-8").strip() if boot.exists() else ""
-    return f"{socket.gethostname()} {boot_id} {os.name}"

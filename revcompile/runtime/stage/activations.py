@@ -1,13 +1,14 @@
-"""How a stage that is not reversible stores its inputs until backward.
+"""What a stage stores of a micro-batch until backward.
 
-Unchanged, or in fewer bits, so that backward computes with rounded values. The last stage, and
-methods with one micro-batch in the pipeline at a time, have nothing in flight while other
-micro-batches pass, and store inputs unchanged.
+Inputs of stages that are not reversible are stored unchanged, or in fewer bits: backward then
+computes with rounded values. The last stage, and methods with one micro-batch in the pipeline at a
+time, have nothing in flight while other micro-batches pass, and store inputs unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -17,8 +18,14 @@ from revcompile.errors import InputError
 from revcompile.ir.precision_rewrites import declared_wide
 from revcompile.ir.program import StageProgram
 from revcompile.kernels.autocast import in_dtype
+from revcompile.runtime.reversible.hooks import HookRecord
+from revcompile.runtime.reversible.replay import BufferSnapshot
+from revcompile.runtime.stage.rebuild_checks import StartedCheck
+from revcompile.runtime.stage.slots import Ring
+from revcompile.runtime.stage.weights import Used
 from revcompile.schedule import Keep, Order
 
+_UNKNOWN: Final = Used()
 BUFFER_DTYPES: Final = (torch.bfloat16, torch.float16)
 
 
@@ -33,6 +40,32 @@ def buffer_bytes(dtype: torch.dtype | None) -> int | None:
             f"kept_input_dtype={dtype!r}; use torch.bfloat16, torch.float16 or None (as they are)"
         )
     return None if dtype is None else dtype.itemsize
+
+
+@dataclass
+class InFlight:
+    """What a stage stores of one micro-batch between its forward and its backward pass."""
+
+    kept: tuple[Any, ...]
+    """Values that the backward program takes, as `ActivationStore` stores them."""
+    used: Used = _UNKNOWN
+    """The weights of its forward pass."""
+    buffers: list[BufferSnapshot] = field(default_factory=list)
+    original: Mapping[str, Tensor] = field(default_factory=dict)
+    """The stage's inputs, if the error of rebuilding them is to be measured."""
+    parameter_versions: tuple[int, ...] = ()
+    """Autograd versions of the parameters that its graph has saved by reference."""
+    samples: StartedCheck | None = None
+    """Of the streams that entered its couplings, where their reconstruction can be checked."""
+    hooks: HookRecord | None = field(default_factory=dict)
+    """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
+    ring: Ring | None = None
+    """In whose slot the kept values lie."""
+
+    def is_in(self, ring: Ring | None) -> bool:
+        """Whether all of it lies in a slot of a ring, where a captured step finds it."""
+        is_there = self.ring is not None and self.ring is ring
+        return is_there and not (self.buffers or self.original)
 
 
 class ActivationStore:

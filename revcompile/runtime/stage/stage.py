@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile.errors import InputError
 from revcompile.ir import ops
 from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix
-from revcompile.ir.module_tree import TreeReads, device_of_model
+from revcompile.ir.module_tree import TreeReads, device_of_model, repeated_layers
 from revcompile.ir.precision_rewrites import for_stages, taking_stored
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.ir.snapshot import has_hooks, read_by
-from revcompile.kernels.repeatable import Repeatable
+from revcompile.ir.types import Coupling
+from revcompile.kernels.repeatable import Repeatable, Repeated
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import (
@@ -27,16 +28,10 @@ from revcompile.runtime.reversible.replay import (
     is_capturing,
 )
 from revcompile.runtime.reversible.slots import filled
-from revcompile.runtime.stage.activations import ActivationStore
-from revcompile.runtime.stage.draws import StageDraws
+from revcompile.runtime.stage.activations import ActivationStore, InFlight
 from revcompile.runtime.stage.module_guards import hooked
-from revcompile.runtime.stage.program_facts import (
-    repeated_in,
-    stateful_candidates,
-    statistics_of,
-)
+from revcompile.runtime.stage.rebuild_checks import StageDraws, StreamSamples
 from revcompile.runtime.stage.slots import Ring, free_cached
-from revcompile.runtime.stage.stream_samples import StartedCheck, StreamSamples
 from revcompile.runtime.stage.tensors import TreeCopy, add_gradients, clone_tree
 from revcompile.runtime.stage.weights import (
     CastWeights,
@@ -46,34 +41,7 @@ from revcompile.runtime.stage.weights import (
     castable_parameters,
     parameter_slots,
 )
-
-_UNKNOWN: Final = Used()
-
-
-@dataclass
-class InFlight:
-    """What a stage stores of one micro-batch between its forward and its backward pass."""
-
-    kept: tuple[Any, ...]
-    """Values that the backward program takes, as `ActivationStore` stores them."""
-    used: Used = _UNKNOWN
-    """The weights of its forward pass."""
-    buffers: list[BufferSnapshot] = field(default_factory=list)
-    original: Mapping[str, Tensor] = field(default_factory=dict)
-    """The stage's inputs, if the error of rebuilding them is to be measured."""
-    parameter_versions: tuple[int, ...] = ()
-    """Autograd versions of the parameters that its graph has saved by reference."""
-    samples: StartedCheck | None = None
-    """Of the streams that entered its couplings, where their reconstruction can be checked."""
-    hooks: HookRecord | None = field(default_factory=dict)
-    """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
-    ring: Ring | None = None
-    """In whose slot the kept values lie."""
-
-    def is_in(self, ring: Ring | None) -> bool:
-        """Whether all of it lies in a slot of a ring, where a captured step finds it."""
-        is_there = self.ring is not None and self.ring is ring
-        return is_there and not (self.buffers or self.original)
+from revcompile.schedule import Order
 
 
 class Backward(NamedTuple):
@@ -144,15 +112,19 @@ class Stage:
         self.weights = PassWeights(program, self.parameters, delay)
         names = castable_parameters(program, root, self.parameters) if autocast else []
         self.cast_weights = CastWeights(self.parameters, names, autocast)
-        self.hooks = LayerHooks(TreeReads(program.forward, root).modules)
+        reads = TreeReads(program.forward, root)
+        self.hooks = LayerHooks(reads.modules)
         self._draws = StageDraws(program)
-        self._stateful = StatefulBuffers(stateful_candidates(program, root))
-        self._statistics = statistics_of(program, root)
+        others = [(m, name) for m, name in reads.buffers if not isinstance(m, _BatchNorm)]
+        self._stateful = StatefulBuffers(others)
+        # A functional batch norm updates all statistics of its layer, read by the program or not.
+        norms = [module for module in reads.owners if isinstance(module, _BatchNorm)]
+        self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
         graphs = [program.forward, taking_stored(program, self.activations.sent)]
         if autocast is not None:
             outlive = program.graphs_outlive_updates
             graphs = [for_stages(graph, root, autocast, outlive) for graph in graphs]
-        self._repeated = repeated_in(program, root)
+        self._repeated = _repeated_in(program, root)
         self._samples = StreamSamples(program.index, tolerance, waits=check_finite)
         if sample is not None and tolerance is not None:
             graphs = [sample(program, graph, self._samples.take) for graph in graphs]
@@ -276,6 +248,12 @@ class Stage:
         """The running statistics of its batch norms."""
         buffers = (module._buffers[name] for module, name in self._statistics)
         return [buffer for buffer in buffers if buffer is not None]
+
+    @property
+    def moves_statistics_early(self) -> bool:
+        """Do these move in forward, or in a backward pass that follows it at once?"""
+        program = self.program
+        return program.is_last or program.keeps_graphs or program.method.order is Order.LOCKED
 
     def snapshot(self) -> list[BufferSnapshot]:
         """Copies of the other buffers that a forward pass can change."""
@@ -504,3 +482,11 @@ class Stage:
     def is_stateful(self) -> bool:
         """Do its layers change buffers in every call? Known once it has run."""
         return not self._stateful.is_empty
+
+
+def _repeated_in(program: StageProgram, root: nn.Module) -> Repeated:
+    """Layers of averaged couplings, which have to give the same bits twice."""
+    pieces = (piece for unit in program.units for piece in unit.pieces)
+    averaged = [p for p in pieces if isinstance(p, Coupling) and p.averaged]
+    found = [repeated_layers(coupling.branch, root) for coupling in averaged]
+    return Repeated(*map(any, zip(*found, strict=True)))

@@ -452,7 +452,7 @@ def test_a_buffer_that_ranks_would_change_apart_is_refused(layer: nn.Module, buf
         buffers = SharedBuffers(net.model, trainer._programs, Layout(stage_to_rank))
 
         def check(buffers: SharedBuffers = buffers) -> None:
-            buffers.check_statistics(net.model)
+            buffers.check_statistics()
             for flight in flights:
                 buffers.check_changed(flight.buffers)
 
