@@ -61,7 +61,6 @@ from revcompile.runtime.stage.slots import (
 from revcompile.runtime.stage.stage import Fuse
 from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.update import FixedSettings
-from revcompile.runtime.stage.weights import version
 from revcompile.schedule import Action, Order, Schedule, window
 
 
@@ -92,7 +91,6 @@ class CapturedSteps:
         self._is_last = not self._boundary.has_next
         self._held_ties = [tie for tie in schedule.ties if tie.holder in self._stages]
         self._has_flags = has_flags(executors, schedule)
-        self._accumulation_steps = schedule.accumulation_steps
         self._windows = [
             window(method, count, j, schedule.accumulation_steps) for j in range(count)
         ]
@@ -115,9 +113,6 @@ class CapturedSteps:
             if fuse is not None:
                 executor.stage.fuse(fuse)
         self._scheduler = LocalScheduler(self.executors)
-        self._cast_weights = [w for e in executors for w in e.stage.cast_weights.weights]
-        self._versions: list[int] | None = None
-        """Of these, in the last step."""
         self._statistics = RunningStatistics([e.stage.statistics for e in self.executors])
         self.reports = NonFiniteReports(self._stages, loss_head.overflow_advice)
         flags = len(self._stages) + self._boundary.has_next
@@ -170,7 +165,6 @@ class CapturedSteps:
         if not self.is_active:
             for executor in self.executors:
                 executor.updater.count_on_device()
-            self._versions = None
         return True
 
     def accepts(self, batch: StepInputs, expected: Message | None = None) -> bool:
@@ -320,12 +314,8 @@ class CapturedSteps:
 
     def _follow_host(self) -> None:
         """Copy weights and learning rates again that were written to since the last step."""
-        versions = list(map(version, self._cast_weights))
-        if versions != self._versions:
-            self._versions = versions
-            for executor in self.executors:
-                executor.stage.cast_weights.refresh_if_changed()
         for executor in self.executors:
+            executor.stage.cast_weights.refresh_if_changed()
             executor.updater.follow_rates()
 
     def _note(

@@ -264,7 +264,7 @@ class StageExecutor:
 
     def undo(self, microbatch: int) -> None:
         """Drop a lost micro-batch; restore buffers unless later ones have changed them since."""
-        self.stage.drop(microbatch)
+        self.stage.in_flight.pop(microbatch, None)
         if self._last_forward is not None and self._last_forward[0] == microbatch:
             if self.stage.moves_statistics_early:
                 self._restore_statistics()
@@ -317,7 +317,7 @@ class StageExecutor:
             if message.scale is None:
                 self.undo(index)
             else:  # its gradient has overflowed, its forward pass was right: buffers stay
-                stage.drop(index)
+                stage.in_flight.pop(index, None)
             return message
         is_exact = not is_captured and message.is_exact and stage.rebuilds_exactly(index)
         if not (is_captured or self.stage.moves_statistics_early) and stage.check_finite:

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import InputError
-
 _ROWS: Final = 128
 _COLUMNS: Final = 16
 _ELEMENTS: Final = _ROWS * _COLUMNS
@@ -62,17 +60,6 @@ def compared(sent: Fingerprint, inputs: Any, target: Any, microbatch: int) -> st
         if known and here and known != here:
             return name
     return None
-
-
-def mixed_up(where: str, what: str, first: str, last: str) -> InputError:
-    """The error if two ranks were given data of different samples."""
-    return InputError(
-        f"{where}: {last} was given other {what} than {first}, which reads the inputs: the model "
-        "would see inputs with the targets of other samples. The ranks of one pipeline need the "
-        "same batches in the same order, but a DistributedSampler, or shuffle=True without a seed, "
-        "gives every rank its own. Write `for x, y in trainer.loader(dataset_or_dataloader, "
-        "batch_size, epoch=epoch)`, which gives every rank the right batches"
-    )
 
 
 def fingerprint(tree: Any, microbatch: int) -> int:

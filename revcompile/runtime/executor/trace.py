@@ -128,7 +128,7 @@ class Trace:
         self.running = False
         for executor in self._trainer._executors:
             executor.observer = None
-        self._trainer._untraced()
+        self._trainer._trace = None
         self._synchronize()
         events = (
             TraceEvent(stage, action, *map(self._seconds, times))

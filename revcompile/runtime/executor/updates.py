@@ -130,7 +130,7 @@ class StageUpdates:
 
     def begin_mean(self) -> None:
         """Take over the accumulated gradient; in captured steps after all backward passes."""
-        self._sums = self.stage.take_gradients()
+        self._sums, self.stage.gradients = self.stage.gradients, {}
         if self.average is not None:
             self.average.fill(self._sums, self.count)
 

@@ -76,16 +76,11 @@ class ActivationStore:
     """
 
     def __init__(self, program: StageProgram, dtype: torch.dtype | None) -> None:
-        self._dtype, self._kept = dtype, program.kept
+        self.dtype, self._kept = dtype, program.kept
         self.low = _inputs_kept(program) if dtype is not None else frozenset()
         """Inputs that are rounded; a compiled program takes them as they are stored."""
         self.sent = self.low & frozenset(program.sends_back)
         """Those that every program takes so: they are sent to the stage before that way."""
-
-    @property
-    def is_lossy(self) -> bool:
-        """Does backward compute with rounded inputs?"""
-        return bool(self.low)
 
     def store(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that a forward pass keeps, rounded as configured."""
@@ -103,7 +98,7 @@ class ActivationStore:
     def _store(self, value: Any) -> Any:
         # Single numbers stay unchanged: a grid must be exact.
         is_wide = isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() > 1
-        return in_dtype(value, self._dtype) if is_wide and self._dtype is not None else value
+        return in_dtype(value, self.dtype) if is_wide and self.dtype is not None else value
 
     def load(self, kept: tuple[Any, ...], as_stored: bool = False) -> tuple[Any, ...]:
         """Stored values as a backward program takes them; `as_stored`: a compiled one."""
@@ -113,12 +108,8 @@ class ActivationStore:
             lambda name, v: v.float() if self._is_rounded(v) and name not in unchanged else v,
         )
 
-    def are_read_in(self, dtype: torch.dtype | None) -> bool:
-        """Are values stored, here or at the next stage, as layers read them under autocast?"""
-        return dtype is not None and dtype == self._dtype
-
     def _is_rounded(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dtype == self._dtype
+        return isinstance(value, Tensor) and value.dtype == self.dtype
 
     # -- checkpoints --------------------------------------------------------------------------
 

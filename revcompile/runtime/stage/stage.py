@@ -149,8 +149,8 @@ class Stage:
         """Have a pass make the programs that run while `runs_fused` is set."""
         program, stored = self.program, self.activations
         graphs = program.forward, taking_stored(program, stored.low)
-        is_read_so = stored.are_read_in(self.autocast)
-        self._fused = self._compiled(fuse(*graphs, self.root, is_read_so), ", fused")
+        is_stored_as_read = self.autocast is not None and stored.dtype == self.autocast
+        self._fused = self._compiled(fuse(*graphs, self.root, is_stored_as_read), ", fused")
 
     def _compiled(self, graphs: Sequence[fx.Graph], kind: str = "") -> list[Callable[..., Any]]:
         names = (f"stage {self.program.index} {p}{kind}" for p in ("forward", "backward"))
@@ -240,10 +240,6 @@ class Stage:
             outputs, _ = self._functions[0](self.root, self.seed, *values)
         return dict(zip((port.name for port in self.program.outputs), outputs, strict=True))
 
-    def drop(self, microbatch: int) -> None:
-        """Forget a micro-batch that will have no backward pass."""
-        self.in_flight.pop(microbatch, None)
-
     def statistics(self) -> list[Tensor]:
         """The running statistics of its batch norms."""
         buffers = (module._buffers[name] for module, name in self._statistics)
@@ -290,7 +286,7 @@ class Stage:
     def rebuilds_exactly(self, microbatch: int) -> bool:
         """Will backward compute with the weights and inputs of the forward pass?"""
         used = self.in_flight[microbatch].used
-        return self.weights.are_unchanged(used) and not self.activations.is_lossy
+        return self.weights.are_unchanged(used) and not self.activations.low
 
     def differentiate(
         self,
@@ -343,11 +339,6 @@ class Stage:
         input_grads = dict(zip(program.inputs_with_grad, of_inputs, strict=True))
         rebuilt = dict(zip(program.sends_back, returned, strict=True))
         return Backward(rebuilt, input_grads, own_grads, held, sampled)
-
-    def take_gradients(self) -> dict[str, Tensor]:
-        """The accumulated gradient (a sum over micro-batches), which is then reset."""
-        gradients, self.gradients = self.gradients, {}
-        return gradients
 
     @contextmanager
     def updating(self, names: Iterable[str]) -> Iterator[None]:

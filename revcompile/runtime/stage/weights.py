@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,6 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.reversible.slots import Slot
 from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.schedule import Order, Weights
-
-version: Final = attrgetter("_version")
 
 
 class Used(NamedTuple):
@@ -357,7 +354,7 @@ class CastWeights:
         self._parameters, self._names, self._dtype = parameters, tuple(names), dtype
         self._copies: dict[str, Tensor] = {}
         self.weights = [parameters[name] for name in names]
-        self._fresh_for: tuple[list[int], list[int]] = [], []
+        self._fresh_for: list[tuple[int, int]] = []
 
     def current(self) -> dict[str, Tensor] | None:
         """All parameters, cast where that is possible; None if it is for none."""
@@ -377,20 +374,15 @@ class CastWeights:
                 self._copies[name] = copy.requires_grad_(master.requires_grad)
         copies = [tensor.detach() for tensor in self._copies.values()]
         torch._foreach_copy_(copies, [weight.detach() for weight in self.weights])
-        self.mark_fresh()
+        self._fresh_for = self._versions()
 
     def refresh_if_changed(self) -> None:
         """Copy the weights again if they were updated, loaded or averaged since."""
         if self._fresh_for != self._versions():
             self.refresh()
 
-    def mark_fresh(self) -> None:
-        """The copies agree with the weights as these are now."""
-        self._fresh_for = self._versions()
-
-    def _versions(self) -> tuple[list[int], list[int]]:
-        # Before every step, for every weight: no Python in the loop.
-        return list(map(version, self.weights)), list(map(Tensor.data_ptr, self.weights))
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(weight._version, weight.data_ptr()) for weight in self.weights]
 
     def like_weights(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Gradients in the dtypes and memory layouts of the weights, as fused optimizers need."""

@@ -48,7 +48,17 @@ class InputBinder:
     ) -> dict[str, Any]:
         """Inputs by argument name, such that every guard holds; still the caller's (`take`)."""
         self.check_tensors(inputs, where, dense)
-        return self.check_guards(self.bind(inputs, where), where)
+        values, rewired = self.bind(inputs, where), self._partition.rewired
+        problem = self._guards.failing(rewired.root, values)
+        if problem is not None:
+            got = ", ".join(f"{name}: {described(value)}" for name, value in values.items())
+            raise problem.error(
+                f"{where}: {rewired.name}({got})",
+                "Stages are compiled for one case: feed inputs of the captured form (pad them to "
+                "the sizes of the example), undo the change, or call petrafy with an example of "
+                "this case.",
+            )
+        return values
 
     def bind(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
         """Inputs by the names of the model's arguments; not moved."""
@@ -63,20 +73,6 @@ class InputBinder:
         if self.count_samples(values) == 0:
             raise InputError(
                 f"{where}: the batch has no samples ({described(inputs)}); leave it out"
-            )
-        return values
-
-    def check_guards(self, values: dict[str, Any], where: str = "trainer.step") -> dict[str, Any]:
-        """The inputs unchanged, if every guard holds for them: stages have one graph only."""
-        rewired = self._partition.rewired
-        problem = self._guards.failing(rewired.root, values)
-        if problem is not None:
-            got = ", ".join(f"{name}: {described(value)}" for name, value in values.items())
-            raise problem.error(
-                f"{where}: {rewired.name}({got})",
-                "Stages are compiled for one case: feed inputs of the captured form (pad them to "
-                "the sizes of the example), undo the change, or call petrafy with an example of "
-                "this case.",
             )
         return values
 

@@ -38,7 +38,6 @@ from revcompile.runtime.distributed.rank_weights import (
 from revcompile.runtime.distributed.replicas import open_replica_groups
 from revcompile.runtime.distributed.transport import DistributedTransport
 from revcompile.runtime.executor.executor import StageExecutor
-from revcompile.runtime.executor.fingerprints import mixed_up
 from revcompile.runtime.executor.messages import Transport
 from revcompile.runtime.trainer.settings import Task
 
@@ -130,8 +129,15 @@ class Placement:
 
     def mixed_up(self, where: str, what: str) -> InputError:
         """Why targets cannot be used that are not those of the first stage's inputs."""
-        last = len(self._task.programs) - 1
-        return mixed_up(where, what, *(self.named(self.owner(stage)) for stage in (0, last)))
+        first, last = (self.named(self.owner(s)) for s in (0, len(self._task.programs) - 1))
+        return InputError(
+            f"{where}: {last} was given other {what} than {first}, which reads the inputs: the "
+            "model would see inputs with the targets of other samples. The ranks of one pipeline "
+            "need the same batches in the same order, but a DistributedSampler, or shuffle=True "
+            "without a seed, gives every rank its own. Write `for x, y in trainer.loader("
+            "dataset_or_dataloader, batch_size, epoch=epoch)`, which gives every rank the right "
+            "batches"
+        )
 
     def owner(self, stage: int) -> int:
         """The rank that has a stage."""

@@ -72,23 +72,13 @@ class Trainer(TrainerState):
         self._placement, self._transport = placement, placement.transport
         self.rank, self.replica = placement.rank, placement.replica
         self.replicas = placement.replicas
-        method, count, accumulation_steps = (
-            programs[0].method,
-            len(programs),
-            settings.accumulation_steps,
-        )
-        self._schedule = Schedule(
-            method, count, accumulation_steps, partition.ties, settings.options.synchronous_updates
-        )
-        self.delays = tuple(delay(method, count, j, accumulation_steps) for j in range(count))
+        row = programs[0].method, len(programs), settings.accumulation_steps
+        self._schedule = Schedule(*row, partition.ties, settings.options.synchronous_updates)
+        method, count, steps_of_update = row
+        self.delays = tuple(delay(method, count, j, steps_of_update) for j in range(count))
         self._steps = steps = Steps(task, placement, self._schedule, self._stage_seed)
-        self._executors, self._loss_head, self._binder = (
-            steps.executors,
-            steps.loss_head,
-            steps.binder,
-        )
-        self._runner = steps.runner
-        """Runs captured steps, where they can be."""
+        self._executors, self._loss_head = steps.executors, steps.loss_head
+        self._binder, self._runner = steps.binder, steps.runner
         self.is_first = steps.is_first
         """Does this process need inputs?"""
         self.is_last = steps.is_last
@@ -180,7 +170,7 @@ class Trainer(TrainerState):
         self._check_usable()
         self._resume_training()
         self._check_tree("trainer.flush", self._changed_in_flight())
-        self._sync_stages()
+        self._runner.leave()  # bad micro-batches of captured steps become known
         self._finish(self._schedule.drain())
         self._throughput.pause()
         failure = self._steps.failure(self._schedule.injected - 1)
@@ -194,10 +184,6 @@ class Trainer(TrainerState):
         scheduler = self._steps.scheduler
         with self._stop_on_error():
             scheduler.finish(scheduler.own(actions))
-
-    def _sync_stages(self) -> None:
-        """Have bad micro-batches of captured steps become known now."""
-        self._runner.leave()
 
     def _resume_training(self) -> None:
         self._throughput.resume()
@@ -238,7 +224,7 @@ class Trainer(TrainerState):
 
     def _weights_loaded(self) -> None:
         """A state dict has been loaded into the model by other means than `load`."""
-        self._sync_stages()
+        self._runner.leave()
         if not self._schedule.idle:
             self._stop_reason = (
                 "weights were loaded into the model while this trainer had micro-batches in "
@@ -346,14 +332,10 @@ class Trainer(TrainerState):
         if self._trace is not None:
             raise InputError(f"trainer.trace: already at work on {self._trace.path}; stop() it")
         self._check_usable()
-        self._sync_stages()
+        self._runner.leave()
         name = f"{self._partition.rewired.name}, {self._programs[0].method.name}"
         self._trace = Trace(self, path, steps, name)
         return self._trace
-
-    def _untraced(self) -> None:
-        """Called by a trace that has ended."""
-        self._trace = None
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -429,7 +411,7 @@ class Trainer(TrainerState):
                 self.flush()
             except NonFiniteError as error:  # the pipeline is drained all the same
                 failure = error
-        self._sync_stages()
+        self._runner.leave()
         self._check_savable()
         with self._stop_on_error(changes_nothing=True):
             self._placement.wait_all_delivered()
@@ -481,7 +463,7 @@ class Trainer(TrainerState):
             )
         self._check_usable(to_read=True)
         self._throughput.pause()
-        self._sync_stages()
+        self._runner.leave()
         self._check_savable()
         return self._state(self.model.state_dict(), clone_tree)
 
@@ -500,7 +482,7 @@ class Trainer(TrainerState):
         """Load a state that fits, and drop what is in flight. Every rank calls it."""
         with self._stop_on_error():
             self._placement.wait_all_delivered()
-            self._sync_stages()
+            self._runner.leave()
             self._load_state(state)
             self._runner.clear()
             self._follow_settings()
