@@ -35,7 +35,7 @@ from revcompile.plan.report import StageReport
 from revcompile.runtime.checkpoint.weights import export_weights, load_into
 from revcompile.runtime.distributed.layout import make_layout, pipeline_ranks, world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
-from revcompile.runtime.executor.capturable import Backend
+from revcompile.runtime.executor.runner import Backend
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.runtime.stage.loss_head import Loss

@@ -104,7 +104,8 @@ class Schedule:
         self.accumulation_steps = accumulation_steps
         self.ties = tuple(sorted(set(ties), key=lambda tie: (tie.owner, tie.holder)))
         self.injected = 0
-        self._windows = [window(self.method, stages, j, accumulation_steps) for j in range(stages)]
+        self.windows = [window(self.method, stages, j, accumulation_steps) for j in range(stages)]
+        """Micro-batches of each stage in a full pipeline."""
         drained = dataclasses.replace(self.method, order=Order.ONE_F_ONE_B, weights=Weights.LATEST)
         self._drained_windows = [
             window(drained, stages, j, accumulation_steps) for j in range(stages)
@@ -165,7 +166,7 @@ class Schedule:
         """One more micro-batch enters: what each stage does in this step."""
         microbatch = self.injected
         self.injected += 1
-        order, windows = self.method.order, self._windows
+        order, windows = self.method.order, self.windows
         if self.is_synchronous:
             order, windows = Order.ONE_F_ONE_B, self._drained_windows
         lists = self._receive_tied()

@@ -116,10 +116,10 @@ class RankWeights:
     stop_all: Callable[[BaseException], None] | None = None
     """Tells the other ranks of an error here, for which they would wait otherwise."""
 
-    def adopt(self, model: nn.Module, replicas: Mapping[str, Tensor]) -> None:
-        """Let the model hold a stage's own replicas of tied parameters, not one more copy."""
+    def adopt(self, model: nn.Module, copies: Mapping[str, Tensor]) -> None:
+        """Let the model hold a stage's own copies of tied parameters, not one more."""
         tensors = _named_tensors(model)
-        _replace(model, {id(tensors[n]): t for n, t in replicas.items() if n in self.borrowed})
+        _replace(model, {id(tensors[n]): t for n, t in copies.items() if n in self.borrowed})
 
     def whole_model(self, model: Reversible, device: torch.device | None = None) -> Reversible:
         """A copy of the model with the current weights of all ranks. Every rank calls it."""

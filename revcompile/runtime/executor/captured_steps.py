@@ -27,7 +27,6 @@ from revcompile.ir.coupling_ops import mix
 from revcompile.ir.snapshot import Kind, TreeSnapshot
 from revcompile.kernels.repeatable import CUDNN_BENCHMARK
 from revcompile.runtime.executor.boundary import Boundary, StepInputs
-from revcompile.runtime.executor.capturable import has_flags, missing_memory
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.flags import (
@@ -40,6 +39,7 @@ from revcompile.runtime.executor.graphs import (
     EagerReplay,
     Pass,
     Section,
+    missing_memory,
 )
 from revcompile.runtime.executor.messages import (
     Message,
@@ -61,7 +61,7 @@ from revcompile.runtime.stage.slots import (
 from revcompile.runtime.stage.stage import Fuse
 from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.update import FixedSettings
-from revcompile.schedule import Action, Order, Schedule, window
+from revcompile.schedule import Action, Order, Schedule
 
 
 class CapturedSteps:
@@ -84,17 +84,13 @@ class CapturedSteps:
         self.executors, self._loss_head, self._replay = list(executors), loss_head, replay
         self._transport = executors[0].transport
         self._is_fused = fuse is not None
-        method, count = schedule.method, schedule.stages
         self._by_stage = {executor.index: executor for executor in executors}
         self._stages = list(self._by_stage)
-        self._boundary = Boundary(self._stages, count, schedule.ties)
-        self._is_last = not self._boundary.has_next
+        self._boundary = Boundary(self._stages, schedule.stages, schedule.ties)
         self._held_ties = [tie for tie in schedule.ties if tie.holder in self._stages]
         self._has_flags = has_flags(executors, schedule)
-        self._windows = [
-            window(method, count, j, schedule.accumulation_steps) for j in range(count)
-        ]
-        self._is_continuous = method.order is Order.CONTINUOUS
+        self._windows = schedule.windows
+        self._is_continuous = schedule.method.order is Order.CONTINUOUS
         waiting = [
             slots.count
             for (_, _, kind), slots in self._transport.slots.items()
@@ -104,10 +100,10 @@ class CapturedSteps:
         # again, and so is the kind of step.
         # Messages to other ranks have two, so that a step need not wait until the last are sent.
         self._period = math.lcm(2 if self._boundary.is_split else 1, *waiting)
-        device = self._device = executors[0].stage._device()
+        device = self._device = executors[0].stage.device
         # Stages that share parameters exchange them in the order of one stream.
         uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
-        self._streams = StepStreams(device, count - 1) if uses_streams else None
+        self._streams = StepStreams(device, schedule.stages - 1) if uses_streams else None
         for executor in executors:
             executor.updates.has_flags, executor.streams = self._has_flags, self._streams
             if fuse is not None:
@@ -146,8 +142,13 @@ class CapturedSteps:
         Raises:
             CaptureUnsupported: There is not enough memory.
         """
-        if not (self._is_full(schedule, alike) and self._is_in_slots()):
+        if not self._is_full(schedule, alike):
             return False
+        if not self._is_in_slots():
+            self._renew_slots()
+            return False
+        if self._numbers.have_changed():
+            self.clear()
         expected = None
         if not self.is_active:
             if not all(executor.updater.has_started for executor in self.executors):
@@ -192,28 +193,26 @@ class CapturedSteps:
             for index, stage in stages.items()
         )
 
+    def _waiting_messages(self) -> dict[Route, Sequence[Message]]:
+        queues = self._transport.queues
+        return {route: queues.get(route) or () for route in self._transport.slots}
+
     def _is_in_slots(self) -> bool:
-        """Whether all that waits lies in slots. If not even the latest does, new slots are made."""
-        stages = [executor.stage for executor in self.executors]
-        routes = self._transport.slots
-        waiting = {route: self._transport.queues.get(route) or () for route in routes}
-        is_found = all(
-            held.is_in(stage.ring) for stage in stages for held in stage.in_flight.values()
-        )
-        is_found = is_found and all(m.is_in_slot for queue in waiting.values() for m in queue)
-        if not is_found:
-            for stage in stages:
-                if stage.in_flight and [*stage.in_flight.values()][-1].ring is None:
-                    stage.ring = None
-                    self.clear()
-            for route, queue in waiting.items():
-                if queue and not (queue[-1].is_in_slot or queue[-1].void):
-                    routes[route].clear()
-                    self.clear()
-            return False
-        if self._numbers.have_changed():
-            self.clear()
-        return True
+        """Whether all that waits lies in slots."""
+        held = [(h, e.stage.ring) for e in self.executors for h in e.stage.in_flight.values()]
+        messages = (m for queue in self._waiting_messages().values() for m in queue)
+        return all(h.is_in(ring) for h, ring in held) and all(m.is_in_slot for m in messages)
+
+    def _renew_slots(self) -> None:
+        """Where not even the latest lies in a slot, let the next one tell the form of slots."""
+        for stage in (executor.stage for executor in self.executors):
+            if stage.in_flight and [*stage.in_flight.values()][-1].ring is None:
+                stage.ring = None
+                self.clear()
+        for route, queue in self._waiting_messages().items():
+            if queue and not (queue[-1].is_in_slot or queue[-1].void):
+                self._transport.slots[route].clear()
+                self.clear()
 
     def _allocate(self, batch: StepInputs, expected: Message) -> None:
         # Updates follow each other: one snapshot at a time.
@@ -444,7 +443,7 @@ class CapturedSteps:
         def end() -> None:
             self._numbers.end_step()
             queues.update(waiting)
-            self._transport.forget_norms()
+            self._transport.clear_norms()
             for each in (head.targets, head.losses, head.outputs):
                 each.clear()
             head.targets.update(targets)
@@ -485,7 +484,7 @@ class CapturedSteps:
                 assert self._boundary.flag is not None
                 flags.append(self._boundary.flag)
             self._flag_rows.index_copy_(0, self._numbers.row, torch.cat(flags).unsqueeze(0))
-        if self._is_last:
+        if not self._boundary.has_next:
             head = self._loss_head
             loss, output = (head.losses[entering], head.scale), head.outputs[entering]
             if self._loss is None or self._output is None:
@@ -493,3 +492,9 @@ class CapturedSteps:
             self._loss.copy_(loss)
             self._output.copy_(output)
             head.add(loss[0])
+
+
+def has_flags(executors: Sequence[StageExecutor], schedule: Schedule) -> bool:
+    """Whether micro-batches have flags; other ranks may have set them."""
+    is_alone = len(executors) == schedule.stages and not executors[0].transport.averages
+    return executors[0].stage.check_finite or not is_alone

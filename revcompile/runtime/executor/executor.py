@@ -408,14 +408,12 @@ class StageExecutor:
         """Everything of this stage but its parameters and optimizer, which are saved by name."""
         # As they are: updates of theirs that wait are saved as messages, and what predicted and
         # stashed weights make of an update depends on the values before it.
-        replicas: dict[str, Any] = {
-            name: self.stage.parameters[name] for name in self.updates.copied
-        }
+        copied: dict[str, Any] = {n: self.stage.parameters[n] for n in self.updates.copied}
         state = {
             **self.stage.state_dict(copy),
             "contributed": int(self.updates.count),
             "needs": self.program.needed_in_flight,
-            "replicas": copy(replicas),
+            "replicas": copy(copied),
             "incoming": [message.state_dict(copy) for message in self.incoming.values()],
             "outputs": [
                 [m, None if values is None else copy(dict(values))]

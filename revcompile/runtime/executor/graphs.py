@@ -10,9 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from revcompile.errors import RevcompileError
 from revcompile.ir.coupling_ops import seed_of, seeding
+from revcompile.units import format_size
 
 
 class CaptureUnsupported(RevcompileError):
@@ -194,3 +197,25 @@ class CudaGraphReplay(EagerReplay):
             assert context.capture_stream is not None
             stream.wait_stream(context.capture_stream)
         return graph.replay
+
+
+def missing_memory(copied: Any, snapshots: int, device: torch.device) -> str | None:
+    """Why captured steps would not fit into the device's memory; None if they do.
+
+    They need copies of what a step is given, and twice what one step allocates for itself: in the
+    ordinary pool during the warm-up, and in the pool of the graphs.
+
+    Args:
+        snapshots: Bytes that updates copy to be able to restore them.
+    """
+    if device.type != "cuda":
+        return None
+    allocated = torch.cuda.memory_allocated(device)
+    transient = torch.cuda.max_memory_allocated(device) - allocated
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
+    tensors = (leaf for leaf in pytree.tree_leaves(copied) if isinstance(leaf, Tensor))
+    copies = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    need = copies + 2 * (transient + snapshots)
+    if need <= free:
+        return None
+    return f"they need about {format_size(need)} more, but {format_size(free)} are free"

@@ -364,7 +364,7 @@ class Transport:
         """Replace all waiting messages by those of a state that are for this process's stages."""
         for queue in list(self.queues.values()):
             queue.clear()
-        self.forget_norms()
+        self.clear_norms()
         for source, target, kind, message in messages:
             if self.is_here(target):
                 route = source, target, MessageKind(kind)
@@ -389,7 +389,7 @@ class Transport:
             self._norms = {u: n for u, n in self._norms.items() if u >= update}
         return self._totals[update].to(squared.device)
 
-    def forget_norms(self) -> None:
+    def clear_norms(self) -> None:
         """No update is under way."""
         self._norms.clear()
         self._totals.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import logging
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Final
@@ -11,13 +13,7 @@ import torch
 
 from revcompile.errors import NonFiniteError, RevcompileWarning
 from revcompile.runtime.executor.boundary import StepInputs
-from revcompile.runtime.executor.capturable import (
-    Backend,
-    use_no_slots,
-    use_slots,
-    why_not_capturable,
-)
-from revcompile.runtime.executor.captured_steps import CapturedSteps
+from revcompile.runtime.executor.captured_steps import CapturedSteps, has_flags
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.graphs import (
@@ -25,11 +21,13 @@ from revcompile.runtime.executor.graphs import (
     CudaGraphReplay,
     EagerReplay,
 )
+from revcompile.runtime.executor.messages import MessageKind, MessageSlots
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.optimizers import why_not_capturable_optimizer
 from revcompile.runtime.stage.slots import Flat, empty_on
 from revcompile.runtime.stage.stage import Fuse
-from revcompile.schedule import Schedule
+from revcompile.schedule import Keep, Order, Schedule, delay
 
 _log: Final = logging.getLogger("revcompile")
 _MOST_CHANGES: Final = 3
@@ -38,6 +36,25 @@ _CALM: Final = 16
 before, steps are captured again only once nothing has changed for so many steps."""
 _MOST_FAILURES: Final = 2
 """After so many failed captures capturing ends. One may be bad luck: others use the device too."""
+_MOST_KINDS: Final = 16
+"""Each position of a step between two updates is captured for itself: at most so many."""
+
+
+class Backend(enum.Enum):
+    """How the steps of a full pipeline are run. All give the same training."""
+
+    AUTO = "auto"
+    """The fastest that is known to be safe on the model's device."""
+    EAGER = "eager"
+    """Action by action."""
+    CUDAGRAPHS = "cudagraphs"
+    """A whole step as one CUDA graph."""
+    INDUCTOR = "inductor"
+    """The same, with what surrounds convolutions and matrix products compiled, which takes a
+    minute at the start."""
+    STATIC = "static"
+    """Over the same static buffers as CUDA graphs, but each step is called: for tests and for
+    debugging, on any device."""
 
 
 class GraphRunner:
@@ -52,7 +69,7 @@ class GraphRunner:
         fuse: Fuse | None = None,
     ) -> None:
         self._executors, self._loss_head, self._fuse = executors, loss_head, fuse
-        self._device = executors[0].stage._device()
+        self._device = executors[0].stage.device
         self._hooks = LayerHooks([layer for e in executors for layer in e.stage.hooks.layers])
         self._backend = backend
         if backend is Backend.AUTO:
@@ -239,3 +256,90 @@ class GraphRunner:
         if self._captured is not None:
             found += self._captured.reports.collect(wait=not self._captured.is_active)
         return found
+
+
+# -- what can be captured ------------------------------------------------------------------------
+
+
+def why_not_capturable(
+    executors: Sequence[StageExecutor], schedule: Schedule, backend: Backend
+) -> str | None:
+    """Why steps cannot be captured; None if they can."""
+    devices = {p.device for executor in executors for p in executor.stage.parameters.values()}
+    if backend is not Backend.STATIC and any(device.type != "cuda" for device in devices):
+        return "the model is not on a CUDA device; net.trainer(device='cuda') moves it there"
+    if len(devices) != 1:
+        return f"the model is on {len(devices)} devices; a step is captured on one"
+    method = schedule.method
+    stages = [executor.index for executor in executors]
+    if len(stages) < schedule.stages:
+        if method.order is not Order.CONTINUOUS:
+            return f"{method.name!r} on several ranks is not captured; use a method like 'petra'"
+        if stages != list(range(stages[0], stages[-1] + 1)):
+            return f"the stages of a rank must follow each other, but they are {stages}"
+        if any(executor.scaling is not None for executor in executors):
+            return "the loss is scaled on several ranks; bfloat16 needs no scale"
+        if any(tie.owner in stages and tie.holder in stages for tie in schedule.ties):
+            return "stages of one of several ranks share parameters; put them on different ranks"
+    if method.order not in (Order.CONTINUOUS, Order.LOCKED):
+        return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
+    is_stashing = any(e.stage.weights.has_past for e in executors)
+    if schedule.ties and schedule.accumulation_steps > 1 and is_stashing:
+        return "stashed weights: tied ones change between two updates; use accumulation_steps=1"
+    if (count := schedule.accumulation_steps) > _MOST_KINDS:
+        return f"accumulation_steps={count}; at most {_MOST_KINDS} kinds of steps are captured"
+    for executor in executors:
+        if schedule.windows[executor.index] > 1 and executor.program.keeps_graphs:
+            is_method = method.keep is Keep.GRAPH
+            cause = f"as {method.name!r} does" if is_method else "which its memory budget allows"
+            advice = (
+                "use 'pipedream' or 'petra_stashed'" if is_method else "leave out memory_budget="
+            )
+            return (
+                f"stage {executor.index} keeps graphs of micro-batches in flight, {cause}; "
+                f"{advice} to have steps captured"
+            )
+        optimizer = executor.updater.optimizer
+        if optimizer is not None and (why := why_not_capturable_optimizer(optimizer)):
+            return why
+    return None
+
+
+def use_slots(executors: Sequence[StageExecutor], schedule: Schedule) -> None:
+    """Have stages and their transport store in slots whatever outlives a step."""
+    method, count, accumulation_steps = (
+        schedule.method,
+        schedule.stages,
+        schedule.accumulation_steps,
+    )
+    windows = schedule.windows
+    stages, transport = [e.index for e in executors], executors[0].transport
+    device, flagged = executors[0].stage.device, has_flags(executors, schedule)
+    for executor in executors:
+        at, updates = (
+            windows[executor.index],
+            delay(method, count, executor.index, accumulation_steps),
+        )
+        executor.updater.use_device()
+        executor.stage.use_slots(at if at > 1 else 0, updates, accumulation_steps > 1)
+    for stage in stages[:-1]:
+        if waiting := windows[stage] - windows[stage + 1]:
+            route = stage + 1, stage, MessageKind.DY
+            transport.slots[route] = MessageSlots(waiting, device, flagged)
+    for tie in schedule.ties:
+        if tie.owner in stages and tie.holder in stages:
+            route = tie.owner, tie.holder, MessageKind.TIED_WEIGHT
+            transport.slots[route] = MessageSlots(1, device)
+            if late := windows[tie.owner] - windows[tie.holder]:  # else received in the same step
+                slots = MessageSlots(
+                    1 + math.ceil(late / accumulation_steps), device, flagged, True
+                )
+                transport.slots[tie.holder, tie.owner, MessageKind.TIED_GRAD] = slots
+
+
+def use_no_slots(executors: Sequence[StageExecutor]) -> None:
+    """Steps will not be captured."""
+    executors[0].transport.slots.clear()
+    for executor in executors:
+        executor.stage.use_slots(0, None, False)
+        executor.updater.stay_on_host()

@@ -44,7 +44,7 @@ class Trace:
         """The share of the time that each rank computed, once the trace has ended."""
         # Clocks of machines agree as far as NTP has them agree.
         self._to_wall_clock = time.time() - time.perf_counter()
-        self._device: torch.device = trainer._executors[0].stage._device()
+        self._device: torch.device = trainer._executors[0].stage.device
         self._first_tried: dict[tuple[int, Action], Any] = {}
         self._began: Any = None
         self._records: list[tuple[int, Action, Any, Any, Any]] = []

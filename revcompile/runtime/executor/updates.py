@@ -59,9 +59,9 @@ class StageUpdates:
         self.gradients: dict[str, Tensor] | None = None
         """The mean gradient of an update that has begun."""
         self._sums: dict[str, Tensor] | None = None
-        self.count = torch.zeros((), device=stage._device())
+        self.count = torch.zeros((), device=stage.device)
         """How many micro-batches are in the accumulated gradient: bad ones are left out."""
-        self.flag = torch.zeros(1, device=stage._device())
+        self.flag = torch.zeros(1, device=stage.device)
         """Whether the last backward pass was of a bad micro-batch (`Message.found_inf`)."""
         self.is_captured = False
         """While a captured step is performed."""
@@ -96,10 +96,10 @@ class StageUpdates:
         return self._clip_grad_norm is not None and not self._is_continuous
 
     def update(self, action: Action) -> bool:
-        gradients = self._mean_gradients()
+        gradients = self._take_mean()
         if gradients is None:
             return False
-        scale: Tensor | None = None
+        factor: Tensor | None = None
         if self._clip_grad_norm is not None:
             squared = _squared_norm(gradients, self.stage)
             is_synchronous = action.index < self._synchronous_updates
@@ -109,10 +109,10 @@ class StageUpdates:
                 if total is None:
                     return False
                 squared = total
-            scale = (self._clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
+            factor = (self._clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
         self.set_delay(action.index)
         with self.stage.updating(self.updater.parameters):
-            self.updater.apply(gradients, scale)
+            self.updater.apply(gradients, factor)
         if not self.is_captured:
             self.updater.advance()
         if self._scaling is not None:
@@ -134,8 +134,8 @@ class StageUpdates:
         if self.average is not None:
             self.average.fill(self._sums, self.count)
 
-    def _mean_gradients(self) -> dict[str, Tensor] | None:
-        """Once per update: the accumulated gradient's mean; None while other replicas compute."""
+    def _take_mean(self) -> dict[str, Tensor] | None:
+        """The accumulated gradient's mean, once per update; None while other replicas compute."""
         average = self.average
         if self.gradients is not None:
             return self.gradients
@@ -167,7 +167,7 @@ class StageUpdates:
 
     def send_tied_grad(self, action: Action) -> bool:
         assert action.peer is not None
-        gradients = self._mean_gradients()
+        gradients = self._take_mean()
         if gradients is None:
             return False
         names = [name for name in self.tied_owners[action.peer] if name in gradients]
@@ -180,7 +180,7 @@ class StageUpdates:
 
     def recv_tied_grad(self, action: Action) -> bool:
         assert action.peer is not None
-        gradients = self._mean_gradients()
+        gradients = self._take_mean()
         if gradients is None:
             return False
         route = action.peer, self.index, MessageKind.TIED_GRAD
@@ -229,6 +229,6 @@ class StageUpdates:
 
 def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
     if not gradients:
-        return torch.zeros((), device=stage._device())
+        return torch.zeros((), device=stage.device)
     norms = torch._foreach_norm(list(gradients.values()))
     return torch.stack(norms).square().sum()

@@ -39,7 +39,7 @@ from revcompile.runtime.stage.weights import (
     Used,
     at_versions,
     castable_parameters,
-    parameter_slots,
+    parameter_entries,
 )
 from revcompile.schedule import Order
 
@@ -78,9 +78,10 @@ class Stage:
         program: StageProgram,
         root: nn.Module,
         *,
+        device: torch.device | None = None,
         seed: int = 0,
         autocast: torch.dtype | None = None,
-        replicas: Sequence[str] = (),
+        copied: Sequence[str] = (),
         check_finite: bool = True,
         kept_input_dtype: torch.dtype | None = None,
         gradient_message_dtype: torch.dtype | None = None,
@@ -88,53 +89,43 @@ class Stage:
         tolerance: Tolerance = None,
         sample: Sample | None = None,
     ) -> None:
-        self.program = program
-        self.root = root
-        self.seed = mix(seed, program.index)
-        self.autocast = autocast
-        self.check_finite = check_finite
+        self.program, self.root = program, root
+        self.seed, self.device = mix(seed, program.index), device or device_of_model(root)
+        self.autocast, self.check_finite = autocast, check_finite
         self.activations = ActivationStore(program, kept_input_dtype)
         self._gradient_message_dtype = gradient_message_dtype
         """The dtype in which float32 gradients are sent to the stage before; None: their own."""
-        self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
-        for name in filter(lambda name: has_hooks(self.parameters[name]), self.parameters):
-            raise InputError(f"trainer, stage {program.index}: {hooked(name)}")
         self.watched = read_by([program.forward], root)
         """What it reads of the model."""
-        self._slots = parameter_slots(root, self.parameters)
-        for name in replicas:
-            original = self.parameters[name]
-            self.parameters[name] = nn.Parameter(original.detach().clone(), original.requires_grad)
-        self.replica_weights: Mapping[str, Tensor] | None = (
-            dict(self.parameters) if replicas else None
-        )
+        self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
+        self._entries = parameter_entries(root, self.parameters)
+        """Where its modules read them."""
+        for name, parameter in list(self.parameters.items()):
+            if has_hooks(parameter):
+                raise InputError(f"trainer, stage {program.index}: {hooked(name)}")
+            if name in copied:
+                copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                self.parameters[name] = copy
+        self._own_weights = dict(self.parameters) if copied else None
         """What its modules compute with, if not with the parameters they have."""
         self.weights = PassWeights(program, self.parameters, delay)
         names = castable_parameters(program, root, self.parameters) if autocast else []
         self.cast_weights = CastWeights(self.parameters, names, autocast)
         reads = TreeReads(program.forward, root)
         self.hooks = LayerHooks(reads.modules)
-        self._draws = StageDraws(program)
         others = [(m, name) for m, name in reads.buffers if not isinstance(m, _BatchNorm)]
         self._stateful = StatefulBuffers(others)
         # A functional batch norm updates all statistics of its layer, read by the program or not.
         norms = [module for module in reads.owners if isinstance(module, _BatchNorm)]
         self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
-        graphs = [program.forward, taking_stored(program, self.activations.sent)]
-        if autocast is not None:
-            outlive = program.graphs_outlive_updates
-            graphs = [for_stages(graph, root, autocast, outlive) for graph in graphs]
-        self._repeated = _repeated_in(program, root)
+        self._draws, self._repeated = StageDraws(program), _repeated_in(program, root)
         self._samples = StreamSamples(program.index, tolerance, waits=check_finite)
-        if sample is not None and tolerance is not None:
-            graphs = [sample(program, graph, self._samples.take) for graph in graphs]
+        graphs = self._graphs(sample if tolerance is not None else None)
         self._generated = self._fused = self._compiled(graphs)
         self.runs_fused = False
         """Whether it runs the programs that `fuse` has made, and not the generated ones."""
-        self.device: torch.device | None = None
-        """Where it computes; None: where its parameters are."""
         self.in_flight: dict[int, InFlight] = {}
-        self.slots = 0
+        self._ring_size = 0
         """How many micro-batches have a slot for their activations; 0: these lie anywhere."""
         self.ring: Ring | None = None
         """The slots, from the first forward pass on."""
@@ -144,6 +135,16 @@ class Stage:
         """Where these sums lie, if updates have several micro-batches; None: anywhere."""
         self.reconstruction: dict[int, float] = {}
         """Relative error of the rebuilt input, by micro-batch, where `measure` was set."""
+
+    def _graphs(self, sample: Sample | None) -> list[fx.Graph]:
+        program = self.program
+        graphs = [program.forward, taking_stored(program, self.activations.sent)]
+        if self.autocast is not None:
+            outlive = program.graphs_outlive_updates
+            graphs = [for_stages(graph, self.root, self.autocast, outlive) for graph in graphs]
+        if sample is not None:
+            graphs = [sample(program, graph, self._samples.take) for graph in graphs]
+        return graphs
 
     def fuse(self, fuse: Fuse) -> None:
         """Have a pass make the programs that run while `runs_fused` is set."""
@@ -169,7 +170,7 @@ class Stage:
             updates: Updates of which weights are stashed, if they are; None: anywhere.
             accumulates: Whether gradients are summed there.
         """
-        self.slots, self.ring = slots, None
+        self._ring_size, self.ring = slots, None
         self.sums = {} if accumulates else None
         if self.weights.stash is not None:
             self.weights.stash.count = updates
@@ -187,7 +188,7 @@ class Stage:
         hooks: HookRecord = {}
         with (
             self._program_context(weights),
-            self._draws.forward(microbatch, self._device()),
+            self._draws.forward(microbatch, self.device),
             self.hooks.recorded(hooks),
             self._samples.collecting() as sampled,
         ):
@@ -198,15 +199,15 @@ class Stage:
         if measure:
             held.original = {name: inputs[name] for name in program.sends_back}
         held.parameter_versions = tuple(p._version for p in self._saved_by_reference())
-        if not is_capturing(self._device()):
+        if not is_capturing(self.device):
             held.samples = self._samples.start(sampled)
         held.hooks = hooks
         return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
     def _hold(self, microbatch: int, kept: tuple[Any, ...]) -> InFlight:
         """Store values of a micro-batch: in its slot, if there are slots and they fit."""
-        if self.slots and self.ring is None:
-            self.ring = Ring(kept, self.slots)
+        if self._ring_size and self.ring is None:
+            self.ring = Ring(kept, self._ring_size)
         held = InFlight(kept)
         if self.ring is not None and self.ring.put(microbatch, kept):
             held = InFlight(self.ring.value(microbatch), ring=self.ring)
@@ -319,7 +320,7 @@ class Stage:
         key = mix(self.seed, microbatch)
         with (
             self._program_context(self.weights.backward(held.used)),
-            self._draws.backward(microbatch, key, self._device()),
+            self._draws.backward(microbatch, key, self.device),
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
@@ -362,7 +363,7 @@ class Stage:
         Each is freed as soon as it is added: `gradients` is empty afterwards.
         """
         if self.sums == {} and any(gradient is not None for gradient in gradients.values()):
-            free_cached(self._device())
+            free_cached(self.device)
         others = [gradient for gradient in input_grads.values() if gradient is not None]
         add_gradients(self.gradients, gradients, others, self.sums)
 
@@ -388,9 +389,7 @@ class Stage:
         """
         if not self.program.graphs_outlive_updates:
             return ()
-        return tuple(
-            (self.cast_weights.current() or self.replica_weights or self.parameters).values()
-        )
+        return tuple((self.cast_weights.current() or self._own_weights or self.parameters).values())
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -445,7 +444,7 @@ class Stage:
     def _program_context(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Around a program: weights, autocast and random state; global state is restored."""
         with ExitStack() as stack:
-            device = self._device()
+            device = self.device
             if self._draws.is_random and not is_seeded_elsewhere():
                 devices = [device] if device.type == "cuda" else []
                 stack.enter_context(torch.random.fork_rng(devices))
@@ -455,19 +454,15 @@ class Stage:
             if any(self._repeated):
                 stack.enter_context(Repeatable(self._repeated))
             if weights is None:
-                weights = self.cast_weights.current() or self.replica_weights
+                weights = self.cast_weights.current() or self._own_weights
             if weights is not None:
-                contents = [(slot, weights[name]) for slot, name in self._slots]
+                contents = [(entry, weights[name]) for entry, name in self._entries]
                 stack.enter_context(filled(contents))
             token = ops.statistics_frozen.set(True)
             try:
                 yield
             finally:
                 ops.statistics_frozen.reset(token)
-
-    def _device(self) -> torch.device:
-        first = next(iter(self.parameters.values()), None)
-        return self.device or (device_of_model(self.root) if first is None else first.device)
 
     @property
     def is_stateful(self) -> bool:

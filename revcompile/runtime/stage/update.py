@@ -108,8 +108,8 @@ class Updater:
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else []
 
-    def apply(self, gradients: Mapping[str, Tensor], scale: Tensor | None = None) -> None:
-        """One update with the gradients times `scale`, unless `found_inf` is set.
+    def apply(self, gradients: Mapping[str, Tensor], factor: Tensor | None = None) -> None:
+        """One update with the gradients times `factor`, unless `found_inf` is set.
 
         On a device its step is that of captured steps, also where it is not captured: but for the
         first one, which allocates the optimizer's state.
@@ -117,8 +117,8 @@ class Updater:
         own = [gradients[name] for name in self.parameters if name in gradients]
         if self.optimizer is None or not own:
             return
-        if scale is not None:
-            torch._foreach_mul_(own, scale.to(own[0]))
+        if factor is not None:
+            torch._foreach_mul_(own, factor.to(own[0]))
         flag, is_captured_alike = self.found_inf, self._is_on_device and self.has_started
         if flag is not None and not is_captured_alike and bool(flag):
             return

@@ -5,7 +5,7 @@
     predicted           forward with the parameters as they will be when its gradient arrives
     in low precision    made once per update, where autocast would cast them again in every call
 
-`parameter_slots` are where the modules read them.
+`parameter_entries` are where the modules read them.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class PredictedWeights:
         }
 
 
-def parameter_slots(root: nn.Module, parameters: Mapping[str, Tensor]) -> list[tuple[Slot, str]]:
+def parameter_entries(root: nn.Module, parameters: Mapping[str, Tensor]) -> list[tuple[Slot, str]]:
     """Every entry of a module tree that holds one of the given parameters, and its name."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return [

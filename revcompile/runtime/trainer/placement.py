@@ -195,7 +195,6 @@ class RankPlacement(Placement):
         self._weights.collective = self.transport.collective
         self._weights.stop_all = self.transport.stop_all
         for executor in executors:
-            executor.stage.device = self.device
             tied = {name: executor.stage.parameters[name] for name in executor.updates.copied}
             self._weights.adopt(self._task.model, tied)
         if self.replicas > 1:

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from revcompile.arguments import flag, number, whole_number
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
-from revcompile.runtime.executor.capturable import Backend
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Transport
+from revcompile.runtime.executor.runner import Backend
 from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import buffer_bytes
@@ -151,32 +151,29 @@ class Task:
     fuse: Fuse | None = None
 
 
-def build_executors(
-    task: Task, stages: Sequence[int], transport: Transport, loss_head: LossHead, seed: int
-) -> list[StageExecutor]:
-    """The executors of some stages. That of the last stage has the loss head."""
-    parameters = task.model.parameters()
-    for dtype in dict.fromkeys([task.settings.autocast, *(p.dtype for p in parameters)]):
-        _choose_cpu_matmul(dtype)
-    return [_build_executor(task, index, transport, loss_head, seed) for index in stages]
-
-
-def _build_executor(
-    task: Task, index: int, transport: Transport, loss_head: LossHead, seed: int
+def build_executor(
+    task: Task,
+    index: int,
+    device: torch.device,
+    transport: Transport,
+    loss_head: LossHead,
+    seed: int,
 ) -> StageExecutor:
+    """The executor of a stage. That of the last one has the loss head."""
     program, stages, ties = task.programs[index], len(task.programs), task.partition.ties
     model, optimizer, settings = task.model, task.optimizer, task.settings
     options = settings.options
     delay = mean_delay(program.method, stages, index, settings.accumulation_steps)
     owners = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
     holders = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
-    replicas = [name for names in owners.values() for name in names]
+    copied = [name for names in owners.values() for name in names]
     stage = Stage(
         program,
         model,
+        device=device,
         seed=seed,
         autocast=settings.autocast,
-        replicas=replicas,
+        copied=copied,
         check_finite=options.check_finite,
         kept_input_dtype=options.kept_input_dtype,
         gradient_message_dtype=options.gradient_message_dtype,
@@ -184,7 +181,7 @@ def _build_executor(
         tolerance=model.tolerance,
         sample=task.sample,
     )
-    own = {n: p for n, p in stage.parameters.items() if n not in replicas}
+    own = {n: p for n, p in stage.parameters.items() if n not in copied}
     updater = Updater(
         f"stage {index}",
         own,
@@ -196,8 +193,8 @@ def _build_executor(
     )
     gradient_predictor = None
     if program.method.order is Order.SYNTHETIC and not program.is_last:
-        gradient_predictor = GradientPredictor(index, program.outputs, optimizer, stage._device())
-    scaling = scaling_of(settings.loss_scale, program.method, stage._device())
+        gradient_predictor = GradientPredictor(index, program.outputs, optimizer, device)
+    scaling = scaling_of(settings.loss_scale, program.method, device)
     updates = StageUpdates(
         stage,
         updater,
@@ -219,17 +216,18 @@ def _build_executor(
     )
 
 
-def _choose_cpu_matmul(dtype: torch.dtype | None) -> None:
-    """Let torch choose its CPU matmul for `dtype` now, not in the middle of training.
+def choose_cpu_matmuls(task: Task) -> None:
+    """Let torch choose its CPU matmul for low precision now, not in the middle of training.
 
     On a CPU without bf16 instructions the first bf16 matmul of some size makes torch switch
     oneDNN off for the whole process, and float32 convolutions and products round differently from
     then on. Ranks would meet that first product at different moments, or never, and no longer
     equal a run in one process.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return
-    operand = torch.ones(64, 64, dtype=dtype)
-    with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it does what is wanted here
-        F.linear(operand, operand)
+    dtypes = dict.fromkeys([task.settings.autocast, *(p.dtype for p in task.model.parameters())])
+    for dtype in (torch.bfloat16, torch.float16):
+        if dtype in dtypes:
+            operand = torch.ones(64, 64, dtype=dtype)
+            with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that it does what is wanted here
+                F.linear(operand, operand)

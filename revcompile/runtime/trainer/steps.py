@@ -18,7 +18,7 @@ from revcompile.runtime.stage.loss_head import LossHead, described
 from revcompile.runtime.trainer.inputs import InputBinder
 from revcompile.runtime.trainer.metrics import Metrics, Throughput
 from revcompile.runtime.trainer.placement import Placement
-from revcompile.runtime.trainer.settings import Task, build_executors
+from revcompile.runtime.trainer.settings import Task, build_executor, choose_cpu_matmuls
 from revcompile.schedule import Order, Schedule
 
 Made = TypeVar("Made")
@@ -45,8 +45,9 @@ class Steps:
                 task.partition.rewired, task.loss, task.settings.autocast, last
             )
             self.loss_head.check_finite = task.settings.options.check_finite
-            given = placement.transport, self.loss_head, seed
-            self.executors = build_executors(task, placement.stages, *given)
+            given = placement.device, placement.transport, self.loss_head, seed
+            choose_cpu_matmuls(task)
+            self.executors = [build_executor(task, index, *given) for index in placement.stages]
         placement.attach(self.executors)
         self._given: tuple[Any, Any] = None, None
         """What the step was called with, where the last stage is."""
