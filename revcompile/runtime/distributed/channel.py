@@ -208,10 +208,6 @@ class SendThread(Worker):
         self._put(header, text)
         self._jobs.put(None)
 
-    def payload_bytes(self) -> int:
-        """Of one message of each kind that was sent."""
-        return sum(describer.description.size for describer in self._describers.values())
-
     def _put(
         self,
         header: Header,

@@ -96,7 +96,6 @@ class NonFiniteReports:
         """Of steps whose flags are on the device: the row, and each stage's micro-batch."""
         self._copied: deque[tuple[Tensor, torch.cuda.Event | None, list[Any]]] = deque()
         self._arrived: deque[tuple[list[float], Mapping[int, int]]] = deque()
-        self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
         self._reported: set[int] = set()
 
     def stepped(self, flags: Tensor, row: int, microbatches: Mapping[int, int]) -> None:
@@ -115,13 +114,10 @@ class NonFiniteReports:
         """Copy the flags of the last steps to the host, without waiting."""
         if not self._steps:
             return
-        if not self._free:
-            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
-            # blocking: whoever waits for it leaves the processor to others
-            self._free.append((host, torch.cuda.Event(blocking=True) if flags.is_cuda else None))
-        host, event = self._free.pop()
+        host, event = torch.empty_like(flags, device="cpu", pin_memory=flags.is_cuda), None
         host.copy_(flags, non_blocking=True)
-        if event is not None:
+        if flags.is_cuda:
+            event = torch.cuda.Event(blocking=True)  # whoever waits leaves the processor to others
             event.record(current_stream(flags))
         self._copied.append((host, event, self._steps))
         self._steps = []
@@ -146,7 +142,6 @@ class NonFiniteReports:
                     return
                 event.synchronize()
             self._copied.popleft()
-            self._free.append((host, event))
             rows = host.tolist()
             self._arrived += [(rows[row], microbatches) for row, microbatches in steps]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,13 +110,6 @@ class CudaGraphReplay(EagerReplay):
             for capture, section in pairs:
                 self._capture(capture, section)
         return [partial(capture.replay, keys) for capture in self._captures[kind]]
-
-    def replay_all(self) -> int:
-        """Replay every captured section, for their time; how many kinds of steps there are."""
-        for captures in self._captures.values():
-            for capture in captures:
-                capture.replay(lambda: defaultdict(int))
-        return len(self._captures)
 
     def _default_generator(self) -> torch.Generator:
         index = self.device.index
