@@ -145,7 +145,7 @@ class DevicePayload:
             self._notify()
 
     def is_sent(self) -> bool:
-        """May its memory be freed?"""
+        """Whether its memory may be freed."""
         return bool(self._work.is_completed())
 
     def wait(self) -> None:

@@ -87,7 +87,7 @@ class Failures:
         self.notify()
 
     def wait_for_failure(self, timeout: float) -> bool:
-        """Is there a failure, now or within the timeout?"""
+        """Whether there is a failure, now or within the timeout."""
         return self._failed.wait(timeout)
 
     # -- all ranks ----------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def gather_plain(value: Any, group: Any) -> list[Any]:
     return [json.loads(text.numpy().tobytes()) for text in gathered]
 
 
-# -- do all ranks train the same thing? -----------------------------------------------------------
+# -- what all ranks have to train ------------------------------------------------------------------
 
 
 def run_facts(

@@ -92,7 +92,7 @@ class Boundary:
 
     @property
     def is_split(self) -> bool:
-        """Do messages come from other ranks, and go to them?"""
+        """Whether messages come from other ranks, and go to them."""
         return self.has_previous or self.has_next
 
     def clear(self) -> None:
@@ -123,7 +123,7 @@ class Boundary:
         return next_message(transport, self._dy, where, keep=True).flagged(flag)
 
     def matches(self, inputs: StepInputs, expected: Message | None = None) -> bool:
-        """Do the buffers fit the messages of the other ranks?"""
+        """Whether the buffers fit the messages of the other ranks."""
         messages = {self._x: inputs.values} if self.has_previous else {}
         if self.has_next and expected is not None:
             messages[self._dy] = expected

@@ -238,7 +238,7 @@ class CapturedSteps:
 
     @property
     def is_outdated(self) -> bool:
-        """Has something changed that captured steps hold fixed?"""
+        """Whether something has changed that captured steps hold fixed."""
         if self._settings is None or self._memory is None:
             return False
         return self._settings.have_changed() or self._memory.first_change() is not None

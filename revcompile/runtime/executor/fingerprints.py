@@ -1,4 +1,4 @@
-"""Fingerprints of batches: do the inputs on one rank and the targets on another belong together?
+"""Fingerprints of batches: inputs on one rank and targets on another have to belong together.
 
 The rank of the first stage uses the inputs, that of the last stage the targets. Each is usually
 given both: the first sends a fingerprint of its target with the micro-batch, and the last compares

@@ -48,7 +48,7 @@ class EagerReplay:
         return sections()
 
     def is_captured(self, kind: Hashable) -> bool:
-        """Are steps of this kind replayed, and not called?"""
+        """Whether steps of this kind are replayed, and not called."""
         return False
 
     def clear(self) -> None:

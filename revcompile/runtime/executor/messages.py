@@ -70,7 +70,7 @@ class Message:
     fingerprint: Fingerprint | None = None
     """In a message forward to another rank: of the data that the first stage was given."""
     is_exact: bool = False
-    """In a message back: are the values those of the forward pass, but for rounding?"""
+    """In a message back: whether the values are those of the forward pass, but for rounding."""
     packet: Packet | None = field(default=None, compare=False, repr=False)
     """If its tensors lie in one buffer. One that was received may have nothing else."""
     is_in_slot: bool = field(default=False, compare=False)
@@ -371,7 +371,7 @@ class Transport:
                 self.send(route, Message.from_state_dict(message))
 
     def is_here(self, stage: int) -> bool:
-        """Is it a stage of this process?"""
+        """Whether it is a stage of this process."""
         return True
 
     def sum_squared_norms(self, stage: int, update: int, squared: Tensor) -> Tensor | None:

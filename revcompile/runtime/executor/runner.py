@@ -87,7 +87,7 @@ class GraphRunner:
         self._reported: list[NonFiniteError] = []
         """Bad micro-batches of captured steps that were dropped."""
         self.is_on = self._backend is not Backend.EAGER
-        """Will steps be captured once the pipeline is full?"""
+        """Whether steps are captured once the pipeline is full."""
         if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
             self._give_up(why)
         if self.is_on:
@@ -105,7 +105,7 @@ class GraphRunner:
 
     @property
     def is_replaying(self) -> bool:
-        """Was the last step the replay of a graph, which runs no layers in Python?"""
+        """Whether the last step was the replay of a graph, which runs no layers in Python."""
         captured = self._captured
         return captured is not None and captured.is_active and captured.is_replaying
 

@@ -34,7 +34,7 @@ class LossHead:
         self._result = rewired.body.result
         self._spec = rewired.signature.out_spec
         self.has_target = loss is not None
-        """Or does the model return its own loss?"""
+        """False if the model returns its own loss."""
         averaged = any(coupling.averaged for coupling in rewired.couplings)
         self.overflow_advice = _OVERFLOW if averaged else ""
         """What else may make a number infinite, in words."""

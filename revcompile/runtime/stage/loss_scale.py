@@ -116,10 +116,10 @@ class Scaling:
         self.load_state_dict(None)
 
     def overflowed(self, found: Tensor, before: Tensor, scale: Tensor) -> Tensor:
-        """The flag of a micro-batch: can the scale of its loss be why it is not finite?
+        """The flag of a micro-batch: OVERFLOW where the scale of its loss can be the cause.
 
         Args:
-            found: Is one of its gradients not finite?
+            found: Whether one of its gradients is not finite.
             before: Its flag from the stage after this one, which stays if it is set.
             scale: That of its loss.
         """

@@ -1,4 +1,4 @@
-"""What a stage computes again: are random numbers and streams those of the forward pass?
+"""Checks that what a stage computes again is what the forward pass had.
 
 A piece seeds the default generators, which other threads use, too: `StageDraws` compares the states
 that pieces leave behind. `StreamSamples` is the chains' reconstruction check, for stages.
@@ -103,7 +103,7 @@ def _recorded(device: torch.device, left: _StatesLeft) -> Iterator[None]:
 # -- streams --------------------------------------------------------------------------------------
 
 StartedCheck = tuple[bool, dict[str, Tensor]]
-"""Is backward to wait for the device? And what was sampled in forward, by the stream's name."""
+"""Whether backward waits for the device; what was sampled in forward, by the stream's name."""
 
 
 class StreamSamples:
@@ -112,7 +112,7 @@ class StreamSamples:
     Args:
         stage: Its number.
         tolerance: The largest relative error allowed.
-        waits: Does backward wait for the device at every micro-batch in any case?
+        waits: Whether backward waits for the device at every micro-batch in any case.
     """
 
     def __init__(self, stage: int, tolerance: Tolerance, waits: bool) -> None:

@@ -46,7 +46,7 @@ class Flat:
         return Flat(leaves, self._spec)
 
     def is_alike(self, other: Flat) -> bool:
-        """The same structure, shapes and types? Devices may differ."""
+        """Whether structure, shapes and types are the same; devices may differ."""
         is_same = other._spec is self._spec or other._spec == self._spec
         return is_same and all(map(_is_alike, self.leaves, other.leaves))
 
@@ -81,7 +81,7 @@ class StaticBuffers(Flat):
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def matches(self, tree: Any) -> bool:
-        """Can these values be copied in? They may be on another device."""
+        """Whether these values can be copied in; they may be on another device."""
         return self.is_alike(Flat.of(tree))
 
     def copy_(self, tree: Any) -> None:

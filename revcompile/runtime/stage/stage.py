@@ -248,7 +248,7 @@ class Stage:
 
     @property
     def moves_statistics_early(self) -> bool:
-        """Do these move in forward, or in a backward pass that follows it at once?"""
+        """Whether these move in forward, or in a backward pass that follows it at once."""
         program = self.program
         return program.is_last or program.keeps_graphs or program.method.order is Order.LOCKED
 
@@ -285,7 +285,7 @@ class Stage:
         return self.weights.age(held.used) if held is not None and self.weights.has_past else 0
 
     def rebuilds_exactly(self, microbatch: int) -> bool:
-        """Will backward compute with the weights and inputs of the forward pass?"""
+        """Whether backward computes with the weights and inputs of the forward pass."""
         used = self.in_flight[microbatch].used
         return self.weights.are_unchanged(used) and not self.activations.low
 
@@ -466,7 +466,7 @@ class Stage:
 
     @property
     def is_stateful(self) -> bool:
-        """Do its layers change buffers in every call? Known once it has run."""
+        """Whether its layers change buffers in every call; known once it has run."""
         return not self._stateful.is_empty
 
 

@@ -1,4 +1,4 @@
-"""Tensors: are their elements finite, do they overlap in memory; copies of nested values."""
+"""Tensors: finite elements, overlaps in memory, flags; copies of nested values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def aligned(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def all_finite(tensors: list[Tensor]) -> list[bool]:
-    """For each tensor: are all its elements finite? Waits for the device once.
+    """For each tensor whether all its elements are finite; waits for the device once.
 
     A finite sum proves it in one fast pass; a sum may overflow, so then the elements are tested. On
     a GPU the largest elements of all tensors are found by one kernel.
@@ -79,7 +79,7 @@ def clone_preserving_strides(tensor: Tensor) -> Tensor:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Do elements share memory, as those of an expanded tensor do?
+    """Whether elements share memory, as those of an expanded tensor do.
 
     >>> overlaps(torch.zeros(1, 3).expand(2, 3)), overlaps(torch.zeros(4, 6)[:, ::2])
     (True, False)
@@ -88,7 +88,7 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """The same of a tensor with this form."""
+    """Whether elements of a tensor of this shape and stride share memory."""
     covered = 1  # elements that the dimensions of smaller strides cover
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1 and step < covered:

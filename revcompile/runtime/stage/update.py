@@ -71,7 +71,7 @@ class Updater:
         self.set_delay(delay)
         self.lr_schedule = None
         self.has_updated = False
-        """Has the optimizer taken a step?"""
+        """Whether the optimizer has taken a step."""
         self.found_inf: Tensor | None = None
         """In a captured step: a flag; if it is set, the update changes nothing."""
         self._is_fused = all(type(member) in FUSED for member in self._members)
@@ -173,7 +173,7 @@ class Updater:
 
     @property
     def has_started(self) -> bool:
-        """Has there been an update? The first one allocates the optimizer's state."""
+        """Whether there has been an update: the first one allocates the optimizer's state."""
         if self.optimizer is None or self.optimizer.state:
             return True
         if any(getattr(member, "delay", 0.0) for member in self._members):
@@ -424,7 +424,7 @@ def _initial_lr(group: Mapping[str, Any]) -> Any:
 
 
 def counts_on_device(group: Mapping[str, Any]) -> bool:
-    """Are the counters of a group's parameters on their device, as capturable kernels need them?
+    """Whether counters of a group's parameters are on their device, as capturable kernels need.
 
     >>> counts_on_device({"lr": 0.1, "capturable": False, "fused": True})
     True

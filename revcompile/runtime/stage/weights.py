@@ -52,7 +52,7 @@ class PassWeights:
 
     @property
     def has_past(self) -> bool:
-        """Do backward passes compute with weights of the past, which are not in their graphs?"""
+        """Whether backward passes compute with past weights that are not in their graphs."""
         return self.stash is not None
 
     def forward(self) -> Mapping[str, Tensor] | None:
@@ -87,7 +87,7 @@ class PassWeights:
         return used.copies
 
     def are_unchanged(self, used: Used) -> bool:
-        """Are those of the backward pass those of the forward pass?"""
+        """Whether those of the backward pass are those of the forward pass."""
         is_stashed = used.copies is not None or self.stash is not None
         return is_stashed or used.updates == self._updates
 

@@ -131,7 +131,7 @@ class TrainerState:
         )
 
     def _is_same_pipeline(self, state: State) -> bool:
-        """Were the same stages saved, with the same method and the same needs in flight?"""
+        """Whether the same stages were saved, with the same method and the same needs in flight."""
         here, saved = self._schedule.state(), state["schedule"]
         if _segment_names(self._partition) != [list(names) for names in state["cuts"]]:
             return False
@@ -183,7 +183,7 @@ class TrainerState:
                 executor.scaling.load_state_dict(last | {"overflow": overflow})
 
 
-# -- does a state fit? ----------------------------------------------------------------------------
+# -- whether a state fits --------------------------------------------------------------------------
 
 
 def _mismatches(state: State, model: nn.Module, updaters: Iterable[Updater]) -> Iterator[str]:

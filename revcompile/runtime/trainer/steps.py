@@ -95,7 +95,7 @@ class Steps:
         return values
 
     def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
-        """At the last stage: does the target belong to the inputs of the first stage?"""
+        """At the last stage: refuse a target that is not that of the first stage's inputs."""
         different = compared(sent, *self._given, microbatch)
         if different is not None:
             where = f"trainer.step, micro-batch {microbatch}"

@@ -80,9 +80,9 @@ class Trainer(TrainerState):
         self._executors, self._loss_head = steps.executors, steps.loss_head
         self._binder, self._runner = steps.binder, steps.runner
         self.is_first = steps.is_first
-        """Does this process need inputs?"""
+        """Whether this process needs inputs."""
         self.is_last = steps.is_last
-        """Does this process need targets, and know the loss?"""
+        """Whether this process needs targets, and knows the loss."""
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self._throughput = Throughput(placement.device)
