@@ -22,8 +22,8 @@ from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TensorType
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Message, Transport
-from revcompile.runtime.stage.activations import buffer_bytes
-from revcompile.runtime.stage.stage import InFlight, Stage
+from revcompile.runtime.stage.activations import InFlight, buffer_bytes
+from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.weights import at_versions
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Action, Method, Weights, choose, window

@@ -112,14 +112,14 @@ def values(index: int, rows: int = 4) -> Any:
     return Message(index, {"x": x, "n": rows}, {"dx": x.double().t()})
 
 
-def test_from_the_third_message_of_a_form_on_one_packet_is_all() -> None:
+def test_a_form_is_described_once() -> None:
     ends = Ends()
     packets = []
     for index in range(5):
         ends.tape.sizes.clear()
         ends.passed(values(index))
         packets.append(len(ends.tape.sizes))
-    assert packets == [3, 2, 1, 1, 1]  # header, description, payload; header and payload; one
+    assert packets == [3, 2, 2, 2, 2]  # header, description, payload; then without description
     ends.close()
 
 
