@@ -43,7 +43,6 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     ),
     "test_reversible.py::test_torch_compile_gives_the_same_gradients": (),
     "cli/test_cli.py::test_tables_fit_80_columns": ("inspect resnet18 --stages 9",),
-    "compiler/test_capture.py::test_timm": ("test_vit",),
     "compiler/test_cost.py::test_flops_are_those_torch_counts": ("resnet18",),
     "compiler/test_cost.py::test_measuring_changes_nothing": ("True-measured-cpu",),
     "compiler/test_cost.py::test_saved_bytes_are_those_of_a_real_run": ("vit-2",),
@@ -151,7 +150,7 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     "runtime/executor/test_captured.py::test_a_scaled_loss": ("petra",),
     "runtime/executor/test_captured.py::test_the_same_training_to_the_bit": (
         "adam",
-        "accumulate",
+        "accumulation_steps",
         "clipped",
         "inputs kept",
         "weights kept",

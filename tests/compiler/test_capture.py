@@ -559,44 +559,6 @@ def test_functions_that_hold_nothing_of_the_model() -> None:
 # -- models people use ---------------------------------------------------------------------------
 
 
-def timm_model(name: str) -> nn.Module:
-    import timm
-
-    options = {"drop_path_rate": 0.1} if name in SMALL else {}
-    model: nn.Module = timm.create_model(name, **options)
-    return model
-
-
-SMALL = ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"]
-FAMILIES = [
-    "test_byobnet",
-    "test_mambaout",
-    "test_nfnet",
-    "test_vit2",
-    "levit_128s",
-    "efficientvit_b0",
-    "convit_tiny",
-    "mobilevit_xxs",
-    "edgenext_xx_small",
-    "mobilenetv3_small_050",
-    "regnetx_002",
-    "resnetv2_18",
-    "xcit_nano_12_p8_224",
-    "ghostnet_050",
-]
-
-
-@pytest.mark.parametrize(
-    "name", [*SMALL, *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)]
-)
-def test_timm(name: str) -> None:
-    # All sizes of a transformer's images are fixed; of the others this one takes the least time.
-    example = () if name not in SMALL or name == "test_vit" else (torch.randn(2, 3, 64, 64),)
-    captured = capture(timm_model(name), *example, check="full")
-    assert captured.eval_graph is None
-    assert all("autocast" in note for note in captured.notes)
-
-
 def classification_models() -> Iterable[str]:
     from torchvision import models
 

@@ -292,36 +292,3 @@ def test_measuring_needs_a_real_device() -> None:
         rewired = rewired_of(Small(), torch.randn(2, 3))
     with pytest.raises(InputError, match="meta device"):
         piece_costs(rewired, pieces_of(rewired), rewired.body.types, "measured")
-
-
-def torn_head(rewired: Rewired) -> tuple[tuple[Segment, ...], dict[str, Any]]:
-    """The small model's pieces with a second linear layer as a part of the head."""
-    *rest, head = rewired.body.segments
-    assert isinstance(head, Opaque)
-    *inner, _ = [n for n in head.graph.nodes if n.op not in ("placeholder", "output")]
-    first, second = fx.Graph(), fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in head.graph.nodes:
-        if node.op == "placeholder" or node in inner:
-            copies[node] = first.node_copy(node, copies.__getitem__)
-    first.output((copies[inner[-1]],))
-    second.output((second.call_module("head", (second.placeholder("between"),)),))
-    parts = (
-        Opaque("head (0)", head.inputs, ("between",), first, head.reason),
-        Opaque("head (1)", ("between",), head.outputs, second, head.reason),
-    )
-    streams = rewired.body.types[head.inputs[0]]
-    pieces = (*rest, *parts)
-    return pieces, {**rewired.body.types, "between": streams}
-
-
-def test_parts_of_a_segment_share_its_number() -> None:
-    rewired, counted = small()
-    pieces, types = torn_head(rewired)
-    parts = piece_costs(rewired, pieces, types)[-2:]
-    assert sum_costs(parts).flops == counted["head"].flops
-    assert sum_costs(parts).saved == counted["head"].saved
-    numbers = {"stem": 1.0, "f": 8.0, "g": 0.0, "head": 2.0}
-    found = piece_costs(rewired, pieces, types, numbers)[-2:]
-    assert sum_costs(found).forward + sum_costs(found).backward == pytest.approx(2.0)
-    assert found[0].forward / found[1].forward == pytest.approx(parts[0].forward / parts[1].forward)

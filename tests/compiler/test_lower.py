@@ -119,16 +119,6 @@ def test_other_methods_keep_the_stage_as_one(method: str, keep: Keep) -> None:
             assert all(" graph" in name or " leaf " in name for name in program.kept)
 
 
-def test_data_has_no_gradient() -> None:
-    assert [program.inputs_with_grad for program in programs("petra")] == [
-        (),
-        ("stem_a", "stem_b", "stem"),
-        ("add_a", "add_b", "stem"),
-        ("add_1_a", "add_1_b"),
-        ("add_2_a", "add_2_b"),
-    ]
-
-
 # -- the code -------------------------------------------------------------------------------------
 
 BLOCK: Final = """\
@@ -156,20 +146,6 @@ def test_the_code_of_a_stage_reads_like_the_paper() -> None:
         "a, b, da, db = uncouple(blocks_2, self, a, b, da, db, grid, grads) # blocks.2",
     ]:
         assert line in lines, line
-
-
-def test_verbose_code_is_the_graph_that_runs() -> None:
-    text = sided().stages[3].source(verbose=True)
-    for line in [
-        "blocks_2 = self.blocks[2](add_1_b)",
-        "tanh_2 = torch.tanh(blocks_2)",
-        "add_2_b = plus(add_1_a, tanh_2, stem_a_grid)",
-        "add_2_a_leaf = stream_leaf(add_2_a)",
-        "add_1_a = minus(add_2_b, tanh_2, stem_a_grid)",
-        "grads = branch_vjp(add_2_a_leaf, grad_add_2_a, (tanh_2,), (grad_add_2_b,), (), ",
-        "grad_add_1_b = grads[0]",
-    ]:
-        assert line in text, line
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -16,7 +16,7 @@ import revcompile
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
-from revcompile.ir.types import Cost, Segment, TensorType
+from revcompile.ir.types import Cost, Segment
 from revcompile.schedule import Keep, choose
 
 EVEN: Final = 1.15
@@ -137,25 +137,6 @@ def test_torn_segments_compute_the_same(stages: int) -> None:
     for name, parameter in module.named_parameters():
         change = before[name] - net.model.get_parameter(name).detach()
         torch.testing.assert_close(change, parameter.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_a_tuple_of_tensors_does_not_travel() -> None:
-    """The LSTM's states are taken out of its result beside it, and travel one by one."""
-    partition = cut(Opaques(), 7, torch.randn(2, 4, 6))
-    assert names(partition) == [
-        ["stem: first"],
-        ["stem: left"],
-        ["stem: right"],
-        ["stem: both"],
-        ["stem: lstm"],
-        ["stem: last"],
-        ["stem: out"],
-    ]
-    assert all(
-        isinstance(partition.types[name], TensorType)
-        for part in partition.parts
-        for name in part.outputs
-    )
 
 
 def test_a_model_without_shortcuts_is_cut_before_its_layers() -> None:

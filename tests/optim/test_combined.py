@@ -59,23 +59,6 @@ def test_without_delay_each_does_what_it_does_alone() -> None:
         torch.testing.assert_close(value, model.state_dict()[name])
 
 
-@pytest.mark.parametrize("backend", ["eager", "static"])
-def test_a_resumed_run_is_the_uninterrupted_one(backend: str) -> None:
-    data = [batch for batch in batches(20) if len(batch[0]) == 4]
-    nets = fresh(Plain), fresh(Plain)
-    trainers = [
-        net.trainer(both, F.cross_entropy, lr_schedule=falling, backend=backend) for net in nets
-    ]
-    told = [executor.updater.optimizer.optimizers[0].delay for executor in trainers[0]._executors]
-    assert told == [3.0, 2.0, 1.0, 0.0]
-    feed(trainers[0], data[:10])
-    trainers[1].load_state_dict(through_a_file(trainers[0].state_dict()))
-    for trainer in trainers:
-        feed(trainer, data[10:])
-        assert trainer._runner.is_active == (backend == "static")
-    assert same(trainers[0].state_dict(), trainers[1].state_dict())
-
-
 def test_a_flushed_state_moves_to_other_stages_by_name() -> None:
     first, other = fresh(Plain, 4), fresh(Plain, 2)
     trainers = [net.trainer(both, F.cross_entropy, lr_schedule=falling) for net in (first, other)]

@@ -172,18 +172,6 @@ def test_a_checkpoint_with_something_in_flight_stays_with_its_stages(tmp_path: P
         assert not torch.equal(torch.get_rng_state(), generator)
 
 
-def test_a_drained_save_is_a_flush_and_a_save(tmp_path: Path) -> None:
-    saved, flushed, resumed = (trainer_of(fresh(), in_flight_per_stage=2) for _ in range(3))
-    for trainer in (saved, flushed):
-        feed(trainer, batches(5))
-    saved.save(tmp_path, drain=True)
-    flushed.flush()
-    resumed.load(tmp_path)
-    expected = feed(flushed, batches(4, seed=2))
-    assert feed(saved, batches(4, seed=2)) == expected
-    assert feed(resumed, batches(4, seed=2)) == expected
-
-
 def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = started("stashed weights")
     feed(trainer, batches(4))

@@ -8,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -23,14 +20,12 @@ from distributed_worker import (
     Run,
     batches,
     fed,
-    free_port,
     launch,
     looked_at,
     lose,
     trained,
     trainer_of,
 )
-from paths import ROOT, SUPPORT
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
@@ -196,42 +191,6 @@ def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
         for rank, found in enumerate(results):
             odd = differences(expected["state"], found[number]["state"])
             assert not odd, f"{run}, rank {rank}: {odd[:3]}"
-
-
-SCRIPT: Final = """
-import sys, torch, distributed_worker
-torch.set_num_threads(1)
-run = distributed_worker.Run(steps=7)
-net, trainer = distributed_worker.trainer_of(run)
-for x, y in distributed_worker.batches(run):
-    loss = trainer.step(x, y).loss
-trainer.flush()
-total = sum(float(p.double().sum()) for p in net.to_module().parameters())
-print(f"loss {loss} weights {total}\\n", end="", flush=True)
-if sys.argv[1:] == ["destroy"]:
-    torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_the_same_script_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
-    """It says nothing of ranks; its trainer, and perhaps torch.distributed, are left open."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    paths = [str(SUPPORT), str(ROOT)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    torchrun += [f"--master-port={free_port()}"]
-    said = []
-    for how, end in (([], []), (torchrun, []), (torchrun, ["destroy"])):
-        command = [sys.executable, *how, str(script), *end]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert "Error" not in done.stderr, done.stderr
-        said.append({line for line in done.stdout.splitlines() if line.startswith("loss")})
-    alone, together, destroyed = said
-    assert alone < together == destroyed and len(together) == 2
-    assert {line.split()[-1] for line in together} == {line.split()[-1] for line in alone}
 
 
 def test_all_start_with_the_weights_of_rank_0_and_can_know_the_loss(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "both kept": {"method": "delayed", "accumulation_steps": 3},
     "backprop": {"method": "backprop"},
     "reversible": {"method": "reversible_backprop", "clip_grad_norm": 0.1},
+    "predicted": {"weights": "predicted", "accumulation_steps": 4},
+    "synchronous": {"synchronous_updates": 3},
+    "inputs in float16": {"dtype": torch.float32, "kept_input_dtype": torch.float16},
+    "inputs in bfloat16, accumulated": {
+        **{"dtype": torch.float32, "kept_input_dtype": torch.bfloat16, "accumulation_steps": 3}
+    },
 }
 
 
@@ -97,7 +103,8 @@ def test_the_same_training_to_the_bit(name: str) -> None:
     found = []
     for backend in ("eager", "static"):
         net, trainer = made(backend, **SETTINGS[name])
-        losses = [trainer.step(*batch).loss for batch in even(FULL + 6)]
+        dtype = SETTINGS[name].get("dtype", torch.float64)
+        losses = [trainer.step(x.to(dtype), y).loss for x, y in even(FULL + 8)]
         assert is_active(trainer) == (backend == "static")
         trainer.flush()
         found.append((losses, weights(net)))

@@ -15,7 +15,7 @@ from helpers import gradients
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.runtime.reversible.overlap import SMALL, Overlap
+from revcompile.runtime.reversible.overlap import Overlap
 from tests.support.measuring import step_memory
 from tests.support.stacks import KINDS, Sizes, batch_of
 
@@ -183,19 +183,3 @@ def test_memory_does_not_grow_with_depth(overlap: str, dtype: str) -> None:
 
 
 SIZES = Sizes(depth=0, width=32, side=16, batch=2)
-
-
-def test_small_kernels_of_a_recorded_step_overlap_by_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    small, large = torch.empty(1), torch.empty(SMALL + 1, device="meta")
-    assert not Overlap.AUTO.applies_to(small)
-    monkeypatch.setattr("revcompile.runtime.reversible.overlap.is_capturing", lambda device: True)
-    assert Overlap.AUTO.applies_to(small)
-    assert not Overlap.AUTO.applies_to(large)
-    assert Overlap.ON.applies_to(large) and not Overlap.OFF.applies_to(small)
-
-
-def test_an_unknown_choice_is_a_clear_error() -> None:
-    with pytest.raises(revcompile.RevcompileError, match="='maybe'; use one of: auto, off, on"):
-        _net("maybe")

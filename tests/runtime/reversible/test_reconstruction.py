@@ -120,12 +120,6 @@ def test_samples_are_few_and_everywhere(shape: tuple[int, ...]) -> None:
     assert samples_of(stream).untyped_storage()._cdata == stream.untyped_storage()._cdata
 
 
-def test_samples_do_not_depend_on_the_memory_format() -> None:
-    stream = torch.randn(4, 6, 9, 9)
-    other = stream.to(memory_format=torch.channels_last)
-    assert torch.equal(samples_of(stream), samples_of(other))
-
-
 def test_what_an_asynchronous_device_finds_stops_the_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -81,22 +81,6 @@ def test_the_same_training_to_the_bit(
     assert same(*found)
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_they_are_made_once_an_update(
-    accumulation_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_by: list[CastWeights] = []
-    refresh = CastWeights.refresh
-    monkeypatch.setattr(
-        CastWeights, "refresh", lambda casts: (made_by.append(casts), refresh(casts))
-    )
-    trainer = made(accumulation_steps=accumulation_steps, method="backprop")
-    feed(trainer, DATA)
-    for executor in trainer._executors:
-        assert executor.stage.cast_weights._names
-        assert made_by.count(executor.stage.cast_weights) == 1 + 12 // accumulation_steps
-
-
 def doubled(trainer: Trainer) -> None:
     with torch.no_grad():
         for layer in (trainer.model.stem, trainer.model.head):
@@ -145,15 +129,6 @@ def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
         losses += feed(trainer, DATA[5:])
         found.append((losses, trainer.model.state_dict()))
     assert same(*found)
-
-
-@pytest.mark.parametrize(
-    ("method", "copies"), [("petra", True), ("pipedream", False), ("1f1b", False)]
-)
-def test_weights_that_are_in_flight_are_read_as_they_were(method: str, copies: bool) -> None:
-    trainer = made(method=method, accumulation_steps=2)
-    feed(trainer, DATA[:3])
-    assert (trainer._executors[0].stage.cast_weights.current() is not None) == copies
 
 
 def test_gradients_are_laid_out_as_their_weights() -> None:

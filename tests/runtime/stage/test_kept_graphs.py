@@ -24,12 +24,10 @@ from transcription import Row, Transcription
 import revcompile
 import tests.test_equivalence as spine
 from revcompile.errors import InputError
-from revcompile.runtime.stage.weights import at_versions
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.settings import Settings, Task
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
-from tests.support.stage_memory import saved_by
 from tests.test_equivalence import EXACT, assert_same, batches, copied, fresh, momentum, stage_of
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
@@ -183,47 +181,7 @@ def test_values_go_back_only_to_stages_that_rebuild() -> None:
     assert [len(streams(program.sends_back)) for program in programs] == [0, 2, 0, 0]
 
 
-def test_a_stage_returns_the_very_input_it_was_given() -> None:
-    """No copy beside the one in the graph, and nothing rounded for the sake of buffers."""
-    net = training.fresh(training.Plain, dtype=torch.float32)
-    trainer = keeping(net, (N, G, N, G), training.momentum, kept_input_dtype=torch.bfloat16)
-    stage = trainer._executors[1].stage
-    for batch in training.batches(3, dtype=torch.float32):
-        trainer.step(*batch)
-    kept = dict(zip(stage.program.kept, next(iter(stage.in_flight.values())).kept, strict=True))
-    assert len(streams(stage.program.sends_back)) == 2
-    for name in streams(stage.program.sends_back):
-        assert kept[name].dtype == torch.float32
-        assert kept[name].data_ptr() == kept[f"{name} leaf 0"].data_ptr()
-
-
 # -- autocast -------------------------------------------------------------------------------------
-
-
-def low_precision(keeps: Keeps) -> tuple[Trainer, list[training.Batch]]:
-    net = training.fresh(training.Plain, dtype=torch.float32)
-    trainer = keeping(net, keeps, training.plain_sgd, autocast=torch.bfloat16)
-    return trainer, training.batches(9, dtype=torch.float32)
-
-
-def test_weights_in_low_precision_are_made_once_an_update_and_are_the_latest() -> None:
-    """A cast of autocast's would be the forward's weight, and a copy a micro-batch."""
-    trainer, data = low_precision((G, G, G, G))
-    stage = trainer._executors[0].stage
-    for batch in data[:6]:
-        trainer.step(*batch)
-    assert len(stage.in_flight) == 3
-    reads = stage.cast_weights.current()
-    assert reads is not None
-    low = {n: t for n, t in reads.items() if t.dtype == torch.bfloat16}
-    for held in stage.in_flight.values():
-        with at_versions(stage._saved_by_reference(), held.parameter_versions):
-            found = {t.data_ptr() for t in saved_by(held.kept) if t.dtype == torch.bfloat16}
-        assert low["layers.0.weight"].data_ptr() in found
-    with torch.no_grad():
-        stage.parameters["stem.weight"].fill_(0.5)
-    trainer.step(*data[6])
-    assert float(low["stem.weight"].detach().min()) == pytest.approx(0.5, abs=0.1)
 
 
 def test_low_precision_gradients_are_those_of_casts_made_anew() -> None:

@@ -264,26 +264,6 @@ def test_ranks_scale_as_one_process(tmp_path: Path) -> None:
             assert same(found[number]["state"], expected), run
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_a_run_goes_on_with_its_scale(tmp_path: Path, accumulation_steps: int) -> None:
-    settings = {**HALF, "accumulation_steps": accumulation_steps}
-    data = batches(24, dtype=torch.float32)
-    straight = fresh(Deep, 4, torch.float32)
-    trainer = trainer_of(straight, plain_sgd, **settings)
-    feed(trainer, data[:7])
-    assert trainer.metrics.skipped
-    first, second = (trainer_of(fresh(Deep, 4, torch.float32), plain_sgd, **settings) for _ in "ab")
-    first.load_state_dict(through_a_file(trainer.state_dict()))
-    second.load(trainer.save(tmp_path))
-    for batch in data[7:]:
-        metrics = [one.step(*batch) for one in (trainer, first, second)]
-        assert len({(m.loss, m.loss_scale, m.skipped) for m in metrics}) == 1
-    for one in (trainer, first, second):
-        one.flush()
-    assert same(first.model.state_dict(), straight.model.state_dict())
-    assert same(second.model.state_dict(), straight.model.state_dict())
-
-
 def test_other_stages_take_the_scale_over() -> None:
     trainer = trainer_of(fresh(Plain, 4), loss_scale=EAGER)
     overflowing(trainer, 0, [7])

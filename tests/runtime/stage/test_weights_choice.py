@@ -107,37 +107,6 @@ def test_predicted_weights_are_used_forward(
 STEPS = [batch for batch in batches(26) if len(batch[0]) == 4]
 
 
-@pytest.mark.parametrize("kind", ["stashed", "predicted"])
-@pytest.mark.parametrize("accumulation_steps", [1, 4])
-def test_static_steps_and_checkpoints(kind: str, accumulation_steps: int) -> None:
-    """With accumulation_steps=4 there are at most as many copies as one update takes."""
-    options: Any = {"weights": kind, "accumulation_steps": accumulation_steps}
-    ends = []
-    for backend in ("eager", "static"):
-        net = fresh(Plain)
-        start = weights(net)
-        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, **settings_of(**options))
-        feed(trainer, STEPS[:13])
-        resumed = fresh(Plain)
-        again = resumed.trainer(
-            momentum, F.cross_entropy, backend=backend, **settings_of(**options)
-        )
-        again.load_state_dict(through_a_file(trainer.state_dict()))
-        for each in (trainer, again):
-            feed(each, STEPS[13:])
-            assert each._runner.is_active == (backend == "static")
-        assert same(trainer.state_dict(), again.state_dict())
-        copies = [len(executor.stage.stashed()) for executor in trainer._executors]
-        most = [3, 2, 1, 0] if accumulation_steps == 1 else [1, 1, 1, 0]
-        assert all(n <= (m if kind == "stashed" else 0) for n, m in zip(copies, most, strict=True))
-        trainer.flush()
-        net.model.load_state_dict(start)
-        feed(trainer, STEPS[:9])
-        trainer.flush()
-        ends.append(weights(net))
-    assert same(*ends)
-
-
 class PartlyFrozen(Plain):
     def __init__(self) -> None:
         super().__init__()

@@ -70,32 +70,6 @@ def test_first_updates_are_those_of_1f1b(kind: str, accumulation_steps: int) -> 
     assert same(weights(net), weights(later))
 
 
-@pytest.mark.parametrize(("at", "backend"), [(4, "static"), (6, "eager"), (8, "static")])
-def test_a_resumed_run_is_the_uninterrupted_one(at: int, backend: str) -> None:
-    """Saved before the second update, where the phases meet, and with the pipeline half full."""
-    options: Any = {
-        "synchronous_updates": 2,
-        "accumulation_steps": 3,
-        "backend": backend,
-        "weights": "predicted",
-    }
-    nets = fresh(Plain), fresh(Plain)
-    trainers = [net.trainer(ahead, F.cross_entropy, **settings_of(**options)) for net in nets]
-    feed(trainers[0], DATA[:at])
-    state = through_a_file(trainers[0].state_dict())
-    trainers[1].load_state_dict(state)
-    for trainer in trainers:
-        feed(trainer, DATA[at:])
-        assert trainer._runner.is_active == (backend == "static")
-    assert same(trainers[0].state_dict(), trainers[1].state_dict())
-    if at == 4:
-        options["synchronous_updates"] = 1
-        with pytest.raises(InputError, match="cut or scheduled otherwise"):
-            fresh(Plain).trainer(ahead, F.cross_entropy, **settings_of(**options)).load_state_dict(
-                state
-            )
-
-
 def test_a_resumed_run_is_captured_once() -> None:
     """Every stage's delay is known before its first update, so that none of them changes a step."""
     nets = [fresh(Plain, 4) for _ in range(2)]

@@ -38,64 +38,76 @@ from training import (
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
+from revcompile.optim import ErrorFeedback
 from revcompile.runtime.checkpoint.training import save_training
+from revcompile.runtime.stage.loss_scale import LossScale
 
-SAVED_IN_FLIGHT: Final = (
-    ("petra", 1),
-    ("petra", 2),
-    ("petra_stashed", 1),
-    ("features_replay", None),
-    ("dsp", None),
-    ("pipedream", None),
-    ("delayed", None),
-    ("dni", None),
-    ("backprop", None),
-    ("reversible_backprop", None),
-)
+
+def several(parameters: Any) -> list[torch.optim.Optimizer]:
+    """SGD with error feedback for matrices, AdamW for everything else."""
+    given = list(parameters)
+    matrices, rest = ([p for p in given if (p.ndim == 2) is kind] for kind in (True, False))
+    return [ErrorFeedback(momentum(matrices)), adam(rest)]
+
+
+SCALED: Final = {"autocast": torch.float16, "loss_scale": LossScale(2.0**20, growth_interval=3)}
+RESUMED: Final[dict[str, dict[str, Any]]] = {
+    "petra": {"lr_schedule": SCHEDULES["one cycle"]},
+    "petra, two in flight": {"in_flight_per_stage": 2, "lr_schedule": SCHEDULES["warm-up"]},
+    "petra, adam": {"optimizer": adam, "accumulation_steps": 3, "lr_schedule": SCHEDULES["lambda"]},
+    "petra_stashed": {"method": "petra_stashed", "lr_schedule": SCHEDULES["cosine"]},
+    "features_replay": {"method": "features_replay", "optimizer": adam, "accumulation_steps": 3},
+    "dsp": {"method": "dsp"},
+    "pipedream": {"method": "pipedream", "optimizer": adam, "accumulation_steps": 3},
+    "delayed": {"method": "delayed", "accumulation_steps": 2},
+    "dni": {"method": "dni", "optimizer": adam},
+    "backprop": {"method": "backprop", "accumulation_steps": 3},
+    "reversible_backprop": {"method": "reversible_backprop", "optimizer": adam},
+    "predicted weights": {"weights": "predicted", "accumulation_steps": 4},
+    "synchronous": {"weights": "predicted", "synchronous_updates": 3, "accumulation_steps": 3},
+    "synchronous before": {"synchronous_updates": 2, "accumulation_steps": 3},
+    "several optimizers": {"optimizer": several, "lr_schedule": SCHEDULES["milestones"]},
+    "inputs in bfloat16": {"dtype": torch.float32, "kept_input_dtype": torch.bfloat16},
+    "scaled": {"dtype": torch.float32, **SCALED},
+    "scaled, accumulated": {"dtype": torch.float32, "accumulation_steps": 3, **SCALED},
+    "captured": {"backend": "static"},
+    "captured, stashed": {"backend": "static", "weights": "stashed"},
+    "captured, predicted": {"backend": "static", "weights": "predicted"},
+    "captured, bfloat16": {
+        **{"backend": "static", "dtype": torch.float32},
+        **{"kept_input_dtype": torch.bfloat16, "optimizer": several},
+    },
+}
 
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "in_flight_per_stage", "schedule", "optimizer", "accumulation_steps"),
-    [
-        *((*method, "one cycle", momentum, 1) for method in SAVED_IN_FLIGHT[::2]),
-        *((*method, "cosine", adam, 3) for method in SAVED_IN_FLIGHT[1::2]),
-        ("petra", 1, "lambda", adam, 3),
-        ("petra", 2, "warm-up", momentum, 2),
-    ],
-)
-def test_a_resumed_run_is_the_uninterrupted_one(
-    method: str,
-    in_flight_per_stage: float | None,
-    schedule: str,
-    optimizer: Any,
-    accumulation_steps: int,
-) -> None:
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(name: str) -> None:
     """Masks, learning rates and norms too, whatever the trainer has been doing that loads it."""
-    settings = {
-        "method": method,
-        "in_flight_per_stage": in_flight_per_stage,
-        "accumulation_steps": accumulation_steps,
-        "clip_grad_norm": 0.1,
-        "lr_schedule": SCHEDULES[schedule],
-    }
-    data = batches(13)
-    whole = fresh()
-    trainer = trainer_of(whole, optimizer, seed=3, **settings)
-    losses = feed(trainer, data[:8])
+    settings = {"clip_grad_norm": 0.1, **RESUMED[name]}
+    dtype = settings.pop("dtype", torch.float64)
+    is_captured = settings.get("backend") == "static"
+    data = batches(13, dtype=dtype)
+    if is_captured:
+        data = [(x, y) for x, y in batches(25, dtype=dtype) if len(x) == 4]
+    whole = fresh(dtype=dtype)
+    trainer = trainer_of(whole, seed=3, **settings)
+    at = len(data) - 5
+    losses = feed(trainer, data[:at])
+    assert trainer._runner.is_active == is_captured
     live = trainer.state_dict()
     state = through_a_file(live)
-    losses += feed(trainer, data[8:])
+    losses += feed(trainer, data[at:])
     trainer.flush()
     assert same(live, state)  # nor does it change when training goes on
 
-    resumed = fresh()
-    again = trainer_of(resumed, optimizer, seed=4, **settings)
-    feed(again, batches(2, seed=9))  # something else is in flight, and is forgotten
+    resumed = fresh(dtype=dtype)
+    again = trainer_of(resumed, seed=4, **settings)
+    feed(again, batches(2, seed=9, dtype=dtype))  # something else is in flight, and is forgotten
     again.load_state_dict(state)
     assert same(again.state_dict(), state)
-    assert feed(again, data[8:]) == losses[8:]
+    assert feed(again, data[at:]) == losses[at:]
     again.flush()
     assert same(weights(resumed), weights(whole))
     assert same(again.state_dict(), trainer.state_dict())
