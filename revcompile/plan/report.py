@@ -242,8 +242,8 @@ class StageReport:
         """What each stage can keep within a budget per device: bytes, or text like "2GiB".
 
         Args:
-            memory_budget, microbatch_size, accumulation_steps, in_flight_per_stage,
-                kept_input_dtype: As for the trainer, which makes such a plan by itself.
+            memory_budget: As for the trainer, which makes such a plan by itself. So are
+                microbatch_size, accumulation_steps, in_flight_per_stage and kept_input_dtype.
             optimizer_copies: Numbers of optimizer state for each parameter: 1 for SGD with
                 momentum, 2 for Adam.
             stage_to_rank: The device of each stage. Default: one stage on each device.
