@@ -29,11 +29,7 @@ from revcompile.kernels.repeatable import CUDNN_BENCHMARK
 from revcompile.runtime.executor.boundary import Boundary, StepInputs
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.flags import (
-    NonFiniteReports,
-    RunningStatistics,
-    steps_at_once,
-)
+from revcompile.runtime.executor.flags import NonFiniteReports, RunningStatistics, steps_at_once
 from revcompile.runtime.executor.graphs import (
     CaptureUnsupported,
     EagerReplay,
@@ -41,23 +37,13 @@ from revcompile.runtime.executor.graphs import (
     Section,
     missing_memory,
 )
-from revcompile.runtime.executor.messages import (
-    Message,
-    MessageKind,
-    Route,
-)
+from revcompile.runtime.executor.messages import Message, MessageKind, Route
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.slot_numbers import SlotNumbers
 from revcompile.runtime.executor.streams import StepStreams, large_stages
 from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.slots import (
-    StaticBuffers,
-    empty_on,
-    free_cached,
-    move,
-    when_copied,
-)
+from revcompile.runtime.stage.slots import StaticBuffers, empty_on, free_cached, move, when_copied
 from revcompile.runtime.stage.stage import Fuse
 from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.update import FixedSettings
@@ -71,6 +57,11 @@ class CapturedSteps:
         replay: Calls steps, or captures and replays them.
         fuse: If given, the stages run their programs after this pass.
     """
+
+    is_active = False
+    """Whether the last step was one of these."""
+    is_replaying = False
+    """Whether that one was a replay."""
 
     def __init__(
         self,
@@ -115,9 +106,6 @@ class CapturedSteps:
         self._flag_rows = torch.zeros(steps_at_once(device), flags, device=device)
         """The flags of the last steps, which the host has not seen."""
         self._numbers = SlotNumbers(executors, self._transport, device)
-        self.is_replaying = False
-        self.is_active = False
-        """Whether the last step was one of these."""
         self._reset()
 
     def _reset(self) -> None:

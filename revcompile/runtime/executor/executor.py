@@ -67,6 +67,16 @@ class StageExecutor:
         scaling: Its part in scaling the loss.
     """
 
+    streams: StepStreams | None = None
+    """On which actions of captured steps run side by side."""
+    check_data: Callable[[int, Fingerprint], None] | None = None
+    """Raises if the target given here is not that of the micro-batch's inputs."""
+    refusal: str | None = None
+    """Why micro-batches cannot run here now; they are left out."""
+    observer: Trace | None = None
+    _last_forward: tuple[int, Sequence[BufferSnapshot]] | None = None
+    """The latest micro-batch, and buffers as they were before its forward pass."""
+
     def __init__(
         self,
         stage: Stage,
@@ -78,8 +88,7 @@ class StageExecutor:
     ) -> None:
         self.stage, self.updates = stage, updates
         self.updater, self.transport = updates.updater, updates.transport
-        self.loss_head = loss_head
-        self.scaling = scaling
+        self.loss_head, self.scaling = loss_head, scaling
         self.gradient_predictor = gradient_predictor
         # Between two actions, by micro-batch. None: the micro-batch was lost.
         self.inputs: dict[int, Mapping[str, Any] | None] = {}
@@ -90,22 +99,13 @@ class StageExecutor:
         """Where the pipeline has several ranks."""
         self.restored = updates.flag
         """Set if running statistics have to be as they were before the last backward pass."""
-        self.streams: StepStreams | None = None
-        """On which actions of captured steps run side by side."""
         self.failures: list[NonFiniteError] = []
         """Of backward passes whose micro-batch was left out."""
         self.forward_errors: list[Exception] = []
         """Of forward passes whose micro-batch was left out."""
-        self.check_data: Callable[[int, Fingerprint], None] | None = None
-        """Raises if the target given here is not that of the micro-batch's inputs."""
-        self.refusal: str | None = None
-        """Why micro-batches cannot run here now; they are left out."""
         self.measured: set[int] = set()
         """Micro-batches whose reconstruction error is to be measured."""
-        self.observer: Trace | None = None
         self._statistics = RunningStatistics([stage.statistics])
-        self._last_forward: tuple[int, Sequence[BufferSnapshot]] | None = None
-        """The latest micro-batch, and other buffers as they were before its forward pass."""
 
     @property
     def program(self) -> StageProgram:

@@ -16,11 +16,7 @@ from revcompile.runtime.executor.boundary import StepInputs
 from revcompile.runtime.executor.captured_steps import CapturedSteps, has_flags
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.executor.graphs import (
-    CaptureUnsupported,
-    CudaGraphReplay,
-    EagerReplay,
-)
+from revcompile.runtime.executor.graphs import CaptureUnsupported, CudaGraphReplay, EagerReplay
 from revcompile.runtime.executor.messages import MessageKind, MessageSlots
 from revcompile.runtime.reversible.hooks import LayerHooks
 from revcompile.runtime.stage.loss_head import LossHead

@@ -32,6 +32,13 @@ class StageUpdates:
         scaling: At the last stage, if the loss is scaled.
     """
 
+    is_captured = False
+    """While a captured step is performed."""
+    gradients: dict[str, Tensor] | None = None
+    """The mean gradient of an update that has begun."""
+    _sums: dict[str, Tensor] | None = None
+    """The sums that it is computed from, until they are averaged."""
+
     def __init__(
         self,
         stage: Stage,
@@ -56,15 +63,10 @@ class StageUpdates:
             accumulation_steps,
         )
         self._is_continuous = stage.program.method.order is Order.CONTINUOUS
-        self.gradients: dict[str, Tensor] | None = None
-        """The mean gradient of an update that has begun."""
-        self._sums: dict[str, Tensor] | None = None
         self.count = torch.zeros((), device=stage.device)
         """How many micro-batches are in the accumulated gradient: bad ones are left out."""
         self.flag = torch.zeros(1, device=stage.device)
         """Whether the last backward pass was of a bad micro-batch (`Message.found_inf`)."""
-        self.is_captured = False
-        """While a captured step is performed."""
         self.has_flags = stage.check_finite
         """Whether micro-batches of captured steps have flags."""
 

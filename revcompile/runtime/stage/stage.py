@@ -22,11 +22,7 @@ from revcompile.ir.types import Coupling
 from revcompile.kernels.repeatable import Repeatable, Repeated
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
-from revcompile.runtime.reversible.replay import (
-    BufferSnapshot,
-    StatefulBuffers,
-    is_capturing,
-)
+from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.reversible.slots import filled
 from revcompile.runtime.stage.activations import ActivationStore, InFlight
 from revcompile.runtime.stage.module_guards import hooked
@@ -72,6 +68,15 @@ class Stage:
     time or on the global random state, which is left unchanged. Hooks of layers run in forward;
     where backward runs a layer again, only those that took part in the computation.
     """
+
+    runs_fused = False
+    """Whether it runs the programs that `fuse` has made, and not the generated ones."""
+    _ring_size = 0
+    """How many micro-batches have a slot for their activations; 0: these lie anywhere."""
+    ring: Ring | None = None
+    """The slots, from the first forward pass on."""
+    sums: dict[str, Tensor] | None = None
+    """Where gradients are summed, if updates have several micro-batches; None: anywhere."""
 
     def __init__(
         self,
@@ -122,17 +127,9 @@ class Stage:
         self._samples = StreamSamples(program.index, tolerance, waits=check_finite)
         graphs = self._graphs(sample if tolerance is not None else None)
         self._generated = self._fused = self._compiled(graphs)
-        self.runs_fused = False
-        """Whether it runs the programs that `fuse` has made, and not the generated ones."""
         self.in_flight: dict[int, InFlight] = {}
-        self._ring_size = 0
-        """How many micro-batches have a slot for their activations; 0: these lie anywhere."""
-        self.ring: Ring | None = None
-        """The slots, from the first forward pass on."""
         self.gradients: dict[str, Tensor] = {}
         """Sums over micro-batches, of the parameters that have a gradient."""
-        self.sums: dict[str, Tensor] | None = None
-        """Where these sums lie, if updates have several micro-batches; None: anywhere."""
         self.reconstruction: dict[int, float] = {}
         """Relative error of the rebuilt input, by micro-batch, where `measure` was set."""
 
