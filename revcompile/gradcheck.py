@@ -41,7 +41,7 @@ from revcompile.ir.signature import bind
 from revcompile.ir.types import Coupling, Rewired, Segment
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
-from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.stage import Stage
 from revcompile.schedule import Keep, choose
 

@@ -38,13 +38,12 @@ from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.executor.runner import Backend
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import buffer_bytes
-from revcompile.runtime.stage.loss_head import Loss
-from revcompile.runtime.stage.loss_scale import LossScale, loss_scale_of
+from revcompile.runtime.stage.loss import Loss, LossScale, loss_scale_of
 from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
-from revcompile.runtime.trainer.metrics import Metrics
 from revcompile.runtime.trainer.placement import Placement, RankPlacement
 from revcompile.runtime.trainer.settings import Settings, Task, TrainerOptions
+from revcompile.runtime.trainer.steps import Metrics
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Method, check_schedule, delay
 from revcompile.units import parse_memory_budget

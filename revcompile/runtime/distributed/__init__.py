@@ -7,8 +7,7 @@
       rank_weights.distribute  each rank gets its stages' weights, and no others
       channel.open_channels    a channel for each direction between two stages, with its threads
       wire                     messages as bytes
-      transport                queues, reductions, the end of a run
-      replicas                 averages gradients over copies of the pipeline
+      transport                queues, means over copies of the pipeline, the end of a run
       failures                 finds out which rank is gone, and why
 
 A rank performs its stages' action lists as one process does; only the transport differs. The order

@@ -27,7 +27,7 @@ from revcompile.errors import InputError, RankError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.python_code import source_of
 from revcompile.runtime.distributed.failures import GRACE, in_thread
-from revcompile.runtime.stage.loss_head import described
+from revcompile.runtime.stage.loss import described
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ from revcompile.runtime.executor.graphs import (
     EagerReplay,
     Pass,
     Section,
+    SlotNumbers,
     missing_memory,
 )
 from revcompile.runtime.executor.messages import Message, MessageKind, Route
 from revcompile.runtime.executor.scheduler import LocalScheduler
-from revcompile.runtime.executor.slot_numbers import SlotNumbers
 from revcompile.runtime.executor.streams import StepStreams, large_stages
 from revcompile.runtime.executor.updates import StageUpdates
-from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.slots import StaticBuffers, empty_on, free_cached, move, when_copied
 from revcompile.runtime.stage.stage import Fuse
 from revcompile.runtime.stage.tensors import clone_tree

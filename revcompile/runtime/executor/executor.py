@@ -41,8 +41,7 @@ from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.reversible.replay import BufferSnapshot, restore_buffers
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
-from revcompile.runtime.stage.loss_head import LossHead
-from revcompile.runtime.stage.loss_scale import OVERFLOW, Scaling, unscaled
+from revcompile.runtime.stage.loss import OVERFLOW, LossHead, Scaling, unscaled
 from revcompile.runtime.stage.stage import Backward, Stage
 from revcompile.runtime.stage.tensors import (
     TreeCopy,

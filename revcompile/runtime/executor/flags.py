@@ -18,7 +18,7 @@ from torch import Tensor
 
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.streams import current_stream
-from revcompile.runtime.stage.loss_scale import OVERFLOW
+from revcompile.runtime.stage.loss import OVERFLOW
 
 
 class RunningStatistics:

@@ -19,7 +19,7 @@ from torch import Tensor
 from revcompile.errors import VerificationError
 from revcompile.kernels.autocast import widest_dtype
 from revcompile.runtime.executor.fingerprints import Fingerprint
-from revcompile.runtime.stage.loss_scale import OVERFLOW
+from revcompile.runtime.stage.loss import OVERFLOW
 from revcompile.runtime.stage.slots import Flat, Ring, StaticBuffers, free_cached
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 

@@ -19,7 +19,7 @@ from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.graphs import CaptureUnsupported, CudaGraphReplay, EagerReplay
 from revcompile.runtime.executor.messages import MessageKind, MessageSlots
 from revcompile.runtime.reversible.hooks import LayerHooks
-from revcompile.runtime.stage.loss_head import LossHead
+from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.optimizers import why_not_capturable_optimizer
 from revcompile.runtime.stage.slots import Flat, empty_on
 from revcompile.runtime.stage.stage import Fuse

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from revcompile.runtime.executor.messages import Average, Message, MessageKind, Transport
-from revcompile.runtime.stage.loss_scale import Scaling
+from revcompile.runtime.stage.loss import Scaling
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Order

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from revcompile.errors import InputError, RevcompileError
+from revcompile.ir.module_tree import device_of_model
 from revcompile.runtime.executor.fingerprints import Fingerprint, compared
 from revcompile.runtime.executor.messages import Message, MessageKind, next_message
-from revcompile.runtime.stage.loss_head import described
+from revcompile.runtime.stage.loss import described
 from revcompile.runtime.trainer.inputs import split_batch, split_call
-from revcompile.runtime.trainer.metrics import RunningMeans
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.steps import Steps
 
@@ -21,6 +24,89 @@ Found = TypeVar("Found")
 Batch = tuple[Any, Fingerprint | None]
 """The inputs of a stage, and the fingerprint of the batch's data."""
 _ADVICE: Final = "give every rank a loader of the same batches"
+
+
+class Metric(Protocol):
+    """A mean over a batch, from the model's output and the target."""
+
+    def __call__(self, output: Any, target: Any, /) -> float | Tensor: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over all samples of a loader."""
+
+    loss: float
+    samples: int
+    metrics: Mapping[str, float]
+
+
+def _mean(name: str, metric: Metric, output: Any, target: Any) -> float:
+    try:
+        return float(metric(output, target))
+    except Exception as error:
+        raise InputError(
+            f"trainer.evaluate: metric {name!r} raised {type(error).__name__}: {error}; it is a "
+            "function of (output, target) and returns one number, the mean over the batch"
+        ) from error
+
+
+class RunningMeans:
+    """Loss and metrics summed over batches, each weighted by its samples."""
+
+    def __init__(self, metrics: Mapping[str, Metric] | None) -> None:
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise InputError(
+                "trainer.evaluate: metrics= is a dict of names and functions of (output, target), "
+                f"got {type(metrics).__name__}"
+            )
+        self._metrics = dict(metrics or {})
+        if "loss" in self._metrics:
+            raise InputError(
+                'trainer.evaluate: the name "loss" is taken; call the metric otherwise'
+            )
+        self.sums: dict[str, float] = {"loss": 0.0, **dict.fromkeys(self._metrics, 0.0)}
+        self.samples = 0
+
+    def add(self, loss: Tensor, output: Any, target: Any, samples: int) -> None:
+        self.sums["loss"] += float(loss) * samples
+        for name, metric in self._metrics.items():
+            self.sums[name] += _mean(name, metric, output, target) * samples
+        self.samples += samples
+
+    def evaluation(self, gather: Callable[[Any], Sequence[Any]]) -> Evaluation:
+        """The means over the batches of all ranks."""
+        of_ranks = gather([self.sums, self.samples])
+        samples = sum(samples for _, samples in of_ranks)
+        if not samples:
+            raise InputError("trainer.evaluate: the loader is empty")
+        means = {n: sum(sums.get(n, 0.0) for sums, _ in of_ranks) / samples for n in self.sums}
+        return Evaluation(means.pop("loss"), samples, means)
+
+
+def loader_problem(loader: Any, is_needed: bool) -> str | None:
+    """Why it cannot be iterated over; ranks that need no data may have none."""
+    if isinstance(loader, Iterable) or (loader is None and not is_needed):
+        return None
+    return f"expected a loader of batches (inputs, target), got {loader!r}"
+
+
+@contextmanager
+def eval_mode(model: nn.Module, autocast: torch.dtype | None) -> Iterator[None]:
+    """Eval mode without gradients; modules' modes and random generators are restored afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    device = device_of_model(model)
+    model.eval()
+    try:
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.no_grad(),
+            torch.autocast(device.type, autocast, enabled=autocast is not None),
+        ):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 class EvaluationPass:

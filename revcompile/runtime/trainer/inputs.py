@@ -16,7 +16,7 @@ from revcompile.ir.signature import bind
 from revcompile.ir.types import TensorType
 from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.loss_head import described
+from revcompile.runtime.stage.loss import described
 from revcompile.runtime.stage.slots import when_copied
 
 

@@ -35,8 +35,7 @@ from revcompile.runtime.distributed.rank_weights import (
     last_device,
     owning_stages,
 )
-from revcompile.runtime.distributed.replicas import open_replica_groups
-from revcompile.runtime.distributed.transport import DistributedTransport
+from revcompile.runtime.distributed.transport import DistributedTransport, open_replica_groups
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Transport
 from revcompile.runtime.trainer.settings import Task

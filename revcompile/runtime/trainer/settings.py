@@ -20,8 +20,7 @@ from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
-from revcompile.runtime.stage.loss_head import Loss, LossHead
-from revcompile.runtime.stage.loss_scale import LossScale, scaling_of
+from revcompile.runtime.stage.loss import Loss, LossHead, LossScale, scaling_of
 from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
 from revcompile.runtime.stage.stage import Fuse, Sample, Stage

@@ -1,15 +1,22 @@
-"""What a trainer saves and loads: its state, and whether a state fits it."""
+"""What a trainer saves and loads: its state, and whether a state fits it.
+
+Trainers write to the model's own parameters. Two that take turns would train each other's weights,
+and weights that are loaded while micro-batches are in flight would get gradients that belong to
+others: only the trainer that was made last goes on, and one that cannot go on raises when it is
+used again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, TrainerStoppedError
 from revcompile.ir.coupling_ops import mix
 from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.program import Partition, StageProgram
@@ -251,3 +258,36 @@ def _continue_counting(schedule: Schedule, saved: Schedule) -> Schedule:
 def _group_settings(state: State) -> dict[str, Any]:
     groups = (group for stage in state["stages"].values() for group in stage["groups"])
     return {name: group for group in groups for name in group["params"]}
+
+
+# -- which trainer trains a model -----------------------------------------------------------------
+
+
+_latest: Final[WeakKeyDictionary[nn.Module, ref[Any]]] = WeakKeyDictionary()
+
+
+def make_latest(trainer: Any, model: nn.Module) -> None:
+    """Let a trainer train a model from now on; it is told of weights that are loaded into it."""
+    if model not in _latest:
+        model.register_load_state_dict_post_hook(_tell_trainer)
+    _latest[model] = ref(trainer)
+
+
+def check_latest(trainer: Any, model: nn.Module, to_read: bool) -> None:
+    """Raise if another trainer has taken over; the state can be read until that one trains."""
+    found = _latest.get(model)
+    latest = trainer if found is None else found()  # None if both are copies
+    is_unused = latest is not None and latest.microbatches_seen == 0
+    if latest is not trainer and not (to_read and is_unused):
+        raise TrainerStoppedError(
+            "net.trainer(...) has been called again, and the new trainer trains the model since; "
+            "use that one, or call petrafy once more for a model of its own"
+        )
+
+
+def _tell_trainer(model: nn.Module, _: Any) -> None:
+    """After `load_state_dict`; copies of the model have this hook, too, and no trainer."""
+    latest = _latest.get(model)
+    trainer = None if latest is None else latest()
+    if trainer is not None:
+        trainer._weights_loaded()

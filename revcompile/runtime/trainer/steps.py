@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -14,9 +17,8 @@ from revcompile.runtime.executor.fingerprints import Fingerprint, compared
 from revcompile.runtime.executor.messages import MessageKind, next_message
 from revcompile.runtime.executor.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
-from revcompile.runtime.stage.loss_head import LossHead, described
+from revcompile.runtime.stage.loss import LossHead, described
 from revcompile.runtime.trainer.inputs import InputBinder
-from revcompile.runtime.trainer.metrics import Metrics, Throughput
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.settings import Task, build_executor, choose_cpu_matmuls
 from revcompile.schedule import Order, Schedule
@@ -24,6 +26,94 @@ from revcompile.schedule import Order, Schedule
 Made = TypeVar("Made")
 Values = dict[str, Any]
 """The model's inputs by argument name."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a step reports. Reading `loss`, `loss_scale` or `skipped` waits for the device."""
+
+    microbatch: int
+    samples: int
+    delays: tuple[int, ...]
+    updates: tuple[int, ...]
+    lr: float | None
+    throughput: float
+    """Samples per second of training so far; `evaluate`, `save`, `load`, capturing do not count."""
+    loss_tensor: Tensor | None = field(default=None, repr=False)
+    output: Any = field(default=None, repr=False)
+    reconstruction: Mapping[int, float] = field(default_factory=dict)
+    """Relative error of each stage's rebuilt input, when measured in this step."""
+    scale: float | Tensor | None = field(default=None, repr=False)
+    overflowed: int | Tensor = field(default=0, repr=False)
+
+    @property
+    def loss(self) -> float:
+        """The micro-batch's loss; nan on ranks that do not know it."""
+        return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of the loss before it was differentiated, where it is known."""
+        return None if self.scale is None else float(self.scale)
+
+    @property
+    def skipped(self) -> int:
+        """Micro-batches that overflowed at a stage of this process and were left out, so far."""
+        return int(self.overflowed)
+
+    def scalars(self) -> dict[str, float]:
+        """The figures that are known here, by name, for a logger. Waits for the device."""
+        found = {"loss": self.loss_tensor, "lr": self.lr, "loss_scale": self.loss_scale}
+        numbers = {name: float(value) for name, value in found.items() if value is not None}
+        stages = {f"reconstruction/{i}": error for i, error in self.reconstruction.items()}
+        return numbers | {"throughput": self.throughput} | stages
+
+    def __repr__(self) -> str:
+        loss = "None" if self.loss_tensor is None else f"{self.loss:.6g}"
+        return (
+            f"Metrics(microbatch={self.microbatch}, loss={loss}, lr={self.lr}, "
+            f"delays={self.delays}, updates={self.updates}, samples={self.samples}, "
+            f"throughput={self.throughput:.4g})"
+        )
+
+    def __str__(self) -> str:
+        rate = "" if self.lr is None else f", lr {self.lr:g}"
+        return (
+            f"micro-batch {self.microbatch}: loss {self.loss:.4g}{rate}, gradients late by "
+            f"{self.delays}, {self.throughput:,.0f} samples/s"
+        )
+
+
+class Throughput:
+    """Samples per second of steps that follow each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._samples, self._seconds = 0, 0.0
+        self._counted_until: float | None = None
+
+    def resume(self) -> None:
+        """A step begins."""
+        if self._counted_until is None:
+            self._counted_until = perf_counter()
+
+    def add(self, samples: int, *, counts: bool = True) -> float:
+        """A step has ended; returns the mean of all steps that count."""
+        assert self._counted_until is not None
+        now = perf_counter()
+        if counts:
+            self._samples += samples
+            self._seconds += now - self._counted_until
+        self._counted_until = now
+        return self._samples / max(self._seconds, 1e-9)
+
+    def pause(self) -> None:
+        """Something other than training begins. The device may still be busy with steps."""
+        if self._counted_until is not None:
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
+            self._seconds += perf_counter() - self._counted_until
+            self._counted_until = None
 
 
 class Steps:

@@ -23,22 +23,19 @@ from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.stage.module_guards import StageGuard, changed_in_flight
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
 from revcompile.runtime.trainer.data import Loader, make_loader
-from revcompile.runtime.trainer.evaluation import EvaluationPass
-from revcompile.runtime.trainer.inputs import split_batch, warn_if_larger_than_planned
-from revcompile.runtime.trainer.latest import check_latest, make_latest
-from revcompile.runtime.trainer.metrics import (
+from revcompile.runtime.trainer.evaluation import (
     Evaluation,
+    EvaluationPass,
     Metric,
-    Metrics,
     RunningMeans,
-    Throughput,
     eval_mode,
     loader_problem,
 )
+from revcompile.runtime.trainer.inputs import split_batch, warn_if_larger_than_planned
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.settings import Task
-from revcompile.runtime.trainer.state import TrainerState
-from revcompile.runtime.trainer.steps import Steps
+from revcompile.runtime.trainer.state import TrainerState, check_latest, make_latest
+from revcompile.runtime.trainer.steps import Metrics, Steps, Throughput
 from revcompile.schedule import Method, Schedule, delay
 
 _CLOSED: Final = "trainer.close() has ended this trainer"

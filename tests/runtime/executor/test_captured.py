@@ -35,7 +35,7 @@ from revcompile.runtime.executor.graphs import (
     EagerReplay,
 )
 from revcompile.runtime.executor.messages import Message, MessageKind, MessageSlots, Transport
-from revcompile.runtime.stage.loss_scale import LossScale
+from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.stage.tensors import found_inf
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel

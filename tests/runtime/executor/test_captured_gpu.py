@@ -17,7 +17,7 @@ import revcompile
 from revcompile import TrainerOptions
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor import captured_steps
-from revcompile.runtime.stage.loss_scale import LossScale
+from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.runtime.executor.test_captured import Loose, even

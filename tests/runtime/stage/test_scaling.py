@@ -33,7 +33,7 @@ from training import (
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.executor.messages import Message
-from revcompile.runtime.stage.loss_scale import LOWEST, LossScale, unscaled
+from revcompile.runtime.stage.loss import LOWEST, LossScale, unscaled
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.trainer.test_trainer import Deep
 
