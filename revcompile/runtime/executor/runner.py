@@ -162,12 +162,7 @@ class GraphRunner:
             allowed = False
             why = "layers have hooks, which captured steps would not call"
             self._warn(why, "remove the hooks to train at full speed")
-        if captured.is_outdated:
-            captured.clear()
-            captured.hold_fixed()
-            self._count_change()
-        self._calm += 1
-        if self._changes > _MOST_CHANGES and self._calm <= _CALM:
+        if self._changes_often(captured):
             why = "settings of layers or of the optimizer, or where tensors lie, change so often"
             self._warn(
                 why,
@@ -198,6 +193,15 @@ class GraphRunner:
         else:
             self.observe(batch)
         return True
+
+    def _changes_often(self, captured: CapturedSteps) -> bool:
+        """Follow changes of what captured steps hold fixed; whether to wait for an end of them."""
+        if captured.is_outdated:
+            captured.clear()
+            captured.hold_fixed()
+            self._count_change()
+        self._calm += 1
+        return self._changes > _MOST_CHANGES and self._calm <= _CALM
 
     def _build(self, schedule: Schedule) -> CapturedSteps | None:
         stateful = [executor.index for executor in self._executors if executor.stage.is_stateful]
