@@ -104,7 +104,7 @@ def test_a_gradient_that_is_not_a_number_is_not_equal() -> None:
     ):
         optimizer = SimpleNamespace(seen=[[seen]])
         updater = SimpleNamespace(optimizer=optimizer, parameters=["weight"])
-        trainer = SimpleNamespace(executors=[SimpleNamespace(updater=updater)])
+        trainer = SimpleNamespace(_executors=[SimpleNamespace(updater=updater)])
         assert gradient_error(trainer, net, 0, good, torch.zeros(1)) == expected
 
 

@@ -25,6 +25,7 @@ from training import (
     weights,
 )
 
+import revcompile
 from revcompile.compiler.lower.fusion import Fusion
 from revcompile.compiler.lower.fusion_regions import find_regions
 from revcompile.errors import InputError, NonFiniteError, RevcompileWarning
@@ -461,6 +462,47 @@ def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
     _, reference = made("eager")
     assert losses == [reference.step(*batch).loss for batch in even(FULL + 2)]
     assert not is_active(trainer)
+
+
+class _Exploding(torch.autograd.Function):
+    """The gradient of an input with large elements is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.where(x.abs().amax() > 1e3, torch.inf, gradient)
+
+
+class Exploding(nn.Linear):
+    """Its parameters come after that, and have finite gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_Exploding.apply(x))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("backend", ["eager", "static"])
+def test_an_infinite_gradient_of_an_input_is_found_by_the_stage_before(backend: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Exploding(6, 6), nn.Linear(6, 6))
+    net = revcompile.petrafy(
+        model, 3, torch.randn(4, 6), leaf_modules=[Exploding], check="off", policy="same_parameters"
+    )
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.0), F.mse_loss, backend=backend)
+    generator, found = torch.Generator().manual_seed(1), []
+    for index in range(2 * FULL):
+        x = torch.randn(4, 6, generator=generator) * (1e6 if index == FULL + 2 else 1)
+        try:
+            trainer.step(x, torch.zeros(4, 6))
+        except NonFiniteError as error:
+            found.append((error.stage, error.microbatch))
+    assert is_active(trainer) == (backend == "static")
+    assert found == [(0, FULL + 2)]
+    assert all(p.isfinite().all() for p in net.model.parameters())
 
 
 # -- compiled regions -----------------------------------------------------------------------------

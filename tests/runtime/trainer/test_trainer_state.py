@@ -40,7 +40,7 @@ import revcompile
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
 from revcompile.optim import ErrorFeedback
 from revcompile.runtime.checkpoint.training import save_training
-from revcompile.runtime.stage.loss_scale import LossScale
+from revcompile.runtime.stage.loss import LossScale
 
 
 def several(parameters: Any) -> list[torch.optim.Optimizer]:
@@ -378,7 +378,7 @@ def test_throughput_is_that_of_training_alone(
 ) -> None:
     """Every step takes a second, the rest more."""
     now = [0.0]
-    monkeypatch.setattr("revcompile.runtime.trainer.metrics.perf_counter", lambda: now[0])
+    monkeypatch.setattr("revcompile.runtime.trainer.steps.perf_counter", lambda: now[0])
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         now[0] += 1.0
