@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from helpers import gradients, worst
+from nets import Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,27 +74,15 @@ def test_gradients_equal_stored_activations(name: str) -> None:
 
 
 def test_the_reference_really_stores_activations_and_the_chain_does_not() -> None:
-    net = revcompile.reversify(_Stack(8), torch.randn(2, 16)).train()
+    net = revcompile.reversify(_stack(8), torch.randn(2, 16)).train()
     x = torch.randn(4, 16)
     assert _saved_bytes(net, x) < _saved_bytes_stored(net, x) / 3
 
 
-class _Stack(nn.Module):
+def _stack(depth: int, dropout: float = 0.3) -> nn.Module:
     """Residual blocks with everything that makes recomputation hard."""
-
-    def __init__(self, depth: int, width: int = 16, dropout: float = 0.3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(dropout)
-            )
-            for _ in range(depth)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+    norms = [(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(depth)]
+    return Chain(*(nn.Sequential(*each, nn.ReLU(), nn.Dropout(dropout)) for each in norms))
 
 
 def _saved_bytes(net: nn.Module, x: Tensor) -> int:
@@ -123,7 +112,7 @@ def _pair(model: nn.Module, x: Tensor) -> tuple[nn.Module, nn.Module]:
 
 
 def test_batch_norm_statistics_move_once_a_step() -> None:
-    net, reference = _pair(_Stack(4).double(), torch.randn(2, 16).double())
+    net, reference = _pair(_stack(4).double(), torch.randn(2, 16).double())
     x = torch.randn(8, 16).double()
     for _ in range(3):
         gradients(net, x)
@@ -134,14 +123,14 @@ def test_batch_norm_statistics_move_once_a_step() -> None:
 
 
 def test_no_grad_forward_in_training_mode_moves_statistics_like_any_module() -> None:
-    net, _ = _pair(_Stack(2), torch.randn(2, 16))
+    net, _ = _pair(_stack(2), torch.randn(2, 16))
     with torch.no_grad():
         net(torch.randn(8, 16))
     assert int(net.get_buffer("blocks.0.1.num_batches_tracked")) == 1
 
 
 def test_masks_are_replayed_with_several_calls_in_flight() -> None:
-    net, reference = _pair(_Stack(4).double(), torch.randn(2, 16).double())
+    net, reference = _pair(_stack(4).double(), torch.randn(2, 16).double())
     found = []
     for module in (net, reference):
         torch.manual_seed(3)
@@ -154,7 +143,7 @@ def test_masks_are_replayed_with_several_calls_in_flight() -> None:
 
 
 def test_random_state_after_a_step_is_that_of_a_plain_step() -> None:
-    net, reference = _pair(_Stack(4), torch.randn(2, 16))
+    net, reference = _pair(_stack(4), torch.randn(2, 16))
     states = []
     for module in (net, reference):
         torch.manual_seed(5)
@@ -164,7 +153,7 @@ def test_random_state_after_a_step_is_that_of_a_plain_step() -> None:
 
 
 def test_gradient_accumulation() -> None:
-    net, reference = _pair(_Stack(3).double(), torch.randn(2, 16).double())
+    net, reference = _pair(_stack(3).double(), torch.randn(2, 16).double())
     found = []
     for module in (net, reference):
         torch.manual_seed(0)
@@ -175,7 +164,7 @@ def test_gradient_accumulation() -> None:
 
 
 def test_eval_mode_is_a_plain_forward_that_can_be_differentiated_twice() -> None:
-    net, _ = _pair(_Stack(3).double(), torch.randn(2, 16).double())
+    net, _ = _pair(_stack(3).double(), torch.randn(2, 16).double())
     net.eval()
     x = torch.randn(2, 16).double().requires_grad_()
     (first,) = torch.autograd.grad((net(x) ** 3).sum(), x, create_graph=True)
@@ -184,7 +173,7 @@ def test_eval_mode_is_a_plain_forward_that_can_be_differentiated_twice() -> None
 
 
 def test_frozen_parameters_and_inputs_without_gradient() -> None:
-    net, reference = _pair(_Stack(3).double(), torch.randn(2, 16).double())
+    net, reference = _pair(_stack(3).double(), torch.randn(2, 16).double())
     for module in (net, reference):
         for name, parameter in module.named_parameters():
             parameter.requires_grad_("blocks.1" in name)
@@ -195,7 +184,7 @@ def test_frozen_parameters_and_inputs_without_gradient() -> None:
 
 
 def test_autocast_is_replayed_and_streams_stay_float32() -> None:
-    net, reference = _pair(_Stack(6, dropout=0.0), torch.randn(2, 16))
+    net, reference = _pair(_stack(6, dropout=0.0), torch.randn(2, 16))
     x = torch.randn(8, 16)
     found = []
     for module in (net, reference):
@@ -227,7 +216,7 @@ def test_low_precision_branches_reconstruct_to_the_bit() -> None:
 
 
 def test_bfloat16_model_trains_with_float32_streams() -> None:
-    model = _Stack(6, dropout=0.0).bfloat16()
+    model = _stack(6, dropout=0.0).bfloat16()
     x = torch.randn(8, 16).bfloat16()
     net = revcompile.reversify(model, x).train()
     output = net(x)
@@ -248,7 +237,7 @@ def test_channels_last_and_non_contiguous_inputs() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_torch_compile_gives_the_same_gradients() -> None:
-    net, _ = _pair(_Stack(3).double(), torch.randn(2, 16).double())
+    net, _ = _pair(_stack(3).double(), torch.randn(2, 16).double())
     x = torch.randn(4, 16).double()
     want = gradients(copy.deepcopy(net), x)
     compiled = torch.compile(net, backend="aot_eager")
@@ -258,21 +247,10 @@ def test_torch_compile_gives_the_same_gradients() -> None:
     assert worst(want, found)[0] < 1e-10
 
 
-class _SpectralStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x
-
-
 def test_buffers_a_branch_changes_are_replayed() -> None:
-    net, reference = _pair(_SpectralStack().double(), torch.randn(2, 8).double())
+    layers = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(3)]
+    model = Chain(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
+    net, reference = _pair(model.double(), torch.randn(2, 8).double())
     x = torch.randn(4, 8).double()
     for _ in range(3):
         assert worst(gradients(reference, x), gradients(net, x))[0] < 1e-10
@@ -353,7 +331,7 @@ def test_check_invertible_reports_every_block() -> None:
 
 
 def test_deepcopy_and_state_dict_round_trip() -> None:
-    net, _ = _pair(_Stack(3), torch.randn(2, 16))
+    net, _ = _pair(_stack(3), torch.randn(2, 16))
     x = torch.randn(4, 16)
     net(x)
     twin = copy.deepcopy(net)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Residual
 from torch import Tensor, nn
 
 import revcompile
@@ -22,18 +23,13 @@ MODEL = "test_cli:tiny"
 HERE = Path(__file__).parent
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(x).tanh()
+def block() -> nn.Module:
+    return Residual(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
 
 
 def tiny() -> tuple[nn.Module, Tensor]:
     """What `test_cli:tiny` gives: a model and what to call it with."""
-    return nn.Sequential(nn.Linear(3, 6), Block(), Block(), nn.Linear(6, 2)), torch.randn(2, 3)
+    return nn.Sequential(nn.Linear(3, 6), block(), block(), nn.Linear(6, 2)), torch.randn(2, 3)
 
 
 def unshaped() -> nn.Module:
@@ -134,7 +130,7 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         (["inspect", "test_cli:MODEL", "--stages", "2"], "MODEL() failed with TypeError"),
         (["inspect", "test_cli:number", "--stages", "2"], "returned int"),
         (["inspect", "test_cli:unshaped", "--stages", "2"], "give --input C,H,W"),
-        (["inspect", MODEL, "--stages", "2", "--explain", "2.g"], "did you mean"),
+        (["inspect", MODEL, "--stages", "2", "--explain", "2.branc"], "did you mean"),
         (["inspect", MODEL, "--stages", "2", "--code", "7"], "there are stages 0 to 1"),
         (["inspect", MODEL, "--stages", "2", "--method", "petar"], "did you mean 'petra'"),
         (["draw", MODEL, "--stages", "2"], "nothing to draw"),

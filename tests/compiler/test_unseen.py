@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Chain
 from torch import Tensor, nn
 
 import revcompile
@@ -139,19 +140,8 @@ class ScaledByData(nn.Module):
         return torch.tanh(self.l(h * self.scale))
 
 
-class Residual(nn.Module):
-    def __init__(self, *branches: nn.Module) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(branches)
-
-    def forward(self, h: Tensor) -> Tensor:
-        for branch in self.branches:
-            h = h + branch(h)
-        return h
-
-
 def test_data_that_a_branch_assigns_is_as_it_was_when_the_branch_is_run_again() -> None:
-    net = revcompile.reversify(Residual(ScaledByData(), nn.Linear(6, 6), nn.Linear(6, 6)), X)
+    net = revcompile.reversify(Chain(ScaledByData(), nn.Linear(6, 6), nn.Linear(6, 6)), X)
     assert len(net.rewired.couplings) == 3
     stored = copy.deepcopy(net)
     stored.reversible = False
@@ -211,7 +201,7 @@ class Late(nn.Module):
 def test_a_buffer_that_is_written_late_is_an_error_and_then_right(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Residual(Late(how), nn.Linear(6, 6), nn.Linear(6, 6))
+    model = Chain(Late(how), nn.Linear(6, 6), nn.Linear(6, 6))
     net = revcompile.reversify(model, X, leaf_modules=[Late])
     assert len(net.rewired.couplings) == 3
     stored = copy.deepcopy(net)
@@ -227,7 +217,7 @@ def test_a_buffer_that_is_written_late_is_an_error_and_then_right(
 
 def test_a_buffer_that_only_training_changes_is_learned_when_training_begins() -> None:
     branches = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(3)]
-    net = revcompile.reversify(Residual(*branches), X)
+    net = revcompile.reversify(Chain(*branches), X)
     stored = copy.deepcopy(net)
     stored.reversible = False
     for training in (False, True, True):
@@ -251,7 +241,7 @@ class CountedNorm(nn.Module):
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "backprop"])
 def test_buffers_beside_a_batch_norm_move_once_a_micro_batch(method: str) -> None:
     """Stages call a layer with batch norms in a way of their own (`normalised`)."""
-    model = Residual(*(CountedNorm() for _ in range(3)))
+    model = Chain(*(CountedNorm() for _ in range(3)))
     staged = revcompile.petrafy(model, 2, X, leaf_modules=[CountedNorm], check="off")
     trainer = staged.trainer(
         lambda p: torch.optim.SGD(p, lr=0.0),

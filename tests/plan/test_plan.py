@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from nets import Residual
+from torch import nn
 
 import revcompile
 from revcompile.compiler.cost import Workload
@@ -137,18 +138,11 @@ def _work(costs: Costs) -> tuple[tuple[float, ...], ...]:
 # -- forecasts ------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(x)
-
-
 @functools.cache
 def rewired() -> Rewired:
-    model = nn.Sequential(nn.Linear(8, 64), *(Block() for _ in range(8)), nn.Linear(64, 4))
+    branches = [(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(8)]
+    blocks = (Residual(nn.Sequential(*branch)) for branch in branches)
+    model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 4))
     return revcompile.reversify(model, torch.randn(4, 8), check="off").rewired
 
 

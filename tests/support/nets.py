@@ -113,6 +113,33 @@ class Words(nn.Module):
         return F.linear(self.blocks(self.embed(words)), self.embed.weight).mean(1)
 
 
+# -- residual blocks around anything --------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """`x + branch(x)`."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.branch(x)
+
+
+class Chain(nn.Module):
+    """`x + block(x)`, block by block."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
 # -- perceptrons ----------------------------------------------------------------------------------
 
 

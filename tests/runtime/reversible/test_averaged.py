@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from helpers import gradients, worst
+from nets import Chain as Blocks
 from nets import PreNorm
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -125,15 +126,8 @@ def test_windows_and_rolls_between_blocks() -> None:
     assert torch.equal(net.eval()(x), model.eval()(x))
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 1) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return x
+def convolutions() -> nn.Module:
+    return Blocks(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(2)))
 
 
 def test_convolutions_are_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +141,8 @@ def test_convolutions_are_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
         return convolve(*args)
 
     x = torch.randn(2, 3, 1, 1).as_strided((2, 3, 1, 1), (3, 1, 3, 3))  # channels last
-    net = revcompile.reversify(Convolutions(), x, policy="pretrained", check="off").train()
-    stages = revcompile.petrafy(Convolutions(), 1, x, policy="pretrained", check="off")
+    net = revcompile.reversify(convolutions(), x, policy="pretrained", check="off").train()
+    stages = revcompile.petrafy(convolutions(), 1, x, policy="pretrained", check="off")
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", watched)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     net(x).sum().backward()

@@ -9,28 +9,17 @@ from typing import Any
 import pytest
 import torch
 from distributed_worker import launch
+from nets import Chain
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import revcompile
 
 
-class Stack(nn.Module):
-    """Linear residual blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x
-
-
 def _net() -> nn.Module:
     torch.manual_seed(0)
-    return revcompile.reversify(Stack().double(), torch.randn(2, 8).double()).train()
+    model = Chain(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    return revcompile.reversify(model.double(), torch.randn(2, 8).double()).train()
 
 
 def _rank(rank: int, options: dict[str, Any]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from helpers import gradients
+from nets import Chain
 from torch import Tensor, nn
 
 import revcompile
@@ -55,17 +56,6 @@ class _Layer(nn.Module):
         return out
 
 
-class _Stack(nn.Module):
-    def __init__(self, depth: int = DEPTH) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Layer(str(index)) for index in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 @pytest.fixture(autouse=True)
 def empty_log() -> None:
     _Watched.log, _Watched.graphs = [], weakref.WeakSet()
@@ -73,7 +63,7 @@ def empty_log() -> None:
 
 def _net(overlap: str, model: nn.Module | None = None, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = model or _Stack()
+    model = model or Chain(*(_Layer(str(index)) for index in range(DEPTH)))
     x = options.pop("x", torch.randn(4, 8))
     net = revcompile.reversify(model, x, check="off", overlap=overlap, **options).train()
     _Watched.log.clear()

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from nets import Chain
+from torch import nn
 
 import revcompile
 from revcompile.errors import InversionError, RevcompileWarning
@@ -17,20 +18,10 @@ from revcompile.runtime.reversible.reconstruction import ReconstructionCheck, sa
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-class Stack(nn.Module):
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 def reversible_stack(device: str = "cpu") -> Reversible:
     torch.manual_seed(0)
-    net = revcompile.reversify(Stack().to(device), torch.randn(2, 16, device=device))
+    stack = Chain(*(nn.Linear(16, 16) for _ in range(4)))
+    net = revcompile.reversify(stack.to(device), torch.randn(2, 16, device=device))
     assert isinstance(net, Reversible)
     return net
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nets import Residual
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import settings_of
@@ -13,18 +14,11 @@ from revcompile import TrainerOptions
 from revcompile.errors import InversionError
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x)
-
-
 def _staged(stages: int) -> revcompile.StagedModel:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), *(_Block() for _ in range(6)), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 8), *(Residual(nn.Linear(8, 8)) for _ in range(6)), nn.Linear(8, 2)
+    )
     return revcompile.petrafy(model, stages, torch.randn(3, 4))
 
 
@@ -37,7 +31,7 @@ def _train(net: revcompile.StagedModel, method: str, scale: float, **settings: o
     )
     with torch.no_grad():  # after compilation, which has compared gradients on its example
         for name, parameter in net.model.named_parameters():
-            if "linear" in name:
+            if "branch" in name:
                 parameter.mul_(scale)
     for _ in range(4):
         trainer.step(torch.randn(3, 4), torch.tensor([0, 1, 0]))
@@ -58,7 +52,9 @@ def test_rounded_buffers_are_no_error() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = (nn.Sequential(*(_Block() for _ in range(3))) for _ in range(2))
+            self.a, self.b = (
+                nn.Sequential(*(Residual(nn.Linear(8, 8)) for _ in range(3))) for _ in range(2)
+            )
             self.between = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +77,9 @@ def test_small_inputs_that_averaged_couplings_round_are_no_error(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 8), *(_Block() for _ in range(4)), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Embedding(9, 8), *(Residual(nn.Linear(8, 8)) for _ in range(4)), nn.Linear(8, 2)
+    )
     with torch.no_grad():
         model[0].weight.mul_(0.01)  # to multiples of 2 ** -13
     tokens = torch.randint(9, (16,))
