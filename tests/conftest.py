@@ -50,14 +50,10 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     "compiler/test_fuzz.py::test_random_nets_are_right_or_refused": ("0-6",),
     "compiler/test_fuzz.py::test_what_was_found_is_right_or_refused": (
         "custom function",
-        "dict of an opaque module",
         "complex",
-        "in place behind an identity",
         "average within a loop",
-        "frozen batch norm",
         "two streams",
         "length",
-        "step",
         "layer drop, off and on",
     ),
     "compiler/test_fuzz.py::test_nets_that_outgrow_their_precision_are_stopped": ("11-764",),
@@ -69,6 +65,7 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
         "resnet18-timm",
         "resnet50-timm",
     ),
+    "compiler/test_rewire.py::test_norms_are_left_alone_where_something_reaches_them": (),
     "compiler/test_rewire.py::test_sizes_read_between_blocks_do_not_break_a_chain": (),
     "inspect/test_browser.py": (),
     "inspect/test_drawing.py::test_a_page_of_four_hundred_blocks_is_small": (),
@@ -86,10 +83,7 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
         "test_a_loss_that_is_more_than_a_cross_entropy_is_not_chunked",
     ),
     "interop/test_pipelining.py::test_a_schedule_of_torch_trains_as_ours": (),
-    "interop/test_pretrained.py": (
-        "test_eval_mode_is_the_original[vit]",
-        "test_stages_of_a_model_that_returns_its_own_loss",
-    ),
+    "interop/test_pretrained.py": ("test_eval_mode_is_the_original[vit]",),
     "kernels/test_norms.py::test_the_kernels_equal_torch": (),
     "plan/test_accounting.py::test_buffers_and_messages_are_those_of_the_programs": (
         "petra-resnet18",
@@ -139,13 +133,20 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
         "test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are",
     ),
     "runtime/distributed/test_rank_data.py": (
-        "test_ranks_that_read_other_samples_are_stopped_before_anything_is_trained"
-        "[distributed_sampler-targets]",
         "test_a_fingerprint_depends_on_values_types_and_order",
         "test_what_cannot_be_compared_is_not",
     ),
     "runtime/distributed/test_restart.py": (
-        "test_after_a_kill_every_step_is_the_undisturbed_runs[petra]",
+        "test_after_a_kill_every_step_is_the_undisturbed_runs[ddg]",
+    ),
+    "runtime/executor/test_buffer_memory.py::test_captured_steps_keep_what_is_accounted": (
+        "vgg-torch.bfloat16",
+    ),
+    "runtime/executor/test_buffer_memory.py::test_the_peak_follows_the_accounting": ("vgg",),
+    "runtime/executor/test_captured.py::test_a_bad_batch_is_left_out_everywhere": (
+        "petra-0.0",
+        "accumulation_steps-nan",
+        "backprop-0.0",
     ),
     "runtime/executor/test_captured.py::test_a_scaled_loss": ("petra",),
     "runtime/executor/test_captured.py::test_the_same_training_to_the_bit": (

@@ -199,7 +199,7 @@ def test_autocast_is_replayed_and_streams_stay_float32() -> None:
 
 def test_low_precision_branches_reconstruct_to_the_bit() -> None:
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=6, num_classes=5
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5
     )
     x = torch.randn(4, 3, 32, 32)
     net, reference = _pair(model, x)
@@ -211,7 +211,7 @@ def test_low_precision_branches_reconstruct_to_the_bit() -> None:
         found.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
     with torch.autocast("cpu", torch.bfloat16):
         report = revcompile.check_invertible(net, x)
-    assert len(report.errors) == 12 and report.worst[1] == 0.0
+    assert len(report.errors) == 4 and report.worst[1] == 0.0
     assert worst(found[1], found[0])[0] < 1e-5
 
 

@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from IPython.core.interactiveshell import InteractiveShell
 from paths import ROOT
 from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser as torchrun_parser
-from traitlets.config import Config
 
 import revcompile
 from revcompile import cli
@@ -164,6 +162,9 @@ def test_the_recipe_for_signals_saves_and_goes_on(
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=name_of)
 def test_a_tutorial_runs(tutorial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process: starting a kernel would take longer than running the cells."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of commands

@@ -240,7 +240,7 @@ def test_train_compiled_reaches_its_accuracy(tmp_path: Path) -> None:
 def test_inspect_stages_shows_a_model_from_all_sides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--model", "resnet18", "--stages", "4", "--stage", "1", "--block", "layer1.0"]
+    options = ["--model", "test_resnet", "--stages", "4", "--stage", "1", "--block", "layer1.0"]
     folder = example("inspect_stages").main([*options, "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "4 stages" in printed and "def forward" in printed and "layer1.0" in printed
