@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
 
 def loader(data: Images) -> DataLoader[list[torch.Tensor]]:
     """Batches to train on."""
-    return DataLoader(data.train, data.batch_size, shuffle=True)
+    return DataLoader(data.train, 32, shuffle=True)
 
 
 def fit(model: nn.Module, data: Images, epochs: int, what: str) -> None:

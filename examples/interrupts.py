@@ -1,42 +1,18 @@
-"""SIGTERM and Ctrl-C: training goes on for a few steps and is saved; a line says how to go on.
-
-Import this first: importing torch takes seconds, and Ctrl-C may come then.
-"""
+"""SIGTERM and Ctrl-C: training goes on for a few steps and is saved."""
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TypeVar
+
+import torch
+from torch import distributed
 
 T = TypeVar("T")
 
 EVERY = 10
 """Batches between two questions to the other ranks: the answer waits for the slowest."""
-
-advice = "nothing has been saved yet"
-"""What the line says after "stopped"."""
-
-
-def say_stopped() -> None:
-    """Print the line, on one of several ranks."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"stopped; {advice}\n")
-
-
-def _without_traceback(
-    kind: type[BaseException], error: BaseException, where: TracebackType | None
-) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        say_stopped()
-    else:
-        sys.__excepthook__(kind, error, where)
-
-
-def quiet_on_ctrl_c() -> None:
-    """From here on a KeyboardInterrupt that nobody catches is a line."""
-    sys.excepthook = _without_traceback
 
 
 def until_stopped(batches: Iterable[T], save: Callable[[], object]) -> Iterator[T]:
@@ -69,9 +45,6 @@ def until_stopped(batches: Iterable[T], save: Callable[[], object]) -> Iterator[
 
 def on_any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. Every rank calls it."""
-    import torch
-    from torch import distributed
-
     most = torch.tensor(int(flag))
     if distributed.is_initialized():
         distributed.all_reduce(most, distributed.ReduceOp.MAX)

@@ -8,7 +8,7 @@ from typing import Any
 
 import timm
 from torch import nn
-from torch.optim import SGD, AdamW, NAdam, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from revcompile.optim import DelayAwareAdamW, DelayAwareSGD
@@ -38,14 +38,10 @@ class Recipe:
 
     def param_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
         """No weight decay on norms and biases (Goyal et al., 2017): all that has one dimension."""
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for _, parameter in named:
-            groups[parameter.dim() > 1].append(parameter)
-        return [
-            {"params": parameters, "weight_decay": self.weight_decay if decays else 0.0}
-            for decays, parameters in groups.items()
-            if parameters
-        ]
+        parameters = [parameter for _, parameter in named]
+        matrices = {"params": [p for p in parameters if p.dim() > 1]}
+        vectors = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
+        return [group for group in (matrices, vectors) if group["params"]]
 
     def factor(self, update: int) -> float:
         """The share of the peak rate at an update."""
@@ -66,44 +62,27 @@ def paper_recipe(
 ) -> Recipe:
     """The paper's recipe for epochs of `steps` micro-batches of `batch` samples.
 
-    Without `rate` it is the paper's for SGD and `ADAPTIVE_RATE` for others, without `warmup` a
-    sixth of all epochs, 5 at most. `options` are further fields of the recipe.
+    Without `rate` it is 0.1 for 256 samples per update, in proportion, for SGD, 5e-4 for others;
+    without `warmup` a sixth of all epochs, 5 at most. `options` are further fields of the recipe.
 
     >>> paper_recipe(100, 128, 2, 12)
     Recipe(rate=0.1, updates=600, warmup=100, weight_decay=0.0005, kind='sgd', schedule='steps')
     """
     warmup_epochs = min(5, epochs / 6) if warmup is None else warmup
-    is_paper = options.get("kind", "sgd") in ("sgd", "delay-aware-sgd")
+    is_sgd = options.get("kind", "sgd") in ("sgd", "delay-aware-sgd")
     return Recipe(
-        rate=rate or (paper_rate(batch * accumulation_steps) if is_paper else ADAPTIVE_RATE),
+        rate=rate or (0.1 * batch * accumulation_steps / 256 if is_sgd else 5e-4),
         updates=epochs * steps // accumulation_steps,
         warmup=max(1, round(warmup_epochs * steps / accumulation_steps)),
         **options,
     )
 
 
-ADAPTIVE_RATE = 5e-4
-"""For optimizers that scale every step themselves."""
-
-
-def paper_rate(samples: int) -> float:
-    """0.1 for 256 samples an update, in proportion: 0.1 x 64k / 256 with batches of 64.
-
-    >>> paper_rate(64 * 2)
-    0.05
-    """
-    return 0.1 * samples / 256
-
-
 def small_resnet18(classes: int) -> nn.Module:
     """A ResNet-18 with a quarter of the channels, and a stem of three 3x3 convolutions."""
-    model: nn.Module = timm.create_model(
-        "resnet18",
-        num_classes=classes,
-        channels=(16, 32, 64, 128),
-        stem_type="deep",
-        stem_width=8,
-    )
+    channels = (16, 32, 64, 128)
+    options: dict[str, Any] = {"channels": channels, "stem_type": "deep", "stem_width": 8}
+    model: nn.Module = timm.create_model("resnet18", num_classes=classes, **options)
     return model
 
 
@@ -129,7 +108,6 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"steps": _steps, "cosine": _co
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, momentum=0.9, nesterov=True),
     "adamw": AdamW,
-    "nadam": partial(NAdam, betas=(0.99, 0.999), decoupled_weight_decay=True),
     "delay-aware-sgd": DelayAwareSGD,
     "delay-aware-adamw": DelayAwareAdamW,
 }
