@@ -20,6 +20,7 @@ from revcompile.arguments import (
     PolicyName,
     check_cost,
     check_leaf_modules,
+    check_meta,
     check_model,
     check_optimizer_copies,
     member_of,
@@ -186,6 +187,7 @@ def _reversified(
     chosen = Policy.named(policy)
     level = Check.parse(check)
     check_leaf_modules(leaf_modules)
+    check_meta(caller, model, (example_inputs, example_kwargs))
     if tolerance is not None:
         number(caller, "tolerance", tolerance, "use a number above 0, or None")
     overlaps = member_of(caller, "overlap", overlap, Overlap)

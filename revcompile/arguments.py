@@ -81,6 +81,18 @@ def check_examples(model: nn.Module, inputs: Any, kwargs: Any) -> None:
         _check_tensor_like(inputs, "example_inputs")
 
 
+def check_meta(caller: str, model: nn.Module, inputs: Any) -> None:
+    """Refuse a model on the meta device with inputs on another one, and the other way round."""
+    on_meta = {parameter.is_meta for parameter in model.parameters()}
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if len(on_meta) == 1 and any(tensor.is_meta not in on_meta for tensor in tensors):
+        on = {p.device.type for p in model.parameters()} | {t.device.type for t in tensors}
+        raise InputError(
+            f"{caller}: the model and the example are on different devices, "
+            f"{' and '.join(sorted(on))}; move one of them: example_inputs=x.to('meta')"
+        )
+
+
 def _check_keywords(model: nn.Module, inputs: Mapping[Any, Any]) -> None:
     """A dict whose keys are arguments of forward was meant as keyword arguments."""
     parameters = list(inspect.signature(model.forward).parameters.values())

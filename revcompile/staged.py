@@ -27,6 +27,7 @@ from revcompile.compiler.lower.samples import with_samples
 from revcompile.compiler.partition import assign_contiguous
 from revcompile.compiler.recapture import Recompiler
 from revcompile.errors import InputError
+from revcompile.inspect.formatting import plural
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Partition
 from revcompile.plan.budget import MemoryPlan, plan_memory, state_copies
@@ -345,7 +346,7 @@ class StagedModel(StageReport):
     def __repr__(self) -> str:
         reversible = sum(part.reversible for part in self.partition.parts)
         return (
-            f"StagedModel({self.partition.rewired.name}: {self.num_stages} stages, "
+            f"StagedModel({self.partition.rewired.name}: {plural(self.num_stages, 'stage')}, "
             f"{reversible} reversible)"
         )
 

@@ -39,9 +39,12 @@ def parse_size(text: str) -> int:
 
     >>> parse_size("80GiB"), parse_size("141GB")
     (85899345920, 141000000000)
+    >>> parse_size("80")
+    Traceback (most recent call last):
+    revcompile.errors.InputError: '80' is not understood; write e.g. 80GiB, 141GB
     """
     units = {f"{prefix}B": scale for prefix, scale in (DECIMAL | BINARY).items()}
-    units |= DECIMAL | BINARY
+    units |= {prefix: scale for prefix, scale in (DECIMAL | BINARY).items() if prefix}
     return int(parse_quantity(text, units, "80GiB, 141GB"))
 
 

@@ -10,7 +10,7 @@ from textwrap import TextWrapper
 from typing import Final
 
 from revcompile.errors import InputError
-from revcompile.inspect.formatting import bytes_of, size
+from revcompile.inspect.formatting import bytes_of, plural, size
 from revcompile.inspect.tables import short_range, text_width
 from revcompile.inspect.views import modules_of
 from revcompile.ir.program import Part, Partition, StageProgram
@@ -152,7 +152,7 @@ class _Explainer:
     def _found(self) -> Iterator[str]:
         block = self.block
         if block is None:
-            yield f"no usable shortcut: {self._reason()}"
+            yield self.piece.reason if isinstance(self.piece, Opaque) else "no shortcut"
         else:
             yield f"in {block.path or 'the top level'}: {_SHAPES[block.kind]}"
             yield f"F = {self._layers(block.branch)}"
@@ -168,9 +168,6 @@ class _Explainer:
         for refusal in self.rewired.refusals:
             if self._holds(refusal.node):
                 yield f"a sum at {refusal.path or 'the top level'} was refused: {refusal.reason}"
-
-    def _reason(self) -> str:
-        return self.piece.reason if isinstance(self.piece, Opaque) else ""
 
     def _holds(self, name: str) -> bool:
         return any(node.name == name for node in self.graph.nodes)
@@ -197,7 +194,7 @@ class _Explainer:
             yield "transition: (a, b) -> (s(b), P(a) + F(b)): two streams stay two"
             yield f"not reversible: {piece.reason}"
         else:
-            yield f"unchanged, not reversible: {piece.reason}"
+            yield "not reversible: it computes what it did, and stages keep its input"
         if isinstance(piece, Coupling) and piece.rearrange is not None:
             yield "both streams are rearranged first, and back in the inverse"
         modules = modules_of(self.piece)
@@ -229,7 +226,8 @@ class _Explainer:
         yield f"reads {self._values(self.piece.inputs)}"
         yield f"gives {self._values(self.piece.outputs)}"
         late = delay(method, stages, part.index)
-        yield f"{self._keeps()}; its gradients are {late} update{'s' * (late != 1)} late"
+        yield f"{self._keeps()}"
+        yield f"its gradients are {plural(late, 'update')} late, at accumulation_steps=1"
 
     def _values(self, names: Sequence[str]) -> str:
         kinds = ((name, self.partition.types.get(name)) for name in names)

@@ -23,6 +23,11 @@ def amount(count: float) -> str:
     return f"{count:.0f}"
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
 def share(part: float, whole: float) -> str:
     """A part of a whole, in per cent."""
     return f"{100 * part / whole:.1f} %" if whole else "0 %"

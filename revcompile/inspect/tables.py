@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,7 @@ from revcompile.inspect.formatting import (
     counted,
     dtype,
     first_few,
+    plural,
     shape,
     share,
     size,
@@ -53,15 +54,11 @@ def render(*parts: object) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
     """The segments of a rewired model: how much they compute, and why some are not reversible."""
     flops = max(sum(cost.flops for cost in costs), 1)
     parameters = max(sum(cost.parameters for cost in costs), 1)
-    table = _table(f"{rewired.name}: {_plural(len(rewired.body.segments), 'segment')}")
+    table = _table(f"{rewired.name}: {plural(len(rewired.body.segments), 'segment')}")
     for column, side in _SEGMENT_COLUMNS:
         table.add_column(column, justify=side, overflow="fold", no_wrap=column != "segment")
     inside = Cost(0, 0)
@@ -84,7 +81,7 @@ def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
         f"{100 * inside.parameters / parameters:.1f} % of {parameters:,} parameters"
     )
     below = totals, *_reasons(opaque, letters), *refusals(rewired), *rewired.notes
-    return render(function_of(rewired), "", table, "", *below)
+    return render(function_of(rewired), "", table, "", *below, _NEXT_OF_MODULE)
 
 
 def function_of(rewired: Rewired) -> str:
@@ -215,10 +212,21 @@ def _total(numbers: Iterable[float]) -> float:
 
 # -- the table ------------------------------------------------------------------------------------
 
+_NEXT_OF_MODULE: Final = (
+    "next: train it as any nn.Module; check_invertible(net, *inputs) measures it"
+)
+_NEXT_OF_STAGES: Final = (
+    "next: net.trainer(optimizer, loss) trains it, net.explain(NAME) tells about a module, "
+    'net.draw("net.html") shows it'
+)
+_LEGEND: Final = (
+    "work: estimated time of forward and backward; delay: updates, at accumulation_steps=1; kept: "
+    "for all micro-batches in flight; working: the most that one pass holds besides"
+)
 _STAGE_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
     ("#", "right"),
     ("holds\nreversible", "left"),
-    ("of FLOPs\nparameters", "right"),
+    ("work\nparameters", "right"),
     ("sends\nbytes", "left"),
     ("in flight\ndelay", "right"),
     ("kept\nworking", "right"),
@@ -236,7 +244,7 @@ def stage_table(
     """
     letters = _letters([entry for stage in facts for entry in stage.opaque])
     batch = facts[0].batch
-    stages = _plural(len(facts), "stage")
+    stages = plural(len(facts), "stage")
     title = f"{partition.rewired.name}: {stages}, {method}, micro-batches of {batch}"
     table = _table(title)
     for column, side in _STAGE_COLUMNS:
@@ -247,7 +255,7 @@ def stage_table(
         table.add_row(
             str(stage.index),
             f"{_holds(stage)}\n{_kind(stage, letters)}",
-            f"{100 * stage.flops_share:.1f} %\n{amount(stage.parameters)}",
+            f"{100 * stage.work_share:.1f} %\n{amount(stage.parameters)}",
             _sends(stage),
             f"{stage.window}\n{stage.delay}",
             f"{kept}\n{size(stage.working)}",
@@ -323,52 +331,42 @@ def _below(
     letters: dict[str, str],
     plain: StageMemory | None,
 ) -> list[str]:
-    """Why stages are not reversible, the balance, the totals, notes."""
-    lines = _reasons([entry for stage in facts for entry in stage.opaque], letters)
-    lines += [_balance(partition, facts), *_totals(partition, facts, plain)]
+    """What columns mean, why stages are not reversible, the totals, notes, what to do next."""
+    lines = [_LEGEND, *_reasons([entry for stage in facts for entry in stage.opaque], letters)]
+    lines += _totals(partition, facts, plain)
     for tie, names in partition.ties.items():
         lines.append(f"stages {tie.owner} and {tie.holder} share {', '.join(names)}")
-    return [*lines, *refusals(partition.rewired), *partition.rewired.notes]
-
-
-def _balance(partition: Partition, facts: Sequence[StageFacts]) -> str:
-    pieces = sum(len(stage.pieces) for stage in facts)
-    blocks = pieces - sum(len(stage.opaque) for stage in facts)
-    flops = {False: 0.0, True: 0.0}
-    for part in partition.parts:
-        for piece, cost in zip(part.pieces, part.costs, strict=True):
-            flops[piece.reversible] += cost.flops / cost.batch
-    largest = max(facts, key=lambda stage: stage.work_share)
-    return (
-        f"reversible: {share(flops[True], sum(flops.values()))} of the forward FLOPs, {blocks} of "
-        f"{pieces} pieces; balance: the largest (stage {largest.index}) has "
-        f"{largest.work_share * len(facts):.2f}x the mean work, which counts memory traffic, too"
-    )
+    return [*lines, *refusals(partition.rewired), *partition.rewired.notes, _NEXT_OF_STAGES]
 
 
 def _totals(
     partition: Partition, facts: Sequence[StageFacts], plain: StageMemory | None
-) -> list[str]:
-    parameters = sum(stage.parameters for stage in facts)
-    before = plain_parameters(partition.rewired)
-    grown = f"{100 * (parameters / before - 1):+.1f} %" if parameters != before else "as many"
-    costs = [cost for part in partition.parts for cost in part.costs]
-    flops = sum(cost.flops / cost.batch for cost in costs)
-    copies = sum(stage.weights for stage in facts)
-    stashed = f", and {size(copies)} of copies of weights" if copies else ""
-    counted = amount(flops)
-    counted += " " * counted[-1].isdigit()
-    held = sum(stage.memory for stage in facts)
-    worst = max(facts, key=lambda stage: stage.memory)
-    lines = [
-        f"{parameters:,} parameters ({before:,} before rewiring: {grown}), "
-        f"{counted}FLOPs forward a sample",
-        f"memory with gradients and SGD's momentum{stashed}: {size(worst.memory)} at most (stage "
-        f"{worst.index}), {size(held)} in all",
+) -> Iterator[str]:
+    pieces = [
+        (piece.reversible, cost.flops / cost.batch)
+        for part in partition.parts
+        for piece, cost in zip(part.pieces, part.costs, strict=True)
     ]
-    if plain is not None:
-        lines[-1] += f"; by backprop on one device {size(plain.total)}"
-    return lines
+    flops, inside = sum(f for _, f in pieces), [f for reversible, f in pieces if reversible]
+    yield (
+        f"reversible: {len(inside)} of {plural(len(pieces), 'piece')}, {share(sum(inside), flops)} "
+        f"of {amount(flops)}{' ' * (flops < 999.5)}FLOPs per sample in forward"
+    )
+    largest = max(facts, key=lambda stage: stage.work_share)
+    if len(facts) > 1:
+        much = largest.work_share * len(facts)
+        yield f"balance: the largest stage ({largest.index}) has {much:.2f}x the mean work"
+    parameters, before = sum(s.parameters for s in facts), plain_parameters(partition.rewired)
+    grown = f"{before:,} before rewiring: {100 * (parameters / before - 1):+.1f} %"
+    yield f"{parameters:,} parameters ({grown if parameters != before else 'as before rewiring'})"
+    copies, held = sum(stage.weights for stage in facts), sum(stage.memory for stage in facts)
+    worst = max(facts, key=lambda stage: stage.memory)
+    yield (
+        "memory with gradients and SGD's momentum"
+        + (f", and {size(copies)} of copies of weights" if copies else "")
+        + f": {size(worst.memory)} at most (stage {worst.index}), {size(held)} in all"
+        + ("" if plain is None else f"; by backprop on one device {size(plain.total)}")
+    )
 
 
 def plain_parameters(rewired: Rewired) -> int:

@@ -15,6 +15,10 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError
 
 
+class LeftOutError(InputError):
+    """A call without an optional tensor that the example has."""
+
+
 @dataclass(frozen=True)
 class Signature:
     """How a call of the model maps to the graph's placeholders and back.
@@ -72,7 +76,7 @@ def bind(
             continue
         placeholder, label = next(names)
         if not isinstance(leaf, Tensor):
-            raise InputError(
+            raise (LeftOutError if leaf is None else InputError)(
                 f"{name}: expected a tensor for {label}, got {_shown(leaf)}; it was one in the "
                 "example: pass a tensor, or compile the model again with an example like this call"
             )

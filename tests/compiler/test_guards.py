@@ -331,7 +331,6 @@ class Arguments(nn.Module):
     [
         ({}, {"mask": 1}, "argument mask was not in the example; leave it out"),
         ({}, {"labels": 1}, "argument labels was not in the example"),
-        ({"mask": 1}, {}, "expected a tensor for mask, got None; it was one in the example"),
         ({"labels": 1}, {}, "argument labels was in the example but is missing now"),
         ({}, {"scale": 2.0}, r"argument scale was not in the example; leave it out"),
         ({"scale": 2.0}, {"scale": 3.0}, r"argument scale was 2\.0 in the example and is 3\.0 now"),
@@ -356,6 +355,16 @@ def test_arguments_that_do_not_match_are_named(example: Any, call: Any, message:
     with pytest.raises(InputError, match=message) as caught:
         net(**given(call))
     assert "TreeSpec" not in str(caught.value)
+
+
+def test_an_optional_tensor_of_the_example_can_be_left_out() -> None:
+    """As `net(tokens)` of a GPT that was compiled with targets."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    model = Arguments()
+    net = revcompile.reversify(model, (x, mask), policy="pretrained").eval()
+    torch.testing.assert_close(net(x), model(x))
+    torch.testing.assert_close(net(x, mask), model(x, mask))
 
 
 # -- fields of objects that modules hold -----------------------------------------------------------

@@ -38,7 +38,7 @@ def test_a_coupling_is_explained_from_its_sum_to_its_stage() -> None:
     assert piece.placed[0].startswith(f"stage {piece.stage} of 3 (")
     delays = net().delays()
     assert f"{delays[piece.stage]} update" in piece.placed[-1]
-    assert "it keeps nothing: backward inverts it" in piece.placed[-1]
+    assert "it keeps nothing: backward inverts it" in piece.placed[-2]
 
 
 def test_a_projected_shortcut_becomes_a_transition() -> None:
@@ -52,8 +52,8 @@ def test_layers_that_rewiring_enlarged_are_named_where_they_are() -> None:
     stem, head = explained("conv"), explained("fc")
     assert "conv.weight: twice as wide, starting as [W, W]" in stem.rewired
     assert "fc.weight: reads both streams, starting as [W/2, W/2]" in head.rewired
-    assert "its graph is kept" in head.placed[-1]
-    assert "the input of" in stem.placed[-1] and "is kept" in stem.placed[-1]
+    assert "its graph is kept" in head.placed[-2]
+    assert "the input of" in stem.placed[-2] and "is kept" in stem.placed[-2]
 
 
 def test_a_layer_inside_a_block_leads_to_the_block_and_a_parent_to_all_of_it() -> None:
@@ -94,5 +94,5 @@ def test_a_refused_sum_is_named_with_its_reason() -> None:
     staged = revcompile.petrafy(Forked(), 2, torch.randn(2, 4), check="off")
     (refusal,) = staged.partition.rewired.refusals
     (piece,) = staged.explain("head").pieces
-    assert piece.found[0].startswith("no usable shortcut")
+    assert piece.found[0].startswith("no additive shortcut")
     assert piece.found[-1] == f"a sum at the top level was refused: {refusal.reason}"

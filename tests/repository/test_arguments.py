@@ -139,6 +139,7 @@ def raising(argument: Any) -> Any:
     [
         ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
         ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
+        ({"method": "1F1B"}, "did you mean '1f1b'"),
         ({"in_flight_per_stage": [2]}, "use a number, at least 1"),
         (
             {"in_flight_per_stage": "x"},
@@ -207,6 +208,24 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
         (
             lambda net: net.memory_plan("1GiB", stage_to_rank=[0]),
             "one for each stage",
+        ),
+        (
+            lambda net: net.trainer(nn.functional.mse_loss, lambda p: torch.optim.SGD(p)),
+            r"net\.trainer\(optimizer, loss\) takes the function that makes an optimizer first",
+        ),
+        (
+            lambda net: net.trainer(
+                lambda p: torch.optim.SGD(nn.Linear(1, 1).parameters()), nn.functional.mse_loss
+            ),
+            "it holds none of them: those of another model",
+        ),
+        (
+            lambda net: net.trainer(torch.optim.SGD, options={"timeout": 3}),
+            "options=dict; write options=TrainerOptions",
+        ),
+        (
+            lambda net: revcompile.reversify(nn.Linear(4, 4, device="meta"), X),
+            r"different devices, cpu and meta; move one of them: example_inputs=x\.to\('meta'\)",
         ),
         (lambda net: net.to_pipeline_stages("gpu"), "device='gpu' does not exist"),
         (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),

@@ -10,7 +10,7 @@ from revcompile.inspect.drawing.picture import Picture
 from revcompile.inspect.drawing.stages import StageFigure, StageFigures
 from revcompile.inspect.drawing.svg import document, element
 from revcompile.inspect.drawing.theme import styles
-from revcompile.inspect.formatting import amount, share
+from revcompile.inspect.formatting import amount, plural, share
 
 WIDTH: Final = 1000.0
 _MARGIN: Final = 20.0
@@ -91,7 +91,7 @@ def network_svg(picture: Picture, width: float = WIDTH) -> str:
 
 def headline(picture: Picture) -> str:
     """The model, and how it was cut."""
-    return f"{picture.name}: {len(picture.stages)} stages, {picture.method}"
+    return f"{picture.name}: {plural(len(picture.stages), 'stage')}, {picture.method}"
 
 
 def totals(picture: Picture) -> list[str]:

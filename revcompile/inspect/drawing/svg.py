@@ -92,13 +92,13 @@ def width_of(content: str, size: float) -> float:
 
 
 def fitted(content: str, width: float, size: float) -> str:
-    """The text, or as many of a path's last names as fit the width, or nothing.
+    """The text, or as many of a path's last names as fit the width, but two, or nothing.
 
-    >>> fitted("layers.2.blocks.3.attn", 60, 10), fitted("stem", 8, 10)
+    >>> fitted("layers.2.blocks.3.attn", 60, 10), fitted("layers.0", 20, 10)
     ('…3.attn', '')
     """
     names = content.split(".")
-    shorter = ("…" + ".".join(names[start:]) for start in range(1, len(names)))
+    shorter = ("…" + ".".join(names[start:]) for start in range(1, len(names) - 1))
     fitting = (text for text in (content, *shorter) if width_of(text, size) <= width)
     return next(fitting, "")
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 
 from revcompile.errors import InputError
-from revcompile.ir.signature import bind
+from revcompile.ir.signature import LeftOutError, bind
 from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.guards import GuardChecker, Mismatch
 
@@ -33,8 +33,8 @@ class Cases:
     """A rewired model for each combination of sizes, flags and attributes seen so far.
 
     The first is the one that was compiled; the others are captured when a call needs them. With
-    `any_arguments`, so are calls with other arguments than the example's: each form of a call has
-    cases of its own.
+    `any_arguments`, so are calls with other arguments than the example's, and without it calls
+    that leave out an optional tensor: each form of a call has cases of its own.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class Cases:
             self._forms.insert(0, self._forms.pop(index))  # the latest is tried first
             return form.matching(root, values, partial(form._captured, root, args, kwargs)), values
         assert problem is not None
-        is_closed = only_known or not self.any_arguments or self.recapture is None
+        is_open = self.any_arguments or isinstance(problem, LeftOutError)
+        is_closed = only_known or not is_open or self.recapture is None
         if is_closed or len(self._forms) >= _MOST_FORMS:
             raise problem
         self._forms.insert(0, Cases(self._captured(root, args, kwargs, False), self.recapture))

@@ -170,7 +170,8 @@ class ReconstructionCheck:
         message = (
             f"{self._name} reconstructs its input only to {error:.1e} "
             f"(tolerance {limit:.1e}){when}, so its gradients {effect}. "
-            "revcompile.check_invertible(net, x) shows which block loses the precision; "
+            "Parameters that are written through .data between forward and backward cause this. "
+            "Otherwise revcompile.check_invertible(net, x) shows which block loses the precision; "
             "keep the streams in float32, lower the scale of that branch or the learning rate, or "
             "raise tolerance="
         )

@@ -60,8 +60,9 @@ def build_optimizer(
     given: Any = [p for _, p in named]
     if groups is not None:
         given = _grouped(where, groups, named)
+    order = "net.trainer(optimizer, loss) takes the function that makes an optimizer first"
     what = "parameters" if groups is None else "what param_groups= returned"
-    with _explaining(where, "optimizer", "the factory", f"it was given {what}"):
+    with _explaining(where, "optimizer", "the factory", f"it was given {what}; {order}"):
         returned = factory(given)
     optimizer = _combined(where, returned, advice)
     for part in elementary(optimizer):
@@ -70,7 +71,9 @@ def build_optimizer(
     own = {id(p): name for name, p in named}
     if held != own.keys():
         missing = [name for i, name in own.items() if i not in held]
-        what = f"it lacks {missing[0]}" if missing else "it holds parameters of other places"
+        what = f"it lacks {missing[0]}" if missing else "it holds others, too"
+        if len(missing) == len(own):
+            what = "it holds none of them: those of another model, or of the original"
         raise InputError(
             f"optimizer, {where}: the optimizer must hold exactly the stage's "
             f"{len(own)} parameters, but {what}; pass on all that the factory is given"

@@ -48,7 +48,10 @@ class Metrics:
 
     @property
     def loss(self) -> float:
-        """The micro-batch's loss; nan on ranks that do not know it."""
+        """The micro-batch's loss; nan on other ranks than the last stage's.
+
+        `trainer.pop_mean_loss()` and `TrainerOptions(loss_on_all_ranks=True)` tell all ranks.
+        """
         return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
 
     @property
@@ -78,9 +81,10 @@ class Metrics:
 
     def __str__(self) -> str:
         rate = "" if self.lr is None else f", lr {self.lr:g}"
+        loss = "on the last stage's rank" if self.loss_tensor is None else f"{self.loss:.4g}"
         return (
-            f"micro-batch {self.microbatch}: loss {self.loss:.4g}{rate}, gradients late by "
-            f"{self.delays}, {self.throughput:,.0f} samples/s"
+            f"micro-batch {self.microbatch}: loss {loss}{rate}, gradients {max(self.delays)} "
+            f"updates late at most, {self.throughput:,.0f} samples/s"
         )
 
 

@@ -93,6 +93,19 @@ class Trainer(TrainerState):
         self._guard = StageGuard([watched for e in self._executors for watched in e.stage.watched])
         make_latest(self, self.model)
 
+    def __repr__(self) -> str:
+        where = (
+            ""
+            if self._placement.world == 1
+            else f", stages {[e.index for e in self._executors]} here"
+        )
+        return (
+            f"Trainer({self._partition.rewired.name}: {len(self._programs)} stages{where}, "
+            f"{self.method.name}, accumulation_steps={self._settings.accumulation_steps}, "
+            f"gradients {max(self.delays)} updates late at most, "
+            f"{self.microbatches_seen} micro-batches seen)"
+        )
+
     @property
     def method(self) -> Method:
         """The method, with its choices."""

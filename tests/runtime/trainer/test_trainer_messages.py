@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from training import Plain, batches, fresh, same, trainer_of
 
 import revcompile
+from revcompile import Metrics
 from revcompile.errors import InputError, NonFiniteError, RevcompileError, TrainerStoppedError
 from revcompile.runtime.trainer.trainer import Trainer
 
@@ -148,3 +149,17 @@ def test_streams_that_outgrow_their_range_are_named() -> None:
     with pytest.raises(NonFiniteError, match=r"more than 2048 times .* by reversify"):
         trainer.step((ids, labels))
         trainer.flush()
+
+
+def test_a_trainer_prints_what_it_trains() -> None:
+    trainer = trainer_of(fresh(Plain, 3), accumulation_steps=2)
+    trainer.step(X, Y)
+    said = (
+        "Trainer(Plain: 3 stages, petra, accumulation_steps=2, gradients 1 updates late at most, "
+    )
+    assert repr(trainer) == said + "1 micro-batches seen)"
+
+
+def test_metrics_of_a_rank_without_the_loss_say_where_it_is() -> None:
+    metrics = Metrics(0, 1, delays=(1, 0), updates=(0, 0), lr=None, throughput=2.0)
+    assert "loss on the last stage's rank, gradients 1 updates late" in str(metrics)
