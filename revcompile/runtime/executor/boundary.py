@@ -79,24 +79,19 @@ class Boundary:
         self.first, self.last = stages[0], stages[-1]
         self.has_previous, self.has_next = self.first > 0, self.last < count - 1
         self._x: Route = (self.first - 1, self.first, MessageKind.X)
-        self._y: Route = (self.last, self.last + 1, MessageKind.X)
+        self.y: Route = (self.last, self.last + 1, MessageKind.X)
         self._dy: Route = (self.last + 1, self.last, MessageKind.DY)
-        self._dx: Route = (self.first, self.first - 1, MessageKind.DY)
+        self.dx: Route = (self.first, self.first - 1, MessageKind.DY)
         tied = [(tie.holder, tie.owner, MessageKind.TIED_GRAD) for tie in ties]
         tied += [(tie.owner, tie.holder, MessageKind.TIED_WEIGHT) for tie in ties]
         self._tied_out = [route for route in tied if route[0] in stages and route[1] not in stages]
         self._tied_in = [route for route in tied if route[1] in stages and route[0] not in stages]
-        self.routes = [self._y] * self.has_next + [self._dx] * self.has_previous + self._tied_out
+        self.routes = [self.y] * self.has_next + [self.dx] * self.has_previous + self._tied_out
         """Those of messages to other ranks."""
         self.clear()
 
-    @property
-    def is_split(self) -> bool:
-        """Whether messages come from other ranks, and go to them."""
-        return self.has_previous or self.has_next
-
     def clear(self) -> None:
-        """Forget all buffers."""
+        """Free all buffers."""
         self._incoming: dict[Route, MessageSlot] = {}
         self.buffer_key: Hashable = None
         """Steps of other keys have other buffers for their messages to other ranks."""
@@ -222,23 +217,16 @@ class Boundary:
         self._buffers[place].copy_(value)
         return True
 
-    def send_y(self, transport: Transport, index: int, fingerprint: Fingerprint | None) -> None:
-        if self.has_next:
-            self._send(self._y, transport, index, fingerprint)
-
-    def send_dx(self, transport: Transport, index: int) -> None:
-        if self.has_previous:
-            self._send(self._dx, transport, index)
-
     def send_tied(self, transport: Transport, schedule: Schedule) -> None:
         """After the updates of a step; the schedule is that before it."""
         for route in self._tied_out:
             if schedule.is_updating(route[0]):
-                self._send(route, transport, schedule.updates[route[0]])
+                self.send(route, transport, schedule.updates[route[0]])
 
-    def _send(
+    def send(
         self, route: Route, transport: Transport, index: int, fingerprint: Fingerprint | None = None
     ) -> None:
+        """Send what a section has copied to the route's buffers."""
         place = self.buffer_key, route
         like = self._outgoing[place]
         message = Message(

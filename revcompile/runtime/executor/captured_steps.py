@@ -90,7 +90,7 @@ class CapturedSteps:
         # A message's slot depends on its micro-batch: after so many steps all slots are the same
         # again, and so is the kind of step.
         # Messages to other ranks have two, so that a step need not wait until the last are sent.
-        self._period = math.lcm(2 if self._boundary.is_split else 1, *waiting)
+        self._period = math.lcm(2 if len(self._stages) < schedule.stages else 1, *waiting)
         device = self._device = executors[0].stage.device
         # Stages that share parameters exchange them in the order of one stream.
         uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
@@ -269,7 +269,9 @@ class CapturedSteps:
             if executor.updates.average and schedule.is_updating(stage)
         ]
         boundary.buffer_key = entering % self._period
-        self._follow_host()
+        for executor in self.executors:  # which the host may have written to
+            executor.stage.cast_weights.refresh_if_changed()
+            executor.updater.follow_rates()
         messages = before_forward, before_backward
         planned = self._replay.plan(
             kind,
@@ -283,10 +285,11 @@ class CapturedSteps:
         boundary.receive(transport, before_forward, batch)
         planned[0]()
         if boundary.has_next:
-            boundary.send_y(transport, entering, fingerprint)
+            boundary.send(boundary.y, transport, entering, fingerprint)
             boundary.receive(transport, before_backward)
             planned[1]()
-        boundary.send_dx(transport, due[boundary.first])
+        if boundary.has_previous:
+            boundary.send(boundary.dx, transport, due[boundary.first])
         if updating:
             for updates in updating:
                 assert updates.average is not None
@@ -298,12 +301,6 @@ class CapturedSteps:
         self.is_active = True
         if copied is not None:
             copied.synchronize()
-
-    def _follow_host(self) -> None:
-        """Copy weights and learning rates again that were written to since the last step."""
-        for executor in self.executors:
-            executor.stage.cast_weights.refresh_if_changed()
-            executor.updater.follow_rates()
 
     def _note(
         self, schedule: Schedule, due: Mapping[int, int], received: Mapping[Any, int]

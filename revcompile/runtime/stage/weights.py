@@ -68,10 +68,6 @@ class PassWeights:
         is_latest = weights is None or self._has_copies
         return Used(weights if self._has_copies else None, self._updates if is_latest else None)
 
-    def of_age(self, age: int) -> Used:
-        """That of a forward pass so many updates ago."""
-        return Used(updates=None if self.stash is None else self._updates - age)
-
     def age(self, used: Used) -> int:
         """How many updates there were since a forward pass with the latest weights.
 
@@ -161,7 +157,8 @@ class PassWeights:
     def load_used(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> Used:
         """The record of a forward pass that is part of a state."""
         number, count = saved["version"], len(state["versions"])
-        return self.of_age(0 if number is None else count - number)
+        age = 0 if number is None else count - number
+        return Used(updates=None if self.stash is None else self._updates - age)
 
 
 def _distinct(weights: Iterable[Mapping[str, Tensor] | None]) -> list[Mapping[str, Tensor]]:

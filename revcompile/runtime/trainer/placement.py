@@ -68,16 +68,6 @@ class Placement:
 
     # -- building a trainer -------------------------------------------------------------------
 
-    @contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """Around building stages: if one rank refuses to, all do."""
-        refusal = None
-        try:
-            yield
-        except Exception as error:
-            refusal = error
-        self.raise_on_all("net.trainer", refusal)
-
     def attach(self, executors: Sequence[StageExecutor]) -> None:
         """Take the executors of this process's stages into service."""
 
@@ -87,12 +77,21 @@ class Placement:
         """The plain values of all ranks. Every rank calls it."""
         return [value]
 
-    def raise_on_all(self, where: str, error: Exception | None) -> None:
-        """Raise the error of any rank: its own there, one that names the rank elsewhere."""
-        text = None if error is None else f"{type(error).__name__}: {error}"
+    @contextmanager
+    def all_or_none(self, where: str) -> Iterator[None]:
+        """If what is inside fails on one rank all raise: its own error there, or one that names it.
+
+        Every rank calls it.
+        """
+        own = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        text = None if own is None else f"{type(own).__name__}: {own}"
         for rank, found in enumerate(self.gather(text)):
             if found is not None:
-                raise error or InputError(f"{where}, {self.named(rank)}: {found}")
+                raise own or InputError(f"{where}, {self.named(rank)}: {found}")
 
     def stop_all(self, error: BaseException) -> None:
         """Tell every other rank that this one stops."""

@@ -134,7 +134,7 @@ class Steps:
         self.binder = InputBinder(task.partition, placement.device)
         last = len(task.programs) - 1
         self.is_first, self.is_last = 0 in placement.stages, last in placement.stages
-        with placement.all_or_none():
+        with placement.all_or_none("net.trainer"):
             self.loss_head = LossHead(
                 task.partition.rewired, task.loss, task.settings.autocast, last
             )

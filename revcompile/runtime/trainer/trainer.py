@@ -296,7 +296,9 @@ class Trainer(TrainerState):
         evaluation = EvaluationPass(self._steps, self._placement, model, loader, means)
         with self._stop_on_error(changes_nothing=True), self._evaluating():
             evaluation.run()
-        self._placement.raise_on_all("trainer.evaluate", evaluation.error)
+        with self._placement.all_or_none("trainer.evaluate"):
+            if evaluation.error is not None:
+                raise evaluation.error
         return means.evaluation(self._placement.gather)
 
     def _prepare_stages_to_evaluate(self) -> None:
