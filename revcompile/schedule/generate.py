@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from revcompile.errors import InputError
 from revcompile.schedule.action import Action, Op, Tie
-from revcompile.schedule.delay import check_sizes, window
+from revcompile.schedule.delay import check_sizes, delay, window
 from revcompile.schedule.methods import Keep, Method, Order, Weights, choose
 
 
@@ -106,6 +106,10 @@ class Schedule:
         self.injected = 0
         self.windows = [window(self.method, stages, j, accumulation_steps) for j in range(stages)]
         """Micro-batches of each stage in a full pipeline."""
+        self.delays = tuple(
+            delay(self.method, stages, j, accumulation_steps) for j in range(stages)
+        )
+        """By how many updates the gradients of each stage are late."""
         drained = dataclasses.replace(self.method, order=Order.ONE_F_ONE_B, weights=Weights.LATEST)
         self._drained_windows = [
             window(drained, stages, j, accumulation_steps) for j in range(stages)

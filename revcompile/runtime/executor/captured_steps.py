@@ -306,10 +306,8 @@ class CapturedSteps:
         self, schedule: Schedule, due: Mapping[int, int], received: Mapping[Any, int]
     ) -> None:
         """Note what a step has done, which may have been replayed."""
-        entering, has_updated = (
-            schedule.injected,
-            {s: schedule.is_updating(s) for s in self._stages},
-        )
+        entering = schedule.injected
+        has_updated = {stage: schedule.is_updating(stage) for stage in self._stages}
         if self._is_continuous:
             schedule.advance()
         else:

@@ -23,7 +23,7 @@ from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.optimizers import why_not_capturable_optimizer
 from revcompile.runtime.stage.slots import Flat, empty_on
 from revcompile.runtime.stage.stage import Fuse
-from revcompile.schedule import Keep, Order, Schedule, delay
+from revcompile.schedule import Keep, Order, Schedule
 
 _log: Final = logging.getLogger("revcompile")
 _MOST_CHANGES: Final = 3
@@ -290,11 +290,9 @@ def why_not_capturable(
         return f"accumulation_steps={count}; at most {_MOST_KINDS} kinds of steps are captured"
     for executor in executors:
         if schedule.windows[executor.index] > 1 and executor.program.keeps_graphs:
-            is_method = method.keep is Keep.GRAPH
-            cause = f"as {method.name!r} does" if is_method else "which its memory budget allows"
-            advice = (
-                "use 'pipedream' or 'petra_stashed'" if is_method else "leave out memory_budget="
-            )
+            cause, advice = "which its memory budget allows", "leave out memory_budget="
+            if method.keep is Keep.GRAPH:
+                cause, advice = f"as {method.name!r} does", "use 'pipedream' or 'petra_stashed'"
             return (
                 f"stage {executor.index} keeps graphs of micro-batches in flight, {cause}; "
                 f"{advice} to have steps captured"
@@ -307,21 +305,13 @@ def why_not_capturable(
 
 def use_slots(executors: Sequence[StageExecutor], schedule: Schedule) -> None:
     """Have stages and their transport store in slots whatever outlives a step."""
-    method, count, accumulation_steps = (
-        schedule.method,
-        schedule.stages,
-        schedule.accumulation_steps,
-    )
-    windows = schedule.windows
+    windows, accumulation_steps = schedule.windows, schedule.accumulation_steps
     stages, transport = [e.index for e in executors], executors[0].transport
     device, flagged = executors[0].stage.device, has_flags(executors, schedule)
     for executor in executors:
-        at, updates = (
-            windows[executor.index],
-            delay(method, count, executor.index, accumulation_steps),
-        )
+        window, late = windows[executor.index], schedule.delays[executor.index]
         executor.updater.use_device()
-        executor.stage.use_slots(at if at > 1 else 0, updates, accumulation_steps > 1)
+        executor.stage.use_slots(window if window > 1 else 0, late, accumulation_steps > 1)
     for stage in stages[:-1]:
         if waiting := windows[stage] - windows[stage + 1]:
             route = stage + 1, stage, MessageKind.DY
@@ -331,10 +321,9 @@ def use_slots(executors: Sequence[StageExecutor], schedule: Schedule) -> None:
             route = tie.owner, tie.holder, MessageKind.TIED_WEIGHT
             transport.slots[route] = MessageSlots(1, device)
             if late := windows[tie.owner] - windows[tie.holder]:  # else received in the same step
-                slots = MessageSlots(
-                    1 + math.ceil(late / accumulation_steps), device, flagged, True
-                )
-                transport.slots[tie.holder, tie.owner, MessageKind.TIED_GRAD] = slots
+                route = tie.holder, tie.owner, MessageKind.TIED_GRAD
+                most = 1 + math.ceil(late / accumulation_steps)
+                transport.slots[route] = MessageSlots(most, device, flagged, in_ring=True)
 
 
 def use_no_slots(executors: Sequence[StageExecutor]) -> None:

@@ -57,11 +57,8 @@ class StageUpdates:
         self.index = stage.program.index
         self._clip_grad_norm, self._scaling = clip_grad_norm, scaling
         self.tied_owners, self.tied_holders = tied_owners or {}, tied_holders or {}
-        self._delay, self._synchronous_updates, self._accumulation_steps = (
-            delay,
-            synchronous_updates,
-            accumulation_steps,
-        )
+        self._delay, self._synchronous_updates = delay, synchronous_updates
+        self._accumulation_steps = accumulation_steps
         self._is_continuous = stage.program.method.order is Order.CONTINUOUS
         self.count = torch.zeros((), device=stage.device)
         """How many micro-batches are in the accumulated gradient: bad ones are left out."""

@@ -36,7 +36,7 @@ from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.settings import Task
 from revcompile.runtime.trainer.state import TrainerState, check_latest, make_latest
 from revcompile.runtime.trainer.steps import Metrics, Steps, Throughput
-from revcompile.schedule import Method, Schedule, delay
+from revcompile.schedule import Method, Schedule
 
 _CLOSED: Final = "trainer.close() has ended this trainer"
 _REMEDY: Final = "build a new one and load its last state"
@@ -71,8 +71,7 @@ class Trainer(TrainerState):
         self.replicas = placement.replicas
         row = programs[0].method, len(programs), settings.accumulation_steps
         self._schedule = Schedule(*row, partition.ties, settings.options.synchronous_updates)
-        method, count, steps_of_update = row
-        self.delays = tuple(delay(method, count, j, steps_of_update) for j in range(count))
+        self.delays = self._schedule.delays
         self._steps = steps = Steps(task, placement, self._schedule, self._stage_seed)
         self._executors, self._loss_head = steps.executors, steps.loss_head
         self._binder, self._runner = steps.binder, steps.runner
