@@ -94,12 +94,10 @@ class Trace:
 
     def stop(self) -> None:
         """End the trace and write it. Every rank has to call this."""
-        process = self._end()
-        if process is None:
+        recorded = self._end()
+        if recorded is None:
             return
-        processes = [
-            _unpacked(packed) for packed in self._trainer._placement.gather(_packed(process))
-        ]
+        processes = list(map(_process, self._trainer._placement.gather(recorded)))
         self.busy = busy_shares(processes)
         if self._rank == 0:
             _write(self.path, processes, self._title)
@@ -116,13 +114,13 @@ class Trace:
         if error is None:
             self.stop()
             return
-        process = self._end()  # other ranks may have failed: each writes a file of its own
-        if process is not None:
+        recorded = self._end()  # other ranks may have failed: each writes a file of its own
+        if recorded is not None:
             name = f"{self.path.stem}.rank{self._rank}{self.path.suffix}"
-            _write(self.path.with_name(name), [process], self._title)
+            _write(self.path.with_name(name), [_process(recorded)], self._title)
 
-    def _end(self) -> Process | None:
-        """What this process did; None if the trace has ended before."""
+    def _end(self) -> list[Any] | None:
+        """What this process did, as plain values; None if the trace has ended before."""
         if not self.running:
             return None
         self.running = False
@@ -130,25 +128,17 @@ class Trace:
             executor.observer = None
         self._trainer._trace = None
         self._synchronize()
-        events = (
-            TraceEvent(stage, action, *map(self._seconds, times))
-            for stage, action, *times in self._records
-        )
-        name = f"rank {self._rank} ({socket.gethostname()})"
-        return Process(self._rank, tuple(events), self._trainer.replica, name)
+        events = [
+            [s, str(action), *map(self._seconds, times)] for s, action, *times in self._records
+        ]
+        return [self._rank, events, self._trainer.replica, socket.gethostname()]
 
 
 def _write(path: Path, processes: Sequence[Process], title: str) -> None:
     path.write_text(json.dumps(chrome_trace(processes, title)), encoding="utf-8")
 
 
-def _packed(process: Process) -> list[Any]:
-    """As plain values."""
-    happened = [[h.stage, str(h.action), h.tried, h.start, h.end] for h in process.events]
-    return [process.rank, happened, process.replica, process.name]
-
-
-def _unpacked(packed: Sequence[Any]) -> Process:
-    rank, happened, *about = packed
-    events = (TraceEvent(s, Action.parse(action), *times) for s, action, *times in happened)
-    return Process(rank, tuple(events), *about)
+def _process(recorded: Sequence[Any]) -> Process:
+    rank, events, replica, host = recorded
+    made = (TraceEvent(stage, Action.parse(action), *times) for stage, action, *times in events)
+    return Process(rank, tuple(made), replica, f"rank {rank} ({host})")
