@@ -550,7 +550,6 @@ def test_functions_that_hold_nothing_of_the_model() -> None:
 
     model = Patched()
     model.f.forward = types.MethodType(nn.Linear.forward, model.f)  # type: ignore[method-assign]
-    model.compile()
     net = revcompile.reversify(model, zoo.rows(2))
     net(*zoo.rows(2)).sum().backward()
     assert net.f.weight.grad is not None and model.f.weight.grad is None
