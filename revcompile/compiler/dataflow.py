@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -155,19 +155,11 @@ class Flow:
 
     def sources(self, node: fx.Node) -> set[fx.Node]:
         """A recomputable value with everything it is computed from."""
-        return self._walk_back(node, lambda source: source not in self.plain)
-
-    def sources_with_sizes(self, node: fx.Node) -> set[fx.Node]:
-        """Everything a value is computed from, including values of which only a size is read."""
-        return self._walk_back(node, lambda source: True)
-
-    @staticmethod
-    def _walk_back(node: fx.Node, goes_on: Callable[[fx.Node], bool]) -> set[fx.Node]:
         reached, work = {node}, [node]
         while work:
             new = [source for source in work.pop().all_input_nodes if source not in reached]
             reached.update(new)
-            work += filter(goes_on, new)
+            work += [source for source in new if source not in self.plain]
         return reached
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import revcompile
 from revcompile.compiler.capture import capture
 from revcompile.compiler.find import Found, find
 from revcompile.ir.types import ResidualKind
@@ -162,6 +163,14 @@ def _entangled(m: Model, x: Tensor) -> Tensor:
     return x * y
 
 
+def _waiting(m: Model, x: Tensor) -> Tensor:
+    """The first block reads the second one's branch, which reads nothing of the first."""
+    x, y = m.h(x), m.norm(x)
+    values = m.g(y)
+    x = x + m.f(x) * values
+    return x * (y + m.g(values))
+
+
 def _positions(m: Model, x: Tensor) -> Tensor:
     """As T5: the first branch makes a bias for all of them, on its own device."""
     bias, x = None, m.h(x)
@@ -215,3 +224,9 @@ def test_only_blocks_that_wait_for_each_other_are_given_up() -> None:
     found = _find(_entangled)
     assert len(found.residuals) == 3
     assert any("read each other" in str(refusal) for refusal in found.refusals)
+
+
+def test_a_block_that_waits_for_another_comes_after_it() -> None:
+    net = revcompile.reversify(Model(_waiting), torch.randn(2, 4, 8, 8), check="full")
+    assert [coupling.extras for coupling in net.rewired.couplings] == [("g",), ()]
+    assert net.rewired.couplings[1].sides == ("g",)

@@ -5,10 +5,11 @@ Each pass takes the blocks and returns those that remain, and a refusal for each
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
+import networkx as nx
 from torch import fx, nn
 
 from revcompile.compiler.dataflow import Flow
@@ -152,54 +153,40 @@ def drop_overlapping(flow: Flow, residuals: list[Residual]) -> tuple[list[Residu
 
 
 def drop_cyclic(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
-    """Drop blocks whose values are needed before the block itself can be computed."""
+    """Drop blocks that wait for each other: each reads values inside the other's branch."""
     dropped: list[Refusal] = []
     while True:
-        ready = ready_times(flow, residuals)
-        late = {
-            (block, flow.by_name[name])
-            for block in residuals
-            for name in (block.x, *block.sides)
-            if ready[flow.by_name[name]] >= flow.index[flow.by_name[block.out]]
-        }
-        if not late:
+        components = nx.strongly_connected_components(contracted(flow, residuals))
+        cycle = next((nodes for nodes in components if len(nodes) > 1), None)
+        if cycle is None:
             return residuals, dropped
-        cyclic = _cyclic(flow, residuals, late)
+        blocks = [block for block in residuals if flow.by_name[block.out] in cycle]
+        last = max(reversed(blocks), key=lambda block: bool(block.extras))
         reason = "blocks read each other's branches, so none can come first"
-        dropped += [Refusal(r.path, r.total, reason) for r in cyclic]
-        residuals = [r for r in residuals if r not in cyclic]
+        dropped.append(Refusal(last.path, last.total, reason))
+        residuals = [block for block in residuals if block is not last]
 
 
-def _cyclic(
-    flow: Flow, residuals: Sequence[Residual], late: Set[tuple[Residual, fx.Node]]
-) -> list[Residual]:
-    """Blocks whose extras are computed too late for a reader; if there are none, the reader."""
-    makers = {flow.by_name[name]: block for block in residuals for name in block.extras}
-    ends = {block: flow.index[flow.by_name[block.out]] for block in residuals}
-    cyclic: set[Residual] = set()
-    for reader, side in late:
-        behind = {makers[node] for node in flow.sources_with_sizes(side) if node in makers}
-        cyclic |= {block for block in behind if ends[block] >= ends[reader]} or {reader}
-    return [block for block in residuals if block in cyclic]
-
-
-def ready_times(flow: Flow, residuals: Sequence[Residual]) -> dict[fx.Node, int]:
-    """When each value is computed, if all values of a block are computed with its output."""
-    block_of = {flow.by_name[n]: r for r in residuals for n in (*r.branch, *r.adds, *r.post)}
-    ready: dict[fx.Node, int] = {}
+def contracted(flow: Flow, residuals: Iterable[Residual]) -> nx.DiGraph[fx.Node]:
+    """What waits for what, if all values of a block are computed with its output."""
+    output: dict[fx.Node, fx.Node] = {}
+    reads: dict[fx.Node, list[fx.Node]] = {}
+    for block in residuals:
+        end = flow.by_name[block.out]
+        reads[end] = [flow.by_name[name] for name in (block.x, *block.sides)]
+        for node in flow.in_order((*block.branch, *block.shortcut, *block.adds, *block.post)):
+            if node not in flow.plain and not flow.recomputable(node):
+                output[node] = end
+    graph: nx.DiGraph[fx.Node] = nx.DiGraph()
     for node in flow.nodes:
-        block = block_of.get(node)
-        if block is not None and not flow.recomputable(node) and node not in flow.plain:
-            ready[node] = flow.index[flow.by_name[block.out]]
-        else:
-            # a size whose value is known waits for nothing; a type or a device is not known
-            known = node in flow.plain and node.meta.get(VALUE) is not None
-            sources = () if known else node.all_input_nodes
-            times = [ready[i] for i in sources if i not in flow.plain or i.meta.get(VALUE) is None]
-            if node.target is read_buffer:  # read where its new contents are computed
-                meeting, others = flow.read_with(node)
-                block = block_of.get(meeting)
-                others = others if block is None else [flow.by_name[block.x]]
-                times += [ready.get(other, 0) for other in others]
-            ready[node] = max([flow.index[node], *times])
-    return ready
+        if output.get(node, node) is not node:
+            continue
+        graph.add_node(node)
+        sources = reads.get(node, node.all_input_nodes)
+        if node.target is read_buffer:  # read where its new contents are computed
+            meeting, others = flow.read_with(node)
+            others = reads[output[meeting]][:1] if meeting in output else others
+            sources = [other for other in others if flow.index[other] < flow.index[node]]
+        if node not in flow.plain or node.meta.get(VALUE) is None:  # a known size waits for nothing
+            graph.add_edges_from((output.get(source, source), node) for source in sources)
+    return graph

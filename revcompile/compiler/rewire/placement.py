@@ -10,14 +10,16 @@ read the pair fused into one value.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
 from revcompile.compiler.dataflow import Flow, tensor_type
+from revcompile.compiler.find.conflicts import contracted
 from revcompile.compiler.rewire.rearrange import build_rearrange, rearranged_source
 from revcompile.compiler.rewire.region import Region
 from revcompile.compiler.rewire.sizes import WrittenSizes
@@ -41,16 +43,19 @@ class Blocks:
     """The blocks of a graph, and which of its nodes they compute.
 
     Attributes:
-        ordered: the blocks, in the order in which they are computed.
+        nodes: outputs of blocks and nodes that are no part of one, in the order of computation.
+        ordered: the blocks, in that order.
         owner: nodes that are computed inside a block alone.
         starts: the values that blocks start from.
         rearranged: starts of blocks that are other arrangements of an earlier block's output.
     """
 
-    def __init__(self, flow: Flow, residuals: Iterable[Residual]) -> None:
+    def __init__(self, flow: Flow, residuals: Sequence[Residual]) -> None:
         self.flow = flow
-        self.ordered = sorted(residuals, key=lambda r: flow.index[flow.by_name[r.out]])
-        self.by_out = {flow.by_name[block.out]: block for block in self.ordered}
+        self.by_out = {flow.by_name[block.out]: block for block in residuals}
+        waits = contracted(flow, residuals)
+        self.nodes = list(nx.lexicographical_topological_sort(waits, flow.index.__getitem__))
+        self.ordered = [self.by_out[node] for node in self.nodes if node in self.by_out]
         self.owner = self._owners()
         self.starts = list(dict.fromkeys(flow.by_name[block.x] for block in self.ordered))
         self.rearranged: dict[fx.Node, tuple[fx.Node, Rearrange]] = {}

@@ -14,7 +14,6 @@ from torch import fx, nn
 from revcompile.compiler.capture.functional import forbid_inplace
 from revcompile.compiler.capture.memory import is_effect
 from revcompile.compiler.dataflow import Flow
-from revcompile.compiler.find.conflicts import ready_times
 from revcompile.compiler.find.residual import Found, find
 from revcompile.compiler.rewire.module_editor import ModuleEditor, own_copy
 from revcompile.compiler.rewire.placement import Blocks, Placement
@@ -149,12 +148,7 @@ class _Rewiring:
         """Turn blocks into segments, and place every other node in the regions between them."""
         place, segments = self.place, list[Segment]()
         result: tuple[object, ...] = ()
-        ready = ready_times(self.flow, self.blocks.ordered)
-
-        def order(node: fx.Node) -> tuple[int, bool, int]:
-            return ready[node], node not in self.blocks.by_out, self.flow.index[node]
-
-        for node in sorted(self.flow.nodes, key=order):
+        for node in self.blocks.nodes:
             if node.op == "output":
                 leaves = node.args[0]
                 assert isinstance(leaves, tuple)
