@@ -3,25 +3,24 @@
     forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s / 16, s = ±1
     inverse   a = b + (y - b - (1 + gamma) F(b)) / gamma
 
-The inverse multiplies every rounding error by 16, so 96 blocks would by 16**96. Streams are
-integers therefore, counted in units of a power of two, and the four bits that are lost are kept:
+The inverse multiplies every rounding error by 16, so 96 blocks would by 16**96. Streams are whole
+numbers of a unit therefore, a power of two, and the four bits that are lost are kept:
 
     d = a - b              y = b + s (d >> 4) + n              n = round((1 + gamma) F(b))
                            a = b + s (y - b - n) << 4 + (d mod 16)
 
 `sign` is 2 gamma everywhere.
 
-A unit is about 2**-16 of the largest element of the chain's input, or of 1 if that is larger
-(2**-40 in float64): below what a branch in bfloat16 can tell apart. A float32 holds only 24 bits of
-that, and the streams of pretrained transformers have elements thousands of times as large as their
-input: so integers of 32 bits, whose range is 2**13 times the largest input. Beyond it the unit, and
-with it all that is computed from the streams, becomes NaN: an overflow, as one of float16.
+A unit is about 2**-13 of the largest element of the chain's input, or of 1 if that is larger
+(2**-40 in float64). Streams are floating-point numbers, which hold 2**24 units exactly (2**52): an
+element may grow to 2048 times the largest input. Beyond that it becomes NaN: an overflow, as one of
+float16.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -39,48 +38,48 @@ class _Format(NamedTuple):
     precision: int
     """log2 of the largest input, in units."""
     limit: float
-    """The largest magnitude of an element, in units, for which no sum leaves the integers."""
+    """What the magnitude of an element, in units, has to be below."""
 
 
 _FORMATS: Final = {
-    torch.float32: _Format(torch.int32, 16, 2.0**29),
+    torch.float32: _Format(torch.int32, 13, 2.0**24),
     torch.float64: _Format(torch.int64, 40, 2.0**52),
 }
-"""By the type of the streams' values."""
-_IN_FLOATS: Final = _FORMATS | {torch.float32: _Format(torch.int32, 13, 2.0**24)}
-"""Of streams that pass from block to block as floating-point numbers without an error."""
+"""By the type of the streams."""
 STREAM_RANGE: Final = int(_FORMATS[torch.float32].limit) >> _FORMATS[torch.float32].precision
 """How many times larger than the largest input of a chain its float32 streams may become."""
-STAGE_RANGE: Final = int(_IN_FLOATS[torch.float32].limit) >> _IN_FLOATS[torch.float32].precision
-"""The same in stages."""
 _SMALLEST: Final = 1.0
 """Streams with smaller inputs get the unit of this one. They may begin as zeros, and the streams of
 a transformer that is trained from scratch begin at 0.02 and grow to more than 100."""
 
 
-def unit_of(a: Tensor, b: Tensor, formats: Mapping[torch.dtype, _Format] = _FORMATS) -> Tensor:
+def unit_of(a: Tensor, b: Tensor) -> Tensor:
     """The unit of a chain with these input streams, a power of two. Waits for no device.
 
-    >>> float(unit_of(torch.tensor([3.0]), torch.tensor([-1.0])) * 2**14)
+    >>> float(unit_of(torch.tensor([3.0]), torch.tensor([-1.0])) * 2**11)
     1.0
     """
     with torch.no_grad():
         largest = _largest(b) if a is b else torch.maximum(_largest(a), _largest(b))
         exponent = torch.log2(largest.clamp_min(_SMALLEST)).ceil()
-        return torch.exp2(exponent - formats[b.dtype].precision)
+        return torch.exp2(exponent - _FORMATS[b.dtype].precision)
 
 
-def fixed(x: Tensor, unit: Tensor) -> Tensor:
-    """A stream in units, rounded."""
-    return with_usual_strides((x.detach() / unit).round_().to(_FORMATS[x.dtype].integers))
+def in_units(x: Tensor, unit: Tensor) -> Tensor:
+    """A stream rounded to whole units, to autograd the same as before."""
+    with torch.no_grad():
+        rounded = with_usual_strides((x / unit).round_().mul_(unit))
+    return _InUnits.apply(x, rounded) if torch.is_grad_enabled() else rounded
 
 
-def value(stream: Tensor, unit: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A stream of integers as floating-point numbers of the unit's type, then of another one."""
-    dtype = dtype or unit.dtype
-    if kernels := kernels_for(unit.reshape(1), stream):
-        return with_usual_strides(kernels.value(stream, unit, dtype))
-    return with_usual_strides(stream.to(unit.dtype).mul_(unit).to(dtype))
+class _InUnits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,118 +136,50 @@ def kernels_for(sign: Tensor, *tensors: Tensor) -> Any:
     return kernels if kernels.supports(sign, *tensors) else None
 
 
-def average_and_value(
-    a: Tensor,
-    b: Tensor,
-    addend: Tensor,
-    sign: Tensor,
-    unit: Tensor,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """`y` in units and its value; the lost bits, and the unit, NaN after an overflow.
-
-    Also the value in this dtype, if one is given and that comes with it.
-    """
-    if kernels := kernels_for(sign, a, b, addend):
-        limit = _FORMATS[torch.float32].limit
-        found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-        found = kernels.average(a, b, addend.detach(), sign, unit, limit, dtype)
-        return found
-    y, lost, unit = average(a, b, addend, sign, unit)
-    return y, value(y, unit), lost, unit, None
-
-
-def undo_average_and_value(
-    y: Tensor,
-    b: Tensor,
-    addend: Tensor,
-    sign: Tensor,
-    unit: Tensor,
-    lost: Tensor,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:
-    """`a` in units, and its value in this dtype if one is given and that comes with it."""
-    if kernels := kernels_for(sign, y, b, addend):
-        found: tuple[Tensor, Tensor | None]
-        found = kernels.undo_average(y, b, addend.detach(), sign, unit, lost, dtype)
-        return found
-    return undo_average(y, b, addend, sign, unit, lost), None
-
-
 def average(
     a: Tensor,
     b: Tensor,
     addend: Tensor,
     sign: Tensor,
     unit: Tensor,
-    formats: Mapping[torch.dtype, _Format] = _FORMATS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`y` from streams in units and F(b); the lost bits, and the unit, NaN after an overflow.
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`y`, NaN where it overflows; the bits of `a` that are lost; `y` in another dtype.
 
     Args:
-        a: The first stream.
+        a: The first stream, in whole units.
         b: The second stream.
         addend: F(b), in any floating-point type.
-        sign: 2 gamma in the type of the streams' values; broadcast to them.
+        sign: 2 gamma in the type of the streams; broadcast to them.
         unit: Of the streams.
-        formats: Of integers, by the type of the streams' values.
+        dtype: Of the last result, which is None unless it comes with the first.
     """
+    integers, _, limit = _FORMATS[unit.dtype]
     with torch.no_grad():
-        scaled = _scaled(addend, sign, unit)
-        difference = a - b
-        lost = pack_bits(difference)
-        y = difference.bitwise_right_shift_(KEPT_BITS).mul_(sign.sign().to(a.dtype)).add_(b)
-        y = y.add_(scaled.to(a.dtype))
-        limit = formats[unit.dtype].limit
-        largest = torch.maximum(_largest(scaled), _largest(y).to(unit.dtype))
-        return y, lost, torch.where(largest < limit, unit, torch.nan)
+        if kernels := kernels_for(sign, a, b, addend):
+            y, lost, copy = kernels.average(a, b, addend, sign, unit, limit, dtype)
+        else:
+            scaled = _scaled(addend, sign, unit)
+            second = (b / unit).to(integers)
+            difference = (a / unit).to(integers) - second
+            lost, copy = pack_bits(difference), None
+            part = difference.bitwise_right_shift_(KEPT_BITS).mul_(sign.sign().to(integers))
+            whole = part.add_(second).add_(scaled.to(integers)).to(unit.dtype)
+            is_small = (scaled.abs() < limit) & (whole.abs() < limit) & (a == a) & (b == b)
+            y = with_usual_strides(torch.where(is_small, whole * unit, torch.nan))
+    if torch.is_grad_enabled():
+        y = _Average.apply(a, b, addend, sign, y)
+    return y, lost, copy
 
 
-def undo_average(
-    y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
-) -> Tensor:
-    """`a`, from what `average` was given and returned."""
-    with torch.no_grad():
-        part = (y - b).sub_(_scaled(addend, sign, unit).to(y.dtype)).mul_(sign.sign().to(y.dtype))
-        return part.bitwise_left_shift_(KEPT_BITS).add_(unpack_bits(lost, b.shape)).add_(b)
-
-
-def _scaled(addend: Tensor, sign: Tensor, unit: Tensor) -> Tensor:
-    """`(1 + gamma) F(b)` in units, rounded."""
-    return torch.mul(addend.detach(), (1 + sign / 2) / unit).round_()
-
-
-def _largest(x: Tensor) -> Tensor:
-    """The largest magnitude, NaN if there is one; 0 of an empty tensor."""
-    if not x.numel():
-        return x.new_zeros(())
-    smallest, largest = torch.aminmax(x)
-    return torch.maximum(-smallest, largest)
-
-
-class _WithValue(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
-        return rounded
+class _Average(torch.autograd.Function):
+    """`y`, with the derivatives of `b + gamma (a - b) + (1 + gamma) addend`."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
-
-
-def with_value(x: Tensor, rounded: Tensor) -> Tensor:
-    """`rounded`, to autograd the same as `x`."""
-    return _WithValue.apply(x, rounded) if torch.is_grad_enabled() else rounded
-
-
-class _AverageValue(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, total: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(sign)
         ctx.shape, ctx.dtype = addend.shape, addend.dtype
-        return total
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -258,12 +189,41 @@ class _AverageValue(torch.autograd.Function):
         return of_a, gradient - of_a, of_addend, None, None
 
 
-def average_value(a: Tensor, b: Tensor, addend: Tensor, sign: Tensor, total: Tensor) -> Tensor:
-    """`total`, with the derivatives of `b + gamma (a - b) + (1 + gamma) addend`."""
-    if not torch.is_grad_enabled():
-        return total
-    out: Tensor = _AverageValue.apply(a, b, addend, sign, total)
-    return out
+def undo_average(
+    y: Tensor,
+    b: Tensor,
+    addend: Tensor,
+    sign: Tensor,
+    unit: Tensor,
+    lost: Tensor,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`a`, from what `average` was given and returned, and in another dtype if that comes too."""
+    with torch.no_grad():
+        if kernels := kernels_for(sign, y, b, addend):
+            found: tuple[Tensor, Tensor | None]
+            found = kernels.undo_average(y, b, addend, sign, unit, lost, dtype)
+            return found
+        integers = _FORMATS[unit.dtype].integers
+        second = (b / unit).to(integers)
+        part = (y / unit).to(integers) - second - _scaled(addend, sign, unit).to(integers)
+        part = part.mul_(sign.sign().to(integers)).bitwise_left_shift_(KEPT_BITS)
+        whole = part.add_(unpack_bits(lost, b.shape)).add_(second)
+        # What has overflown stays visible.
+        return with_usual_strides(torch.where((y == y) & (b == b), whole * unit, torch.nan)), None
+
+
+def _scaled(addend: Tensor, sign: Tensor, unit: Tensor) -> Tensor:
+    """`(1 + gamma) F(b)` in units, rounded."""
+    return torch.mul(addend, (1 + sign / 2) / unit).round_()
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude, NaN if there is one; 0 of an empty tensor."""
+    if not x.numel():
+        return x.new_zeros(())
+    smallest, largest = torch.aminmax(x)
+    return torch.maximum(-smallest, largest)
 
 
 def average_gradients(
@@ -291,10 +251,7 @@ def average_gradients(
     return of_a, own, of_addend
 
 
-# -- in stages ------------------------------------------------------------------------------------
-#
-# Streams are sent from stage to stage, and other pieces read them: they stay floating-point numbers
-# there, multiples of the unit, 2**-13 of the largest input, below 2**24 of it.
+# -- in the code of stages ------------------------------------------------------------------------
 
 
 def draw_sign(is_training: bool, b: Tensor, dim: int | None) -> Tensor | None:
@@ -313,12 +270,8 @@ def enter_average(is_training: bool, a: Tensor, b: Tensor) -> tuple[Tensor, Tens
     if not is_training:
         return a, b, None
     a, b = a.to(wide_dtype(a.dtype)), b.to(wide_dtype(b.dtype))
-    unit = unit_of(a, b, _IN_FLOATS).reshape(1)
-    return (
-        with_value(a, value(fixed(a, unit), unit)),
-        with_value(b, value(fixed(b, unit), unit)),
-        unit,
-    )
+    unit = unit_of(a, b).reshape(1)
+    return in_units(a, unit), in_units(b, unit), unit
 
 
 def couple_average(
@@ -327,24 +280,11 @@ def couple_average(
     """`b + gamma (a - b) + (1 + gamma) F(b)`, and the bits that it loses of `a`."""
     if sign is None or unit is None:
         return b + addend, None
-    if kernels := kernels_for(sign, a, b, addend):
-        limit = _IN_FLOATS[torch.float32].limit
-        given = *(t.detach() for t in (a, b, addend)), sign, unit, limit
-        total, lost = kernels.average(*given)[1:3]
-    else:
-        streams = fixed(a, unit), fixed(b, unit)
-        y, lost, overflown = average(*streams, addend, sign, unit, _IN_FLOATS)
-        total = value(y, overflown)
-    return average_value(a, b, addend, sign, total), lost
+    return average(a, b, addend, sign, unit)[:2]
 
 
 def uncouple_average(
     y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
 ) -> Tensor:
     """`a`, from what `couple_average` was given and returned."""
-    if kernels := kernels_for(sign, y, b, addend):
-        given = *(t.detach() for t in (y, b, addend)), sign, unit, lost
-        a: Tensor = kernels.undo_average(*given)[0]
-        return a
-    streams = fixed(y, unit), fixed(b, unit)
-    return value(undo_average(*streams, addend, sign, unit, lost), unit)
+    return undo_average(y, b, addend, sign, unit, lost)[0]

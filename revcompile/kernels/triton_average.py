@@ -28,8 +28,7 @@ _INTEGERS_FROM: Final = 2.0**23 if tl is None else tl.constexpr(2.0**23)
 """Float32 numbers from here on have no fraction."""
 
 
-# Streams are integers, or (`floats`) float32 multiples of the unit. The four bits that are kept of
-# an element share a byte with those of the next.
+# The four bits that are kept of an element share a byte with those of the next.
 # Triton reads annotations as code.
 # fmt: off
 def _read(  # type: ignore[no-untyped-def]
@@ -48,45 +47,40 @@ def _read(  # type: ignore[no-untyped-def]
     whole = (magnitude + _INTEGERS_FROM) - _INTEGERS_FROM  # rounds half to even
     whole = tl.where(magnitude < _INTEGERS_FROM, whole, magnitude)
     scaled = tl.where(scaled < 0, -whole, whole)
-    second = tl.load(b + at, mask=inside, other=0)
+    second = tl.load(b + at, mask=inside, other=0.0)
     direction = tl.where(sign < 0, -1, 1)
     return byte, place[None, :] * 4, at, inside, unit, scaled, direction, second
 
 
 # fmt: off
 def _average(  # type: ignore[no-untyped-def]
-    a, b, addend, signs, units, y, values, copy, lost, next_unit, count, sample, limit,
-    has_copy: tl.constexpr, floats: tl.constexpr, size: tl.constexpr,
+    a, b, addend, signs, units, y, copy, lost, count, sample, limit, has_copy: tl.constexpr,
+    size: tl.constexpr,
 ):
     # fmt: on
     byte, shift, at, inside, unit, scaled, direction, second = _read_function(
         b, addend, signs, units, count, sample, size
     )
-    first = tl.load(a + at, mask=inside, other=0)
+    first = tl.load(a + at, mask=inside, other=0.0)
     is_small = (tl.abs(scaled) < limit) & (first == first) & (second == second)  # nor NaN
-    if floats:
-        first = tl.where(is_small, first / unit, 0.0).to(tl.int32)
-        second = tl.where(is_small, second / unit, 0.0).to(tl.int32)
+    first = tl.where(is_small, first / unit, 0.0).to(tl.int32)
+    second = tl.where(is_small, second / unit, 0.0).to(tl.int32)
     difference = first - second
     kept = tl.sum((difference & 15) << shift, 1)
     tl.store(lost + byte, kept, mask=byte * 2 < count)
     total = second + direction * (difference >> 4)
     total += tl.where(is_small, scaled, 0.0).to(tl.int32)
     is_small = is_small & (tl.abs(total.to(tl.float32)) < limit)
-    if not floats:
-        tl.store(y + at, total, mask=inside)
     value = tl.where(is_small, total.to(tl.float32) * unit, float("nan"))
-    tl.store(values + at, value, mask=inside)
+    tl.store(y + at, value, mask=inside)
     if has_copy:
         tl.store(copy + at, value, mask=inside)
-    overflown = tl.sum(tl.sum(tl.where(inside & (is_small == 0), 1, 0), 1), 0)
-    tl.store(next_unit, float("nan"), mask=overflown > 0)
 
 
 # fmt: off
 def _undo(  # type: ignore[no-untyped-def]
-    y, b, addend, signs, units, lost, a, values, count, sample, has_values: tl.constexpr,
-    floats: tl.constexpr, size: tl.constexpr,
+    y, b, addend, signs, units, lost, a, copy, count, sample, has_copy: tl.constexpr,
+    size: tl.constexpr,
 ):
     # fmt: on
     byte, shift, at, inside, unit, scaled, direction, second = _read_function(
@@ -94,22 +88,16 @@ def _undo(  # type: ignore[no-untyped-def]
     )
     packed = tl.load(lost + byte, mask=byte * 2 < count, other=0).to(tl.int32)
     kept = (packed[:, None] >> shift) & 15
-    last = tl.load(y + at, mask=inside, other=0)
-    if floats:
-        last, second = (last / unit).to(tl.int32), (second / unit).to(tl.int32)
-    part = direction * (last - second - scaled.to(tl.int32))
-    total = second + (part << 4) + kept
-    if not floats:
-        tl.store(a + at, total, mask=inside)
-    if has_values:
-        tl.store(values + at, total.to(tl.float32) * unit, mask=inside)
-
-
-def _value(stream, units, values, count, sample, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * size + tl.arange(0, size)
-    inside = at < count
-    whole = tl.load(stream + at, mask=inside, other=0)
-    tl.store(values + at, whole.to(tl.float32) * tl.load(units), mask=inside)
+    last = tl.load(y + at, mask=inside, other=0.0)
+    is_known = (last == last) & (second == second)  # what has overflown stays visible
+    last = tl.where(is_known, last / unit, 0.0).to(tl.int32)
+    second = tl.where(is_known, second / unit, 0.0).to(tl.int32)
+    part = direction * (last - second - tl.where(is_known, scaled, 0.0).to(tl.int32))
+    value = (second + (part << 4) + kept).to(tl.float32) * unit
+    value = tl.where(is_known, value, float("nan"))
+    tl.store(a + at, value, mask=inside)
+    if has_copy:
+        tl.store(copy + at, value, mask=inside)
 
 
 # fmt: off
@@ -130,7 +118,7 @@ def _gradients(  # type: ignore[no-untyped-def]
 if triton is not None:
     _read_function = triton.jit(_read)
     _average_kernel, _undo_kernel = triton.jit(_average), triton.jit(_undo)
-    _gradients_kernel, _value_kernel = triton.jit(_gradients), triton.jit(_value)
+    _gradients_kernel = triton.jit(_gradients)
 
 
 def supports(sign: Tensor, *tensors: Tensor) -> bool:
@@ -142,7 +130,7 @@ def supports(sign: Tensor, *tensors: Tensor) -> bool:
     return (
         first.is_cuda
         and MIN_ELEMENTS <= first.numel() < _MAX_ELEMENTS
-        and first.dtype in (torch.int32, torch.float32)
+        and first.dtype == torch.float32
         and sign.dtype == torch.float32
         and sign.numel() in (1, sign.shape[0])
         and all(t.shape == first.shape and t.is_contiguous() for t in tensors)
@@ -156,13 +144,10 @@ def works_on(device: torch.device) -> bool:
     if triton is None:
         return False
     try:
-        a = torch.zeros(8, dtype=torch.int32, device=device)
-        one = torch.ones(1, device=device)
-        addend = torch.zeros(8, device=device)
-        y, _, lost, unit, _ = average(a, a, addend, one, one, 1.0, torch.bfloat16)
-        undo_average(y, a, addend, one, unit, lost)
-        value(a, one, torch.bfloat16)
-        average_gradients(addend, addend, one, torch.bfloat16)
+        a, one = torch.zeros(8, device=device), torch.ones(1, device=device)
+        y, lost, _ = average(a, a, a, one, one, 1.0, torch.bfloat16)
+        undo_average(y, a, a, one, one, lost, torch.bfloat16)
+        average_gradients(a, a, one, torch.bfloat16)
     except Exception as error:  # of the compiler: there is another way to the same numbers
         warnings.warn(
             f"averaged couplings on {device}: torch's operations compute the same, but slower, as "
@@ -180,20 +165,14 @@ def average(
     sign: Tensor,
     unit: Tensor,
     limit: float,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """`y` in units and as float32, the lost bits, the unit, NaN after an overflow, and a copy.
-
-    Of float32 streams, which are multiples of the unit, the first two are the same tensor. The copy
-    is `y` in this dtype, if one is given.
-    """
-    y, values = _empty(b)
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`y`, NaN where it overflows; the lost bits; `y` in another dtype, if one is given."""
+    y, copy = _empty(b, dtype)
     lost = torch.empty(-(-b.numel() // 2), dtype=torch.uint8, device=b.device)
-    next_unit = unit.clone()
-    copy = None if dtype is None else torch.empty_like(b, dtype=dtype)
-    tensors = a, b, addend, sign, unit, y, values, values if copy is None else copy, lost, next_unit
-    _launch(_average_kernel, b, sign, tensors, limit, copy is not None, y is values)
-    return y, values, lost, next_unit, copy
+    tensors = a, b, addend, sign, unit, y, y if copy is None else copy, lost
+    _launch(_average_kernel, b, sign, tensors, limit, copy is not None)
+    return y, lost, copy
 
 
 def undo_average(
@@ -203,28 +182,17 @@ def undo_average(
     sign: Tensor,
     unit: Tensor,
     lost: Tensor,
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`a` in units, and its value in this dtype, if one is given; of float32 streams the same."""
-    a = torch.empty_like(b)
-    floats = b.is_floating_point()
-    values = a if floats or dtype is None else torch.empty_like(b, dtype=dtype)
-    has_values = floats or dtype is not None
-    tensors = y, b, addend, sign, unit, lost, a, values
-    _launch(_undo_kernel, b, sign, tensors, has_values, floats)
-    return a, values if has_values else None
+    """`a`, and the same in another dtype, if one is given."""
+    a, copy = _empty(b, dtype)
+    tensors = y, b, addend, sign, unit, lost, a, a if copy is None else copy
+    _launch(_undo_kernel, b, sign, tensors, copy is not None)
+    return a, copy
 
 
-def value(stream: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
-    """A stream of integers as numbers of this dtype."""
-    values = torch.empty_like(stream, dtype=dtype)
-    _launch(_value_kernel, stream, unit, (stream, unit, values))
-    return values
-
-
-def _empty(stream: Tensor) -> tuple[Tensor, Tensor]:
-    values = torch.empty_like(stream, dtype=torch.float32)
-    return values if stream.is_floating_point() else torch.empty_like(stream), values
+def _empty(like: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    return torch.empty_like(like), None if dtype is None else torch.empty_like(like, dtype=dtype)
 
 
 def average_gradients(

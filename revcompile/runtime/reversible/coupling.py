@@ -140,16 +140,15 @@ class Chain:
                 reshard(block.sharded, (b,))
                 past.append((index, block, replay, given, shapes))
             result = a, b, *extras
-            a, b = sums.kept(a, b)[:2]
             for index, block, replay, given, shapes in reversed(past):
                 unshard(block.sharded, (b,))
                 with replay.again():
                     used = [sides[i] for i in block.sides]
-                    addend, _ = run_branch(block, sums.value(a), used, cast)
+                    addend, _ = run_branch(block, a, used, cast)
                     rebuilt = sums.undo(index, b, a, addend, False)[0], a
                 a, b = before_rearrange(block, shapes, *rebuilt)
                 reshard(block.sharded, (b,))
-                wrong = map(relative_error, given, (sums.value(a), sums.value(b)))
+                wrong = map(relative_error, given, (a, b))
                 errors.append((block.name, max(wrong)))
         return result, errors[::-1]
 
@@ -308,7 +307,7 @@ class _Reversible(torch.autograd.Function):
         released = call.sums.release(index)
         if not any(ctx.needs_input_grad):
             released = ()
-        kept = call.sums.kept(b, y) if block is call.chain.blocks[-1] else ()
+        kept = (b, y) if block is call.chain.blocks[-1] else ()
         ctx.kept, ctx.released = len(kept), len(released)
         ctx.save_for_backward(*kept, *released, *rest[:count])
         return b, y, *extras
@@ -346,8 +345,7 @@ class _Reversible(torch.autograd.Function):
             with streams.backward_on(rebuilt.stream):
                 results = _differentiate(ctx, rebuilt, handed, grad_b, grad_y, *grad_extras)
         if ctx.index == call.first and call.samples is not None:
-            inputs = map(call.sums.value, _input_of(ctx, rebuilt)[:2])
-            call.chain.check.finish(call.samples, *map(samples_of, inputs))
+            call.chain.check.finish(call.samples, *map(samples_of, _input_of(ctx, rebuilt)[:2]))
         if call.handed is not None:
             call.handed.rebuilt = ahead
             call.handed.output = _input_of(ctx, rebuilt) if ahead is None else None
@@ -404,10 +402,10 @@ def _rebuild(
     with restored, block.weights.replaced_by(copies), node.replay.again():
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
-        value = call.sums.value(b, call.cast)
-        if call.chain.averaged and value.stride() != node.strides:  # kernels are chosen by them
-            value = value.new_empty_strided(value.shape, node.strides).copy_(value)
-        x = stream_leaf(value, is_read_cast, cast_b, call.cast, is_viewed=is_viewed)
+        read = b if cast_b is None else cast_b
+        if call.chain.averaged and read.stride() != node.strides:  # kernels are chosen by them
+            read = read.new_empty_strided(read.shape, node.strides).copy_(read)
+        x = stream_leaf(read, is_read_cast, None, call.cast, is_viewed=is_viewed)
         with torch.enable_grad():
             addend, extras = run_branch(block, x, used, call.cast)
         a, copy = call.sums.undo(node.index, y, b, addend, call.wants_cast(node.index, -1))

@@ -2,32 +2,26 @@
 
 Added          y = a + F(b)
 Averaged       y = b + gamma (a - b) + (1 + gamma) F(b)     gamma = 0 in eval mode
-FixedAverage   the same in integers, which can be undone    gamma = ±1/16 in training
+FixedAverage   the same in fixed point, which can be undone    gamma = ±1/16 in training
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from revcompile.kernels.exact_sum import add_or_subtract, rounded
 from revcompile.kernels.fixed_point import (
-    average_and_value,
+    average,
     average_gradients,
-    average_value,
-    fixed,
-    undo_average_and_value,
+    in_units,
+    undo_average,
     unit_of,
-    value,
-    with_value,
 )
 
 _Pair = tuple[Tensor, Tensor]
-_HELD: Final = 2**26
-"""Values of a rebuilt stream of more bytes are not held until they are read, but made again."""
 
 
 class Added:
@@ -45,9 +39,6 @@ class Added:
         """The input of a chain as its couplings need it."""
         return rounded(a, self.grid), rounded(b, self.grid)
 
-    def rearrange(self, function: Callable[[Tensor], tuple[Tensor, Any]]) -> None:
-        """Apply a block's rearrangement to what is held beside the values of the streams."""
-
     def add(
         self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -60,20 +51,12 @@ class Added:
         """`a` of the block `index`, and its cast copy if one kernel wrote both."""
         return add_or_subtract(y, addend, self.grid, True, with_cast)
 
-    def kept(self, b: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Of the last block's output: what `undo` needs, and what autograd knows."""
-        return b, y
-
     def release(self, index: int) -> tuple[Tensor, ...]:
         """What only `undo` of the block `index` needs, for autograd to keep as long as needed."""
         return ()
 
     def restore(self, index: int, released: Sequence[Tensor]) -> None:
         """What `release` has returned, for the next `undo`."""
-
-    def value(self, stream: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A stream from what `kept` or `undo` returned, perhaps in this dtype already."""
-        return stream
 
     def gradients(
         self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
@@ -131,10 +114,7 @@ class Averaged(Added):
 
 
 class FixedAverage(Averaged):
-    """The same, exact. Holds the integers of both streams beside their values.
-
-    Branches read streams in `read_dtype`.
-    """
+    """The same in fixed point, which can be undone. Branches read streams in `read_dtype`."""
 
     casts_to_read = True
 
@@ -146,47 +126,28 @@ class FixedAverage(Averaged):
     ) -> None:
         super().__init__(signs, batch_dims)
         self._read_dtype = read_dtype
-        self._streams: _Pair | None = None
         self._lost: list[Tensor | None] = []
-        self._known: _Pair | None = None
-        """The latest stream that was rebuilt, and its value, if a kernel wrote both."""
 
     def enter(self, a: Tensor, b: Tensor) -> _Pair:
         self._unit = unit_of(a, b)
-        of_b = fixed(b, self._unit)
-        of_a = of_b if a is b else fixed(a, self._unit)
-        self._streams = of_a, of_b
-        values = [value(stream, self._unit) for stream in (of_a, of_b)]
-        return with_value(a, values[0]), with_value(b, values[1])
-
-    def rearrange(self, function: Callable[[Tensor], tuple[Tensor, Any]]) -> None:
-        assert self._streams is not None
-        self._streams = function(self._streams[0])[0], function(self._streams[1])[0]
+        of_b = in_units(b, self._unit)
+        return of_b if a is b else in_units(a, self._unit), of_b
 
     def add(
         self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
     ) -> tuple[Tensor, Tensor | None]:
-        assert self._streams is not None
-        sign = self.sign(index, b)
         dtype = self._read_dtype if with_cast else None
-        given = *self._streams, addend, sign, self._unit, dtype
-        y, total, lost, self._unit, copy = average_and_value(*given)
-        self._streams = self._streams[1], y
+        y, lost, copy = average(a, b, addend, self.sign(index, b), self._unit, dtype)
         self._lost.append(lost)
-        return average_value(a, b, addend, sign, total), copy
+        return y, copy
 
     def undo(
         self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
     ) -> tuple[Tensor, Tensor | None]:
-        sign, lost = self.sign(index, b), self._lost[index]
+        lost, self._lost[index] = self._lost[index], None
         assert lost is not None
-        self._lost[index] = None
-        is_held = y.numel() * self._read_dtype.itemsize <= _HELD
-        dtype = self._read_dtype if is_held else None
-        given = y, b, addend, sign, self._unit, lost, dtype
-        a, values = undo_average_and_value(*given)
-        self._known = None if values is None else (a, values)
-        return a, None
+        dtype = self._read_dtype if with_cast else None
+        return undo_average(y, b, addend, self.sign(index, b), self._unit, lost, dtype)
 
     def release(self, index: int) -> tuple[Tensor, ...]:
         lost, self._lost[index] = self._lost[index], None
@@ -194,18 +155,6 @@ class FixedAverage(Averaged):
 
     def restore(self, index: int, released: Sequence[Tensor]) -> None:
         (self._lost[index],) = released
-
-    def kept(self, b: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        streams, self._streams = self._streams, None
-        assert streams is not None
-        return *streams, y
-
-    def value(self, stream: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or self._unit.dtype
-        known = self._known
-        if known is not None and known[0] is stream and known[1].dtype == dtype:
-            return known[1]
-        return value(stream, self._unit, dtype)
 
     def gradients(
         self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.types import Live, Rewired, TensorType
 from revcompile.kernels.autocast import wide_dtype, widest_dtype
-from revcompile.kernels.fixed_point import STAGE_RANGE, STREAM_RANGE
+from revcompile.kernels.fixed_point import STREAM_RANGE
 from revcompile.schedule import Method, Order
 
 Loss = Callable[[Any, Any], Tensor]
@@ -40,9 +40,8 @@ Loss = Callable[[Any, Any], Tensor]
 
 _RANGE_ADVICE: Final = (
     ". With policy='pretrained' an element of a stream may also have grown to more than "
-    f"{STAGE_RANGE} times the chain's largest input (or 1), all that streams of stages can hold: "
-    "keep the blocks that do it as one piece with leaf_modules=[...], or train on one device, by "
-    f"reversify, where it is {STREAM_RANGE}"
+    f"{STREAM_RANGE} times the chain's largest input (or 1), all that streams can hold: keep the "
+    "blocks that do it as one piece with leaf_modules=[...]"
 )
 
 

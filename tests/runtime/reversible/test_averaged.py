@@ -193,14 +193,14 @@ def test_activations_behind_sums_and_projections_stay_opaque() -> None:
     assert torch.equal(net.eval()(x), model(x))
 
 
-def test_streams_that_outgrow_the_integers_are_refused_and_never_silent() -> None:
+def test_streams_that_outgrow_their_range_are_refused_and_never_silent() -> None:
     model, net, x = made(2, dropout=0.0)
     with torch.no_grad():
         net.blocks[1][1].weight.mul_(1e7)
-    assert net(x).isnan().all()
+    assert net(x).isnan().any()
     assert net.eval()(x).isfinite().all()
     model.load_state_dict(net.state_dict())
-    with pytest.raises(InversionError, match="8192 times"):
+    with pytest.raises(InversionError, match="2048 times"):
         revcompile.reversify(model, x, policy="pretrained")
 
 

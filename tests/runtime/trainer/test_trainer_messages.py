@@ -146,7 +146,7 @@ def test_streams_that_outgrow_their_range_are_named() -> None:
     trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), None, backend="eager")
     with torch.no_grad():
         trainer.model.get_parameter("blocks.0.weight").fill_(1e4)
-    with pytest.raises(NonFiniteError, match=r"more than 2048 times .* by reversify"):
+    with pytest.raises(NonFiniteError, match=r"more than 2048 times .* leaf_modules"):
         trainer.step((ids, labels))
         trainer.flush()
 
