@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import fake_copy
-from revcompile.compiler.capture.fx_frontend import Traced, trace
+from revcompile.compiler.capture.fx_frontend import trace
+from revcompile.compiler.capture.tracer import Tracer
 
 
 class Function(nn.Module):
@@ -25,7 +26,7 @@ class Function(nn.Module):
         return self.function(x, *more)
 
 
-def traced(model: nn.Module | Callable[..., Any], *args: Any, **options: Any) -> Traced:
+def traced(model: nn.Module | Callable[..., Any], *args: Any, **options: Any) -> Tracer:
     """The raw trace of a model in the mode it is in."""
     if not isinstance(model, nn.Module):
         model = Function(model)

@@ -13,7 +13,7 @@ check_capture        the graph is run against the model                       ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +35,13 @@ from revcompile.compiler.capture.functional import (
     functionalize,
     written_inputs,
 )
-from revcompile.compiler.capture.fx_frontend import FxFrontend, Traces
+from revcompile.compiler.capture.fx_frontend import FxFrontend
 from revcompile.compiler.capture.guards import make_guards, with_attributes
 from revcompile.compiler.capture.leaf_modules import requested_leaves
 from revcompile.compiler.capture.modes import merge_modes
 from revcompile.compiler.capture.structures import unpack_structures
 from revcompile.compiler.capture.trace_errors import Untraceable
+from revcompile.compiler.capture.tracer import Tracer
 from revcompile.errors import CaptureError, InputError
 from revcompile.ir.guards import FlagGuard
 from revcompile.ir.module_tree import child_path
@@ -161,19 +162,19 @@ def capture_once(
 def _captured(frontend: FxFrontend) -> Captured:
     """All passes from raw traces to a `Captured`."""
     while True:
-        traces = frontend.trace()
+        root, *modes = frontend.trace()
         try:
-            train, evaluation = (_normalize(t.graph, traces.root) for t in traces.modes)
+            train, evaluation = (_normalize(mode.graph, root) for mode in modes)
         except NotFunctional as error:
             frontend.add_leaf(error)  # a write that only a leaf module can hide; raises if none can
             continue
         break
     for graph in (train, evaluation):
-        forbid_inplace(graph, traces.root)
-    for path, name, key in traces.leaked:  # the graph does not set it: better none than an old one
-        own = vars(traces.root.get_submodule(path))
+        forbid_inplace(graph, root)
+    for path, name, key in frontend.leaked:  # not set by the graph: better none than an old one
+        own = vars(root.get_submodule(path))
         own.pop(name, None) if key is None else own[name].pop(key, None)
-    return _assembled(frontend, traces, train, evaluation)
+    return _assembled(frontend, root, modes, train, evaluation)
 
 
 def _normalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
@@ -185,24 +186,32 @@ def _normalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
 
 
 def _assembled(
-    frontend: FxFrontend, traces: Traces, train: fx.Graph, evaluation: fx.Graph
+    frontend: FxFrontend,
+    root: nn.Module,
+    modes: Sequence[Tracer],
+    train: fx.Graph,
+    evaluation: fx.Graph,
 ) -> Captured:
     """One graph for both modes, or one each; with guards and notes."""
-    first, second = traces.modes
+    first, second = modes
     has_one_spec = first.out_spec == second.out_spec
-    readers = {path for traced in traces.modes for path in traced.guards.modes}
+    readers = {path for traced in modes for path in traced.guards.modes}
     merged = merge_modes(train, evaluation, readers) if has_one_spec else None
-    example, root = frontend.example, traces.root
-    notes = [f"{path} is a leaf module: {why}" for path, why in traces.leaf_reasons.items()]
+    example, reasons = frontend.example, frontend.reasons
+    notes = [f"{path} is a leaf module: {why}" for path, why in reasons.items()]
+    if names := [child_path(path, name) for path, name, _ in frontend.leaked]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        what = "set by the original's forward pass, not by this one"
+        notes.append(f"{what}: {', '.join(names[:3])}{more}")
     return Captured(
         name=type(frontend.model).__name__,
         root=root,
         graph=train if merged is None else merged,
         eval_graph=evaluation if merged is None else None,
         signature=signature_of(example, first.out_spec, None if has_one_spec else second.out_spec),
-        leaf_modules=traces.leaves,
-        notes=(*notes, *_left_out(traces), *written_inputs(first.graph)),
-        computed=frozenset((path, name) for path, name, key in traces.leaked if key is None),
+        leaf_modules=tuple(sorted(frontend.leaves)),
+        notes=(*notes, *written_inputs(first.graph)),
+        computed=frozenset((path, name) for path, name, key in frontend.leaked if key is None),
         guards=with_attributes(
             make_guards((first.guards, second.guards), merged, root, example),
             frontend.model,
@@ -210,17 +219,9 @@ def _assembled(
             first.asked | second.asked,
             first.written | second.written,
         ),
-        draws=first.draws | second.draws,
-        stateful=tuple(f"{path}: {traces.leaf_reasons[path]}" for path in traces.stateful),
+        draws=frozenset(first.draws | second.draws),
+        stateful=tuple(f"{path}: {reasons[path]}" for path in sorted(frontend.stateful)),
     )
-
-
-def _left_out(traces: Traces) -> list[str]:
-    """A note on attributes that only the original's forward sets."""
-    names = [child_path(path, name) for path, name, _ in traces.leaked]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    what = f"set by the original's forward pass, not by this one: {', '.join(names[:3])}{more}"
-    return [what] if names else []
 
 
 # -- other readings of the example ----------------------------------------------------------------

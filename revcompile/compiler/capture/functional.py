@@ -44,7 +44,6 @@ from revcompile.compiler.capture.out_of_place import (
     location_of,
     other_name_of,
     out_of_place_call,
-    promotes,
     written_argument,
 )
 from revcompile.ir.ops import attribute, batch_norm, read_buffer, store_buffer, with_item
@@ -198,9 +197,6 @@ class _Functional:
         if "out" in node.kwargs:
             whole: Any = (target.new, ..., new)
             new = self.graph.call_function(with_item, whole)
-            _describe(new, node, target.node)
-        elif promotes(target.node, node):
-            new = self.graph.call_method("type_as", (new, target.new))
             _describe(new, node, target.node)
         self._write(target, new, node)
         self.values[node] = target

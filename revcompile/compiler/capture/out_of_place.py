@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,22 +63,18 @@ def _converts_to_itself(node: fx.Node) -> bool:
     return converts and all(map(is_own, (*rest, *node.kwargs.values())))
 
 
-_FILLS: Final[dict[str, Callable[..., Any]]] = {
-    "bernoulli_": torch.bernoulli,
-    "fill_": torch.full_like,
-    "normal_": torch.randn_like,
-    "uniform_": torch.rand_like,
-    "zero_": torch.zeros_like,
-}
-"""Methods without an out-of-place method of the same name and meaning."""
-
 _NEW_STORAGE: Final = ("resize_", "resize_as_", "set_", "share_memory_", "apply_", "map_", "map2_")
 """Methods that change more than the contents of a tensor, or call back into Python."""
 
-_COMPARISONS: Final = frozenset(
-    f"{name}_" for name in ("eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater")
-) | {"greater_equal_", "not_equal_", "logical_and_", "logical_or_", "logical_xor_", "logical_not_"}
-"""In place their results have the target's type; out of place they are boolean."""
+_OTHER_MEANING: Final = frozenset(
+    f"{name}_"
+    for name in (
+        *("eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal"),
+        *("not_equal", "logical_and", "logical_or", "logical_xor", "logical_not"),
+        *("bernoulli", "fill", "normal"),
+    )
+)
+"""Methods that are something else, or have another type, without the underscore."""
 
 
 @dataclass(frozen=True)
@@ -102,69 +98,32 @@ def written_argument(node: fx.Node) -> fx.Node | None:
 
 def out_of_place_call(node: fx.Node) -> OutOfPlace | None:
     """The out-of-place form of a node that writes to its `written_argument`, if there is one."""
-    args, kwargs = node.args, dict(node.kwargs)
-    if node.op == "call_method":
-        return _method_form(str(node.target), args, kwargs)
-    if node.target in INPLACE_OPERATORS:
-        return OutOfPlace("call_function", INPLACE_OPERATORS[node.target], args, kwargs)
+    args, kwargs, name = node.args, dict(node.kwargs), op_name(node)
     if node.target is operator.setitem:
         return OutOfPlace("call_function", with_item, args, kwargs)
-    if "out" in kwargs:
-        del kwargs["out"]
+    if kwargs.pop("out", None) is not None or kwargs.pop("inplace", False):
         return OutOfPlace("call_function", node.target, args, kwargs)
-    if kwargs.pop("inplace", False):
-        return OutOfPlace("call_function", node.target, args, kwargs)
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _operator_form(node.target, args, kwargs)
-    return _function_form(op_name(node), args, kwargs)
-
-
-def _operator_form(
-    operator_: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> OutOfPlace | None:
-    """`aten.silu_.default` without its underscore, if there is such an operator."""
-    name, overload = operator_._schema.name.partition("::")[2], operator_._overloadname
-    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
-    plain = getattr(packet, overload, None)
-    return None if plain is None else OutOfPlace("call_function", plain, args, kwargs)
-
-
-def _function_form(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutOfPlace | None:
-    if not name.endswith("_"):
+    is_operator = node.target in INPLACE_OPERATORS
+    in_place = f"__{name}__" if is_operator else name
+    if not promotes(written_argument(node), node) and name not in _OTHER_MEANING:
+        plain = name[:-1] if name.endswith("_") else ""
+        if is_operator:
+            return OutOfPlace("call_function", INPLACE_OPERATORS[node.target], args, kwargs)
+        if node.op == "call_method" and name not in _NEW_STORAGE and hasattr(torch.Tensor, plain):
+            return OutOfPlace("call_method", plain, args, kwargs)
+        function = getattr(functional, plain, None) or getattr(torch, plain, None)
+        if node.op == "call_function" and inspect.isroutine(function):
+            return OutOfPlace("call_function", function, args, kwargs)
+    if name in _NEW_STORAGE or not args or not hasattr(torch.Tensor, in_place):
         return None
-    plain = getattr(functional, name[:-1], None) or getattr(torch, name[:-1], None)
-    if inspect.isfunction(plain) or inspect.isbuiltin(plain):
-        return OutOfPlace("call_function", plain, args, kwargs)
-    return _generic(name, args, kwargs) if hasattr(torch.Tensor, name) else None
+    return OutOfPlace("call_function", out_of_place, (args[0], in_place, *args[1:]), kwargs)
 
 
-def _method_form(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutOfPlace | None:
-    if name in _NEW_STORAGE:
-        return None
-    value = args[1] if len(args) > 1 else None
-    of_tensor = isinstance(value, fx.Node) and isinstance(value.meta.get(TYPE), TensorType)
-    if name == "copy_" or (name == "fill_" and of_tensor):
-        return OutOfPlace("call_function", with_item, (args[0], ..., kwargs.get("src", value)), {})
-    if name in _FILLS:
-        given = len(args) > 1 or bool(kwargs)
-        if of_tensor or (given and name in ("normal_", "uniform_")):
-            return _generic(name, args, kwargs)
-        args = (*args, 0.5) if name == "bernoulli_" and not given else args
-        return OutOfPlace("call_function", _FILLS[name], args, kwargs)
-    if name in _COMPARISONS or not hasattr(torch.Tensor, name[:-1]):
-        return _generic(name, args, kwargs)
-    return OutOfPlace("call_method", name[:-1], args, kwargs)
-
-
-def _generic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutOfPlace:
-    return OutOfPlace("call_function", out_of_place, (args[0], name, *args[1:]), kwargs)
-
-
-def promotes(target: fx.Node, node: fx.Node) -> bool:
+def promotes(target: Any, node: fx.Node) -> bool:
     """Would the out-of-place form have another type than the target?"""
 
-    def empty(n: fx.Node) -> torch.Tensor | None:
-        known = n.meta.get(TYPE)
+    def empty(n: Any) -> torch.Tensor | None:
+        known = n.meta.get(TYPE) if isinstance(n, fx.Node) else None
         if not isinstance(known, TensorType):
             return None
         return torch.empty(known.shape, dtype=known.dtype, device="meta")

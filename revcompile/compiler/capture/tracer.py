@@ -103,11 +103,19 @@ class Tracer(ShapedTracer):
         self.evaluating = False
         self.failure: Untraceable | None = None
         self.untraceable: dict[str, str] = {}
+        """Modules that became leaf modules, and why."""
         self.stateful: set[str] = set()
-        self.out_spec: pytree.TreeSpec | None = None
+        """Those of them whose next call computes something else."""
+        self.out_spec: pytree.TreeSpec = pytree.tree_structure(())
+        self.guards = ModeGuards()
+        """All values that Python has read, as conditions on later calls."""
+        self.constants: dict[str, torch.Tensor] = {}
+        """Tensors that the graph reads and that are neither parameters nor buffers."""
         self.restore: Callable[[nn.Module], None] = lambda module: None
         self.draws: set[str] = set()
+        """Lines that draw random numbers which decide nothing; the graph does not draw them."""
         self.leaked: set[tuple[str, str, Any]] = set()
+        """Attributes in which forward passes left tensors: path, name, key of a dict entry."""
         self._reads: list[PythonRead] = []
         self.asked: set[tuple[str, str]] = set()
         """Paths of modules, and names that they were asked for and that are no attributes."""
@@ -145,8 +153,7 @@ class Tracer(ShapedTracer):
         if path is not None:
             self.asked.add((path, name))
 
-    def guards(self) -> ModeGuards:
-        """All values that Python has read, as conditions on later calls."""
+    def _guards(self) -> ModeGuards:
         firsts = {node: values.first for node, values in self.values.items()}
         labels = dict(zip(self._example.names, self._example.labels, strict=True))
         modes = {
@@ -180,6 +187,11 @@ class Tracer(ShapedTracer):
                 self._store_others_buffers()
                 outputs, self.out_spec = pytree.tree_flatten(expanded(result))
                 self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})
+        self.guards = self._guards()
+        state = {name for name, _ in named}
+        for node in self.graph.find_nodes(op="get_attr"):
+            if node.target not in state:
+                self.constants[str(node.target)] = self.values[node].first
         return self.graph
 
     def _inputs(self) -> list[Any]:
@@ -460,7 +472,7 @@ class Tracer(ShapedTracer):
         self.values[node] = Values(first, second)
         node.meta[TYPE] = type_of_values(first, second, self._example.batch)
         node.meta[VALUE] = size_of_values(first, second, self._example.batch)
-        node.meta[STRUCTURE] = structure_of(first)
+        node.meta[STRUCTURE] = structure_of(self.values[node], self._example.batch)
         sources = node.all_input_nodes
         is_data = node.op in _DATA or node.target in RANDOM or not self._data.isdisjoint(sources)
         if is_data and tensors_in(first):
