@@ -9,13 +9,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from revcompile.compiler.dataflow import holds_tensor, is_plain
+from revcompile.compiler.dataflow import is_plain
 from revcompile.compiler.partition.cuts import parameter_names
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
 from revcompile.ir.ops import store_buffer
 from revcompile.ir.program import Partition, StageProgram
-from revcompile.ir.types import Body, Captured, Coupling, Live, Rewired, Segment, TensorType
+from revcompile.ir.types import Captured, Coupling, Live, Rewired, Segment
 
 
 def verify_rewired(captured: Captured, rewired: Rewired) -> None:
@@ -25,7 +25,7 @@ def verify_rewired(captured: Captured, rewired: Rewired) -> None:
     for where, body in bodies.items():
         if body is not None:
             given = body.segments, rewired.signature.placeholders, body.returned
-            problems += [*_defined_before_use(*given, where), *_structured_values(body, where)]
+            problems += _defined_before_use(*given, where)
     _raise(f"rewire: invalid result for {rewired.name}", problems)
 
 
@@ -75,19 +75,6 @@ def _defined_before_use(
     return [*problems, *(f"{where}: the result {n} is computed nowhere" for n in missing)]
 
 
-def _structured_values(body: Body, where: str) -> list[str]:
-    """Only tensors and plain values pass from one segment to another."""
-    passing = dict.fromkeys(
-        name for segment in body.segments for name in (*segment.inputs, *segment.outputs)
-    )
-    kinds = {name: body.types.get(name) for name in passing}
-    return [
-        f"{name} passes through {where} as a {type(kind).__name__}, not as tensors"
-        for name, kind in kinds.items()
-        if holds_tensor(kind) and not isinstance(kind, TensorType)
-    ]
-
-
 def verify_partition(partition: Partition) -> None:
     """Stages follow each other without a gap, and compute what the rewired model computes."""
     rewired, parts = partition.rewired, partition.parts
@@ -110,10 +97,6 @@ def verify_partition(partition: Partition) -> None:
     for part in parts:
         given = part.pieces, part.inputs, part.outputs
         problems += _defined_before_use(*given, f"stage {part.index}")
-        for name in part.outputs:
-            kind = partition.types.get(name)
-            if holds_tensor(kind) and not isinstance(kind, TensorType):
-                problems.append(f"stage {part.index} sends {name} as a {type(kind).__name__}")
     _raise(f"partition: invalid result for {rewired.name}", problems)
 
 
@@ -128,25 +111,11 @@ def _computations(segments: Sequence[Segment]) -> Counter[str]:
 
 
 def verify_programs(partition: Partition, programs: Sequence[StageProgram]) -> None:
-    """Neighbouring stages agree on what is sent back, code and signature agree, and every parameter
-    belongs to a stage."""
+    """Neighbouring stages agree on what is sent back, and every parameter belongs to a stage."""
     problems = []
     for before, after in itertools.pairwise(programs):
         if before.needs_back != after.sends_back:
             problems.append(f"stage {before.index} wants {before.needs_back}, not what comes back")
-    for program in programs:
-        takes = len(program.forward.find_nodes(op="placeholder"))
-        if takes != 1 + len(program.inputs):
-            problems.append(f"stage {program.index}: forward takes {takes - 1} values")
-        takes = len(program.backward.find_nodes(op="placeholder"))
-        given = len(program.kept) + len(program.needs_back) + len(program.outputs_with_grad)
-        if takes != 1 + given:
-            problems.append(
-                f"stage {program.index}: backward takes {takes - 1} values, not {given}"
-            )
-        for node in (*program.forward.nodes, *program.backward.nodes):
-            if node.op == "placeholder" and node.target != node.name:
-                problems.append(f"stage {program.index}: {node.target} is known as {node.name} too")
     covered = {name for program in programs for name in program.parameters}
     used = {
         name

@@ -11,8 +11,8 @@ the flat graphs that run have their steps, with `recording` to switch autograd a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -387,20 +387,14 @@ def is_seeded_elsewhere() -> bool:
     return _seeder.get() is not _seed_default
 
 
-class seeding(AbstractContextManager[None]):
-    """Have `seeder(key, place)` called by `reseed`: a captured step seeds its own generators.
-
-    Not a generator: many passes enter one.
-    """
-
-    def __init__(self, seeder: Seeder) -> None:
-        self._own = seeder
-
-    def __enter__(self) -> None:
-        self._token = _seeder.set(self._own)
-
-    def __exit__(self, *_: Any) -> None:
-        _seeder.reset(self._token)
+@contextmanager
+def seeding(seeder: Seeder) -> Iterator[None]:
+    """Have `seeder(key, place)` called by `reseed`: a captured step seeds its own generators."""
+    token = _seeder.set(seeder)
+    try:
+        yield
+    finally:
+        _seeder.reset(token)
 
 
 # -- calls of higher order -------------------------------------------------------------------------

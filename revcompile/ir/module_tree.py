@@ -10,7 +10,6 @@ A `torch.fx` graph reaches into its root module by two kinds of nodes: `call_mod
 from __future__ import annotations
 
 import copy
-import copyreg
 import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -193,38 +192,12 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     memo = {} if memo is None else memo
     for module in model.modules():
         for value in vars(module).values():
-            if type(value) in _CONTAINERS and not value:  # a dozen in each module, and slow to copy
-                memo.setdefault(id(value), type(value)())
-            elif isinstance(value, torch.Tensor) and not value.is_leaf:
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
-    return _deep_copy(model, memo)
+    return copy.deepcopy(model, memo)
 
 
 _CONTAINERS: Final = (OrderedDict, dict, list, set)
-_IMMUTABLE: Final = frozenset((bool, bytes, float, int, str, type(None)))
-
-
-def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """What `copy.deepcopy` makes of a module, which has it ask for each of its plain attributes."""
-    if id(module) in memo:
-        return memo[id(module)]
-    kind: Any = type(module)
-    if hasattr(module, "__deepcopy__") or kind in copyreg.dispatch_table:
-        return copy.deepcopy(module, memo)
-    reduced: Any = module.__reduce_ex__(4)
-    state = reduced[2] if len(reduced) > 2 else None
-    if type(state) is not dict or reduced[1] != (kind,) or any(reduced[3:]):
-        return copy.deepcopy(module, memo)
-    twin = memo[id(module)] = reduced[0](kind)
-    children = state.get("_modules")
-    if type(children) is dict and id(children) not in memo:
-        copies = memo[id(children)] = {}
-        for name, child in children.items():
-            copies[name] = None if child is None else _deep_copy(child, memo)
-    twin.__setstate__(
-        {n: v if type(v) in _IMMUTABLE else copy.deepcopy(v, memo) for n, v in state.items()}
-    )
-    return twin
 
 
 class Contents:

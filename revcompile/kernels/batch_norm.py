@@ -9,7 +9,7 @@ again, which would take a pass over memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -41,7 +41,7 @@ class Statistics:
     def record(self) -> AbstractContextManager[None]:
         """Around the first run."""
         self._recorded.clear()
-        return _RecordingTo(self)
+        return _recording_to(self)
 
     @property
     def is_needed(self) -> bool:
@@ -50,7 +50,7 @@ class Statistics:
 
     def replay(self) -> AbstractContextManager[None]:
         """Around a run on the same values."""
-        return _RecordingTo({norm: iter(each) for norm, each in self._recorded.items()})
+        return _recording_to({norm: iter(each) for norm, each in self._recorded.items()})
 
     def append(self, norm: nn.Module, mean: Tensor, scale: Tensor) -> None:
         """Record one call of a layer."""
@@ -74,23 +74,17 @@ _active = ContextVar("_active", default=None)
 """A `Statistics` while one is recorded; iterators over recorded ones while they are replayed."""
 
 
-class _RecordingTo(AbstractContextManager[None]):
-    """Not a generator: it is entered for every block."""
-
-    __slots__ = ("_statistics", "_token")
-
-    def __init__(
-        self, statistics: Statistics | dict[nn.Module, Iterator[_BatchStatistics]]
-    ) -> None:
-        self._statistics = statistics
-
-    def __enter__(self) -> None:
-        self._token = _active.set(self._statistics)
-
-    def __exit__(self, *_: Any) -> None:
-        _active.reset(self._token)
-        if isinstance(self._statistics, Statistics):
-            self._statistics.finish()
+@contextmanager
+def _recording_to(
+    statistics: Statistics | dict[nn.Module, Iterator[_BatchStatistics]],
+) -> Iterator[None]:
+    token = _active.set(statistics)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+        if isinstance(statistics, Statistics):
+            statistics.finish()
 
 
 def bn_relu(

@@ -10,9 +10,9 @@ without either.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, NamedTuple
 
 import torch
 
@@ -58,22 +58,18 @@ _DETERMINISTIC: Final = Setting(
 _FLASH: Final = Setting(torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash)
 
 
-class Repeatable(AbstractContextManager[None]):
-    """Inside, such layers are repeatable. Not a generator: entered for every block."""
-
-    __slots__ = ("_wanted",)
-
-    def __init__(self, layers: Repeated) -> None:
-        self._wanted: list[tuple[Setting, bool]] = []
-        if layers.convolutions:
-            self._wanted += [(_DETERMINISTIC, True), (CUDNN_BENCHMARK, False)]
-        if layers.attention:
-            self._wanted += [(_FLASH, False)]
-
-    def __enter__(self) -> None:
-        for setting, on in self._wanted:
-            setting.want(on)
-
-    def __exit__(self, *_: Any) -> None:
-        for setting, on in self._wanted:
+@contextmanager
+def repeatable(layers: Repeated) -> Iterator[None]:
+    """Inside, such layers are repeatable."""
+    wanted: list[tuple[Setting, bool]] = []
+    if layers.convolutions:
+        wanted += [(_DETERMINISTIC, True), (CUDNN_BENCHMARK, False)]
+    if layers.attention:
+        wanted += [(_FLASH, False)]
+    for setting, on in wanted:
+        setting.want(on)
+    try:
+        yield
+    finally:
+        for setting, on in wanted:
             setting.release(on)

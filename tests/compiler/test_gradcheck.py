@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,8 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile import gradcheck
-from revcompile.compiler.capture import capture
-from revcompile.compiler.find import find
-from revcompile.compiler.rewire import rewire
-from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InversionError, VerificationError
 from revcompile.ir import coupling_ops
-from revcompile.ir.policy import Policy
 from revcompile.ir.program import Partition
 from revcompile.runtime.reversible import coupling
 from tests.compiler.test_values import Chunk, example, made, spectrum
@@ -39,20 +33,6 @@ class Noisy(nn.Module):
         for layer in self.layers:
             x = x + self.drop(torch.tanh(layer(x))) * key
         return self.norm(x)
-
-
-# -- between passes -------------------------------------------------------------------------------
-
-
-def test_a_value_that_passes_as_a_tuple_is_refused() -> None:
-    captured = capture(Noisy(), torch.randn(5, 8))
-    rewired = rewire(captured, find(captured), Policy.named("same_parameters"))
-    verify_rewired(captured, rewired)
-    side = rewired.couplings[-1].sides[0]
-    types = {**rewired.body.types, side: (rewired.body.types[side],)}
-    broken = dataclasses.replace(rewired, body=dataclasses.replace(rewired.body, types=types))
-    with pytest.raises(VerificationError, match=f"{side} passes through the model as a tuple"):
-        verify_rewired(captured, broken)
 
 
 # -- numbers --------------------------------------------------------------------------------------

@@ -53,14 +53,10 @@ _CONTAINERS: Final[tuple[type, ...]] = (
 class Structure(NamedTuple):
     """A nested value without its leaves: its form, and where each leaf is, and of which type."""
 
+    kind: type
     spec: pytree.TreeSpec
     paths: tuple[pytree.KeyPath, ...]
     types: tuple[Any, ...]
-
-    @property
-    def kind(self) -> type:
-        kind: type = self.spec.type
-        return kind
 
 
 def structure_of(values: Values, batch: tuple[int, int]) -> Structure | None:
@@ -73,7 +69,7 @@ def structure_of(values: Values, batch: tuple[int, int]) -> Structure | None:
     others = pytree.tree_leaves(_with_fields(values.second))
     pairs = zip((leaf for _, leaf in leaves), others, strict=True)
     types = tuple(type_of_values(*pair, batch) for pair in pairs)
-    return Structure(spec, tuple(path for path, _ in leaves), types)
+    return Structure(type(values.first), spec, tuple(path for path, _ in leaves), types)
 
 
 def _with_fields(value: Any) -> Any:

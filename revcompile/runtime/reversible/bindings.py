@@ -22,7 +22,7 @@ from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.snapshot import INTERNAL, TreeSnapshot, Watched, read_by
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
-from revcompile.runtime.reversible.slots import Column, Slot, filled
+from revcompile.runtime.reversible.slots import Slot, filled
 
 _PLAIN: Final = (bool, int, float, str, tuple)
 """Types of settings that are restored. Tensors are not: they would be held until backward."""
@@ -67,7 +67,7 @@ class Bindings:
             others += [(own, name) for name in settings if type(own[name]) in _PLAIN]
         self.slots = tuple(slots)
         """Where the parameters are, in the order of `labels`."""
-        self.entries = Column((*slots, *others))
+        self.entries = (*slots, *others)
         """Parameters, then buffers and settings."""
         self.hooks = LayerHooks(list(self.modules))
         self.hooked = self.hooks.run_in_forward
@@ -92,7 +92,7 @@ class Bound:
 
     def __init__(self, bindings: Bindings) -> None:
         self._bindings = bindings
-        self._entries = bindings.entries.read()
+        self._entries = [owner.get(name) for owner, name in bindings.entries]
         self.parameters: Sequence[Any] = self._entries[: len(bindings.labels)]
         """In the order of `Bindings.labels`."""
         self._versions = _versions(self.parameters)
@@ -144,7 +144,8 @@ class Bound:
         bindings, entries = self._bindings, self._entries
         if stand_ins:
             entries = [stand_ins.get(id(entry), entry) for entry in entries]
-        replaced = bindings.entries.different(entries)
+        pairs = zip(bindings.entries, entries, strict=True)
+        replaced = [(slot, entry) for slot, entry in pairs if slot[0].get(slot[1]) is not entry]
         if not replaced and not has_hooks:
             return _NOTHING
         stack = ExitStack()

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from revcompile.ir.module_tree import is_cast
 from revcompile.kernels.autocast import converted
-from revcompile.kernels.repeatable import Repeatable, Repeated
+from revcompile.kernels.repeatable import Repeated, repeatable
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.hooks import ShardedModule
 from revcompile.runtime.reversible.replay import ReplayContext
@@ -148,10 +148,8 @@ def couple(
     shapes: Any = ()
     if block.rearrange is not None:
         sizes = [sides[i] for i in block.rearrange_sides]
-        rearrange = block.rearrange
-        a, shapes = rearrange(a, *sizes)
-        b, _ = rearrange(b, *sizes)
-        sums.rearrange(lambda stream: rearrange(stream, *sizes))
+        a, shapes = block.rearrange(a, *sizes)
+        b, _ = block.rearrange(b, *sizes)
     read = b if cast_b is None else cast_b
     used = [sides[i] for i in block.sides]
     addend, extras = run_branch(block, read, used, cast, is_rebuilt)
@@ -176,7 +174,7 @@ def run_branch(
         is_rebuilt: Is this one of two runs that must give the same bits?
     """
     read = b if cast is None else b.to(cast)
-    with Repeatable(block.repeated) if is_rebuilt and any(block.repeated) else _NOTHING:
+    with repeatable(block.repeated) if is_rebuilt and any(block.repeated) else _NOTHING:
         result = block.branch(read, *sides)
     return (result[0], tuple(result[1:])) if block.has_extras else (result, ())
 

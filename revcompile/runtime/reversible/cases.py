@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
@@ -20,13 +19,20 @@ Recapture = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], bool], Rewi
 argument: for its batch size alone?"""
 
 _MOST: Final = 64
-"""More captures of one model are an accident: a size that is new at every call."""
-_MOST_FORMS: Final = 8
-"""The same of the arguments' forms: a number that is new at every call."""
+"""More captures of one model are an accident: a size or a number that is new at every call."""
 
 
-def _checker(rewired: Rewired) -> GuardChecker:
-    return GuardChecker(rewired.guards, rewired.root)
+class _Case(NamedTuple):
+    rewired: Rewired
+    checker: GuardChecker
+
+    @staticmethod
+    def of(rewired: Rewired) -> _Case:
+        return _Case(rewired, GuardChecker(rewired.guards, rewired.root))
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of its graph; raises if it was captured for other arguments."""
+        return bind(self.rewired.signature, self.rewired.name, args, kwargs)
 
 
 class Cases:
@@ -34,28 +40,26 @@ class Cases:
 
     The first is the one that was compiled; the others are captured when a call needs them. With
     `any_arguments`, so are calls with other arguments than the example's, and without it calls
-    that leave out an optional tensor: each form of a call has cases of its own.
+    that leave out an optional tensor.
     """
 
-    def __init__(
-        self, first: Rewired, recapture: Recapture | None = None, any_arguments: bool = False
-    ) -> None:
-        self.recapture, self.any_arguments = recapture, any_arguments
-        self._cases = [(first, _checker(first))]
-        self._last = self._cases[0]
-        self._forms = [self]
+    def __init__(self, first: Rewired) -> None:
+        self.recapture: Recapture | None = None
+        self.any_arguments = False
+        self._first = _Case.of(first)
+        self._cases = [self._first]
+        """The latest that was used comes first."""
 
     def first_only(self, recapture: Recapture | None) -> Cases:
         """The first case, as it was when it was captured, for a copy that is stored."""
         twin = copy.copy(self)
-        twin._cases, twin._last, twin._forms = self._cases[:1], self._cases[0], [twin]
-        twin.recapture = recapture
+        twin._cases, twin.recapture = [self._first], recapture
         return twin
 
     @property
     def checker(self) -> GuardChecker:
         """Of the first case."""
-        return self._cases[0][1]
+        return self._first.checker
 
     def bound(
         self,
@@ -64,47 +68,35 @@ class Cases:
         kwargs: Mapping[str, Any],
         only_known: bool = False,
     ) -> tuple[Rewired, dict[str, Any]]:
-        """The graph for a call, and its inputs; with `only_known`, of a known form."""
-        if self.any_arguments:  # of transformers, for whom None is the same as nothing
+        """The graph for a call, and its inputs; with `only_known`, of arguments seen before."""
+        if self.any_arguments:  # in transformers, None and a missing argument are the same
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        problem: InputError | None = None
-        for index, form in enumerate(self._forms):
-            first = form._cases[0][0]
+        other_arguments: InputError | None = None
+        is_open = self.any_arguments
+        mismatch: Mismatch | None = None
+        for index, case in enumerate(self._cases):
             try:
-                values = bind(first.signature, first.name, args, kwargs)
+                values = case.bind(args, kwargs)
             except InputError as error:
-                problem = problem or error
+                other_arguments = other_arguments or error
+                is_open = is_open or isinstance(error, LeftOutError)
                 continue
-            self._forms.insert(0, self._forms.pop(index))  # the latest is tried first
-            return form.matching(root, values, partial(form._captured, root, args, kwargs)), values
-        assert problem is not None
-        is_open = self.any_arguments or isinstance(problem, LeftOutError)
-        is_closed = only_known or not is_open or self.recapture is None
-        if is_closed or len(self._forms) >= _MOST_FORMS:
-            raise problem
-        self._forms.insert(0, Cases(self._captured(root, args, kwargs, False), self.recapture))
-        return self.bound(root, args, kwargs)
+            problem = case.checker.failing(root, values)
+            if problem is None:
+                self._cases.insert(0, self._cases.pop(index))
+                return case.rewired, values
+            mismatch = mismatch or problem
+        is_full = len(self._cases) >= _MOST
+        if mismatch is not None:
+            self._refuse(mismatch, is_full)
+        elif only_known or not is_open or self.recapture is None or is_full:
+            assert other_arguments is not None
+            raise other_arguments
+        return self._captured(root, args, kwargs, mismatch)
 
-    def _captured(
-        self, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], fixed_batch: bool
-    ) -> Rewired:
-        assert self.recapture is not None
-        return replace(self.recapture(root, args, kwargs, fixed_batch), root=root)
-
-    def matching(
-        self, root: nn.Module, values: Mapping[str, Any], capture: Callable[[bool], Rewired]
-    ) -> Rewired:
-        """The case whose guards hold for a call; `capture` makes another, for its batch size alone
-        if it is given True.
-        """
-        problem = self._last[1].failing(root, values)
-        if problem is None:
-            return self._last[0]
-        for case in self._cases:
-            if case[1].failing(root, values) is None:
-                self._last = case
-                return case[0]
-        name = self._cases[0][0].name
+    def _refuse(self, problem: Mismatch, is_full: bool) -> None:
+        """Raise if a guard fails that capturing the model again would not mend."""
+        name = self._first.rewired.name
         if self.recapture is None:
             raise problem.error(name, "Compile the model again for this case.")
         if problem.is_structural:
@@ -113,29 +105,40 @@ class Cases:
                 "Capturing it again does not follow new or missing modules and parameters: undo "
                 "the change, or make it in the original model and compile that.",
             )
-        if len(self._cases) >= _MOST:
+        if is_full:
             raise problem.error(
                 name,
                 f"It has been captured for {_MOST} cases already; give it inputs of fewer sizes "
                 "(pad them), or keep the module that reads this with leaf_modules=[...].",
             )
-        remaining: Mismatch | None = problem
+
+    def _captured(
+        self,
+        root: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        mismatch: Mismatch | None,
+    ) -> tuple[Rewired, dict[str, Any]]:
+        """Another case, for the batch size of the call alone if nothing else holds for it."""
+        assert self.recapture is not None
+        name = self._first.rewired.name
         for fixed_batch in (False, True):
             try:
-                rewired = capture(fixed_batch)
+                rewired = self.recapture(root, args, kwargs, fixed_batch)
             except Exception as error:
-                raise problem.error(
+                if mismatch is None:
+                    raise
+                raise mismatch.error(
                     name,
                     f"Capturing the model for this case failed: {error}\nCompile it again with "
                     "example inputs of this case, or keep the module that reads this as one piece "
                     "with leaf_modules=[...].",
                 ) from error
-            case = rewired, _checker(rewired)
-            remaining = case[1].failing(root, values)
+            case = _Case.of(replace(rewired, root=root))
+            values = case.bind(args, kwargs)
+            remaining = case.checker.failing(root, values)
             if remaining is None:
-                break
-        if remaining is not None:
-            raise remaining.error(name, "Compile it again with example inputs of this case.")
-        self._cases.append(case)
-        self._last = case
-        return rewired
+                self._cases.insert(0, case)
+                return case.rewired, values
+        assert remaining is not None
+        raise remaining.error(name, "Compile it again with example inputs of this case.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -28,12 +27,10 @@ from revcompile.ir.ops import called
 from revcompile.ir.plain_attributes import Member, PlainAttributes
 from revcompile.ir.snapshot import shown
 from revcompile.ir.types import TYPE, TensorType
-from revcompile.kernels.autocast import is_autocasting
 from revcompile.runtime.reversible.original import OriginalSurface
 from revcompile.runtime.reversible.transforms import is_transformed
 
 _ABSENT: Final = object()
-_META: Final = torch.device("meta")
 _STATE: Final = ("dtype", "requires_grad")
 """Attributes of a parameter that may differ at each call."""
 
@@ -147,7 +144,7 @@ class _SizeChecker:
         types = self._types_now(root, device)
         key = input_types(inputs), types
         if key not in self._verdicts:
-            self._verdicts[key] = self._computed(root, inputs, types[1], types[2])
+            self._verdicts[key] = self._computed(root, inputs, types)
         return self._verdicts[key]
 
     def _types_now(self, root: nn.Module, device: torch.device) -> tuple[Any, ...]:
@@ -156,27 +153,19 @@ class _SizeChecker:
         return device if self._reads_device else None, _parameter_type(root), state
 
     def _computed(
-        self, root: nn.Module, inputs: list[Tensor], dtype: torch.dtype | None, state: Any
+        self, root: nn.Module, inputs: list[Tensor], types: tuple[Any, ...]
     ) -> Mismatch | None:
-        skeleton, device = self._guards.skeleton, device_of_model(root)
-        if skeleton is not None and dtype is not None and dtype != self._dtype:
-            skeleton = copy.deepcopy(skeleton).to(dtype)  # the model was cast
-
-        def first_problem(skeleton: nn.Module | None, shapes: list[Tensor]) -> Mismatch | None:
-            types = dict(zip(self._state, state, strict=True))
-            results = (_Sizes(g, skeleton, shapes, types, inputs) for g in self._groups)
+        skeleton = self._guards.skeleton
+        assert skeleton is not None
+        state = dict(zip(self._state, types[2], strict=True))
+        # Not on the meta device: there autocast does nothing, and the model may make tensors on
+        # another device.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            is_cast = types[1] != self._dtype  # since it was captured
+            root = _fake_copy(skeleton, device_of_model(root), types[1] if is_cast else None)
+            shapes = [_without_data(t, t.device) for t in inputs]
+            results = (_Sizes(group, root, shapes, state, inputs) for group in self._groups)
             return next(filter(None, (sizes.first_mismatch() for sizes in results)), None)
-
-        problem = None
-        if not is_autocasting(device):  # which leaves tensors on the meta device alone
-            problem = first_problem(skeleton, [_without_data(t, _META) for t in inputs])
-        if is_autocasting(device) or (problem and problem.found is _ABSENT):
-            # slower, but they can be combined with tensors that the model makes on the CPU
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                skeleton = None if skeleton is None else _fake_copy(skeleton, device)
-                shapes = [_without_data(t, t.device) for t in inputs]
-                problem = first_problem(skeleton, shapes)
-        return problem
 
 
 def _state_of(root: nn.Module, name: str) -> Any:
@@ -195,8 +184,9 @@ def _parameter_type(root: nn.Module | None) -> torch.dtype | None:
     return None
 
 
-def _without_data(tensor: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+def _without_data(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -208,12 +198,12 @@ def _without_hooks() -> AbstractContextManager[Any]:
     return saved_tensors_hooks(lambda _: None, lambda _: torch.empty(()))
 
 
-def _fake_copy(skeleton: nn.Module, device: torch.device) -> nn.Module:
-    """A copy on fake tensors of a device, inside a `FakeTensorMode`."""
+def _fake_copy(skeleton: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """A copy on fake tensors of a device, perhaps cast, inside a `FakeTensorMode`."""
     memo: dict[int, Any] = {}
     plain = (v for m in skeleton.modules() for v in vars(m).values() if isinstance(v, Tensor))
     for tensor in (*skeleton.parameters(), *skeleton.buffers(), *plain):
-        fake = _without_data(tensor.detach(), device)
+        fake = _without_data(tensor.detach(), device, dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     with unset_fake_temporarily():  # what is left has data, which cannot be copied in that mode
@@ -227,13 +217,13 @@ class _Sizes(fx.Interpreter):
     def __init__(
         self,
         sizes: SizeGuards,
-        root: nn.Module | None,
+        root: nn.Module,
         inputs: list[Tensor],
         state: Mapping[str, Any],
         given: Sequence[Tensor],
     ) -> None:
         """`state` has types of parameters, by name; `given` are the inputs with their data."""
-        assert sizes.graph is not None and root is not None
+        assert sizes.graph is not None
         super().__init__(root, garbage_collect_values=False, graph=sizes.graph)
         self._sizes, self._inputs, self._state, self._given = sizes, inputs, state, given
 

@@ -19,7 +19,7 @@ from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.ir.snapshot import has_hooks, read_by
 from revcompile.ir.types import Coupling
-from revcompile.kernels.repeatable import Repeatable, Repeated
+from revcompile.kernels.repeatable import Repeated, repeatable
 from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
@@ -449,7 +449,7 @@ class Stage:
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(device.type, self.autocast))
             if any(self._repeated):
-                stack.enter_context(Repeatable(self._repeated))
+                stack.enter_context(repeatable(self._repeated))
             if weights is None:
                 weights = self.cast_weights.current() or self._own_weights
             if weights is not None:

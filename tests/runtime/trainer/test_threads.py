@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.errors import ModifiedError
-from revcompile.kernels.repeatable import Repeatable, Repeated
+from revcompile.kernels.repeatable import Repeated, repeatable
 from revcompile.runtime.trainer.trainer import Trainer
 
 LIMIT: Final = 60.0
@@ -106,13 +106,13 @@ def test_statistics_of_a_trainer_move_while_another_thread_rebuilds_a_chain() ->
 
 
 def test_settings_are_restored_when_the_last_thread_leaves() -> None:
-    first, second = Repeatable(Repeated(True, True)), Repeatable(Repeated(True, True))
+    first, second = repeatable(Repeated(True, True)), repeatable(Repeated(True, True))
     before = torch._C._get_cudnn_deterministic(), torch._C._get_flash_sdp_enabled()
     first.__enter__()
     second.__enter__()
-    first.__exit__()
+    first.__exit__(None, None, None)
     assert (torch._C._get_cudnn_deterministic(), torch._C._get_flash_sdp_enabled()) == (True, False)
-    second.__exit__()
+    second.__exit__(None, None, None)
     assert (torch._C._get_cudnn_deterministic(), torch._C._get_flash_sdp_enabled()) == before
 
 
