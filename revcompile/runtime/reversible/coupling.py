@@ -178,8 +178,7 @@ class Chain:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Tensor, ...]:
     extras: tuple[Tensor, ...] = ()
-    check = call.chain.check
-    is_checked = check.is_on and not is_capturing(a.device)
+    is_checked = call.chain.check.is_on and not is_capturing(a.device)
     with without_autocast_cache():  # each weight is read once
         for index, block in enumerate(call.chain.blocks):
             tensors = [sides[i] for i in block.sides if isinstance(sides[i], Tensor)]
@@ -189,8 +188,7 @@ def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Ten
             needs = bound.differentiable()
             if is_checked and (needs or any(t.requires_grad for t in (a, b, *tensors))):
                 # The backward pass ends here: blocks before this one have nothing to train.
-                call.first, call.samples = index, check.start(samples_of(a), samples_of(b))
-                is_checked = False
+                call.checked, is_checked = index, False
             a, b, *extras = _apply_block(call, index, sides, bound, a, b, *tensors, *needs)
             if block.sharded:
                 (b,) = reshard(block.sharded, (b,))
@@ -208,10 +206,10 @@ class _Call:
     around: Surroundings
     overlaps: bool = False
     """In backward: is the previous block rebuilt while a block is differentiated?"""
-    first: int = 0
-    """The first block that is differentiated."""
+    checked: int = -1
+    """The first block that is differentiated, if the reconstruction is checked."""
     samples: tuple[bool, Samples] | None = None
-    """Of what that block was given, if the reconstruction is checked."""
+    """Of what that block was given, on the grid or in units of the chain."""
     cast_copy: Tensor | None = None
     """In forward: the latest sum in the dtype that is read, if a kernel wrote that too."""
     handed: _Handed | None = None
@@ -289,6 +287,8 @@ class _Reversible(torch.autograd.Function):
         block = call.chain.blocks[index]
         if index == 0:
             a, b = call.sums.enter(a, b)
+        if index == call.checked:
+            call.samples = call.chain.check.start(samples_of(a), samples_of(b))
         replay = Replay(block.replay_context, call.around, block.bindings.hooked)
         cast_b, call.cast_copy = call.cast_copy, None
         copies = block.weights.converted(bound.parameters, call.autocast)
@@ -344,7 +344,7 @@ class _Reversible(torch.autograd.Function):
                     ahead = _rebuild(previous, previous.saved_tensors, output, other)
             with streams.backward_on(rebuilt.stream):
                 results = _differentiate(ctx, rebuilt, handed, grad_b, grad_y, *grad_extras)
-        if ctx.index == call.first and call.samples is not None:
+        if ctx.index == call.checked and call.samples is not None:
             call.chain.check.finish(call.samples, *map(samples_of, _input_of(ctx, rebuilt)[:2]))
         if call.handed is not None:
             call.handed.rebuilt = ahead
