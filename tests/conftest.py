@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final
 
 import pytest
@@ -11,6 +11,8 @@ from _pytest.doctest import DoctestModule
 
 from revcompile.compiler.capture.isolation import seed_all
 from revcompile.ir import ops
+
+Collectors = list[pytest.Collector]
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 gc.set_threshold(100_000, 20, 20)  # little that is imported becomes garbage
@@ -236,7 +238,7 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collect_file() -> Iterator[list[pytest.Collector]]:
+def pytest_collect_file() -> Generator[None, Collectors, Collectors]:
     """Look for examples in docstrings of the package, not of its tests."""
     found = yield
     return [collector for collector in found if not isinstance(collector, DoctestModule)]
