@@ -34,7 +34,7 @@ from revcompile.plan.budget import MemoryPlan, plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
 from revcompile.plan.report import StageReport
 from revcompile.runtime.checkpoint.weights import export_weights, load_into
-from revcompile.runtime.distributed.layout import make_layout, pipeline_ranks, world_size
+from revcompile.runtime.distributed.layout import make_layout, world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.executor.runner import Backend
 from revcompile.runtime.reversible.module import Reversible
@@ -320,9 +320,7 @@ class StagedModel(StageReport):
         with ExitStack() as undo:  # a trainer that is refused changes nothing
             if world_size() > 1:
                 assign = self._default_stage_to_rank
-                placement: Placement = RankPlacement(
-                    task, undo, target, default_stage_to_rank=assign
-                )
+                placement: Placement = RankPlacement(task, undo, target, assign=assign)
             else:
                 placement = Placement(task, undo, target)
             trainer = Trainer(task, placement)
@@ -337,8 +335,8 @@ class StagedModel(StageReport):
         count, world = self.num_stages, world_size()
         if world == 1:
             return [0] * count
-        default = () if stage_to_rank else self._default_stage_to_rank(pipeline_ranks(count, world))
-        return make_layout(count, world, stage_to_rank, default).stage_to_rank
+        layout = make_layout(count, world, stage_to_rank, self._default_stage_to_rank)
+        return layout.stage_to_rank
 
     def _default_stage_to_rank(self, ranks: int) -> list[int]:
         return assign_contiguous(self.partition, ranks)

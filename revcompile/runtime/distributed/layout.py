@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,10 +63,10 @@ class Layout:
         return tuple(s for s, r in enumerate(self.stage_to_rank) if r == rank % self.width)
 
 
-def pipeline_ranks(stages: int, world: int) -> int:
+def _pipeline_ranks(stages: int, world: int) -> int:
     """How many ranks one copy of the pipeline takes by default.
 
-    >>> pipeline_ranks(stages=4, world=2), pipeline_ranks(stages=4, world=8)
+    >>> _pipeline_ranks(stages=4, world=2), _pipeline_ranks(stages=4, world=8)
     (2, 4)
     """
     if world > stages and world % stages:
@@ -79,17 +79,25 @@ def pipeline_ranks(stages: int, world: int) -> int:
 
 
 def make_layout(
-    stages: int, world: int, stage_to_rank: Sequence[int] | None, default: Sequence[int]
+    stages: int,
+    world: int,
+    stage_to_rank: Sequence[int] | None,
+    assign: Callable[[int], Iterable[int]],
 ) -> Layout:
-    """The layout of `stage_to_rank` if it is given, else of `default`.
+    """The layout of `stage_to_rank`.
+
+    Args:
+        assign: If that is None: from the ranks of one pipeline to the rank of each stage.
 
     Raises:
         InputError: the ranks of the world cannot be used so.
 
-    >>> make_layout(4, 2, stage_to_rank=(0, 1, 1, 0), default=(0, 0, 1, 1)).stages(0)
+    >>> make_layout(4, 2, stage_to_rank=(0, 1, 1, 0), assign=range).stages(0)
     (0, 3)
     """
-    chosen = tuple(default if stage_to_rank is None else stage_to_rank)
+    if stage_to_rank is None:
+        stage_to_rank = tuple(assign(_pipeline_ranks(stages, world)))
+    chosen = tuple(stage_to_rank)
     if len(chosen) != stages:
         raise InputError(
             f"stage_to_rank={chosen} has {len(chosen)} entries, but there are {stages} stages; "

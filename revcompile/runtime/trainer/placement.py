@@ -26,7 +26,6 @@ from revcompile.runtime.distributed.layout import (
     join,
     make_layout,
     new_group,
-    pipeline_ranks,
     run_facts,
 )
 from revcompile.runtime.distributed.rank_weights import (
@@ -153,7 +152,7 @@ class RankPlacement(Placement):
         task: What is trained.
         undo: See `Placement`.
         device: Where this rank trains.
-        default_stage_to_rank: From the ranks of one pipeline to the rank of each stage.
+        assign: See `make_layout`.
     """
 
     transport: DistributedTransport
@@ -164,7 +163,7 @@ class RankPlacement(Placement):
         undo: ExitStack,
         device: torch.device | None = None,
         *,
-        default_stage_to_rank: Callable[[int], Sequence[int]],
+        assign: Callable[[int], Sequence[int]],
     ) -> None:
         self._task, model, programs = task, task.model, task.programs
         self._options = options = task.settings.options
@@ -174,9 +173,7 @@ class RankPlacement(Placement):
         control = new_group(range(self.world), "gloo", self._timeout)
         facts = run_facts(model, task.partition, programs, task.settings, self.device.type)
         check_ranks_agree(gather_plain(facts, control))
-        stage_to_rank = options.stage_to_rank
-        default = () if stage_to_rank else default_stage_to_rank(pipeline_ranks(stages, self.world))
-        layout = make_layout(stages, self.world, stage_to_rank, default)
+        layout = make_layout(stages, self.world, options.stage_to_rank, assign)
         self._shared_buffers = SharedBuffers(model, programs, layout)
         self._shared_buffers.check_statistics()
         self.ranks = ranks = Ranks.arrange(layout, self.device, control)
