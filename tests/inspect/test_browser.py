@@ -121,33 +121,6 @@ def focused(tab: Any) -> str:
     return str(tab.evaluate("document.activeElement.id"))
 
 
-@pytest.mark.parametrize("width", [600, 1000, 1600])
-def test_the_page_fits_windows_of_any_width(tab: Any, width: int) -> None:
-    tab.set_viewport_size({"width": width, "height": 900})
-    tab.click("#stage-0")
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    shrunk = "svg => svg.getBoundingClientRect().width / svg.getAttribute('width')"
-    sizes = tab.evaluate(f"[...document.querySelectorAll('.tile svg')].map({shrunk})")
-    assert min(sizes) > 0.99
-
-
-def test_dark_windows_get_dark_colours(tab: Any) -> None:
-    ground = "getComputedStyle(document.body).backgroundColor"
-    frame = "getComputedStyle(document.querySelector('.rv-frame')).fill"
-    light = tab.evaluate(f"[{ground}, {frame}]")
-    tab.emulate_media(color_scheme="dark")
-    dark = tab.evaluate(f"[{ground}, {frame}]")
-    assert all(a != b for a, b in zip(light, dark, strict=True))
-
-
-def test_on_paper_there_is_the_drawing_and_the_table(tab: Any) -> None:
-    tab.click("#stage-1")
-    tab.emulate_media(media="print")
-    assert tab.locator("#search").is_hidden() and tab.locator("#close").is_hidden()
-    assert tab.locator("main > .wide tbody tr").count() == 3
-    assert all(tab.locator(f"#panel-{i}").is_visible() for i in range(4))
-
-
 def test_a_page_of_four_hundred_blocks_opens(browser: Any, files: dict[str, Path]) -> None:
     tab = browser.new_page()
     tab.goto(files["deep"].as_uri())

@@ -130,28 +130,6 @@ def through_trainer(rank: int, options: dict[str, Any]) -> Any:
     return found
 
 
-def wrong_calls(rank: int, options: dict[str, Any]) -> Any:
-    """Every rank makes the same mistakes, goes on, and trains; returns the errors."""
-    trainer, said = small(), list[tuple[str, str]]()
-    x, y = dataset()[:3]
-    calls: dict[str, Callable[[], Any]] = {
-        "no target": lambda: trainer.step(x),
-        "a pair": lambda: trainer.step((x, y)),
-        "no samples": lambda: trainer.step(x[:0], y[:0]),
-        "meta target": lambda: trainer.step(x, y.to("meta")),
-        "no loader": lambda: trainer.evaluate(3),  # type: ignore[arg-type]
-        "state": lambda: trainer.state_dict(),
-    }
-    for name, call in calls.items():
-        try:
-            call()
-        except InputError as error:
-            said.append((name, str(error)))
-    losses = trained_on(trainer, trainer.loader(dataset(), 3))
-    trainer.close()
-    return dict(said), losses
-
-
 def evaluate(rank: int, options: dict[str, Any]) -> Any:
     """Evaluation on loaders of the user's own: the loss, or what is said; training goes on."""
     trainer, said = small(), list[Any]()

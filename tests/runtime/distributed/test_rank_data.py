@@ -14,7 +14,6 @@ from rank_data import (
     own_loaders,
     small,
     through_trainer,
-    wrong_calls,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -75,18 +74,6 @@ def test_evaluation_reads_the_same_samples_or_says_so(tmp_path: Path) -> None:
         assert "evaluation, batch 0: rank 1 (stage 1) was given other targets" in shuffled
         assert "more batches where targets are needed" in longer
         assert "ends after 3 batches where targets are needed" in shorter
-
-
-def test_ranks_that_are_called_wrongly_say_so_and_go_on(tmp_path: Path) -> None:
-    (first, _), (last, losses) = launch(tmp_path, 2, wrong_calls, limit=60)[0]
-    refused = {"no loader", "state"}
-    assert first.keys() == {"a pair", "no samples"} | refused
-    assert last.keys() == {"no target", "meta target"} | refused
-    assert "call trainer.step(x, y)" in last["no target"]
-    assert "Call trainer.step(x, y), not trainer.step((x, y))" in first["a pair"]
-    assert "no samples" in first["no samples"] and "meta device" in last["meta target"]
-    assert "trainer.save(folder)" in first["state"]
-    assert len(losses) == 5 and all(loss < 3 for loss in losses)
 
 
 # -- fingerprints ---------------------------------------------------------------------------------
