@@ -83,8 +83,8 @@ class Metrics:
         rate = "" if self.lr is None else f", lr {self.lr:g}"
         loss = "on the last stage's rank" if self.loss_tensor is None else f"{self.loss:.4g}"
         return (
-            f"micro-batch {self.microbatch}: loss {loss}{rate}, gradients {max(self.delays)} "
-            f"updates late at most, {self.throughput:,.0f} samples/s"
+            f"micro-batch {self.microbatch}: loss {loss}{rate}, largest delay {max(self.delays)}, "
+            f"{self.throughput:,.0f} samples/s"
         )
 
 

@@ -101,7 +101,7 @@ class Trainer(TrainerState):
         return (
             f"Trainer({self._partition.rewired.name}: {len(self._programs)} stages{where}, "
             f"{self.method.name}, accumulation_steps={self._settings.accumulation_steps}, "
-            f"gradients {max(self.delays)} updates late at most, "
+            f"largest delay {max(self.delays)}, "
             f"{self.microbatches_seen} micro-batches seen)"
         )
 

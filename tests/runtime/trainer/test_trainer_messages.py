@@ -154,9 +154,7 @@ def test_streams_that_outgrow_their_range_are_named() -> None:
 def test_a_trainer_prints_what_it_trains() -> None:
     trainer = trainer_of(fresh(Plain, 3), accumulation_steps=2)
     trainer.step(X, Y)
-    said = (
-        "Trainer(Plain: 3 stages, petra, accumulation_steps=2, gradients 1 updates late at most, "
-    )
+    said = "Trainer(Plain: 3 stages, petra, accumulation_steps=2, largest delay 1, "
     assert repr(trainer) == said + "1 micro-batches seen)"
 
 
