@@ -35,11 +35,11 @@ from torch.nn import functional as F
 
 import revcompile
 from benchmarks.cifar import Cifar, load
+from benchmarks.figures import save_figure
 from benchmarks.harness import parser_of, save, show
 from benchmarks.trainings import OutOfTime, Result, add_options, gather, train
 from examples.recipe import Recipe, paper_recipe, small_stem
 from revcompile import TrainerOptions
-from revcompile.inspect.drawing.figures import save_figure
 from revcompile.optim import DelayAwareMuon, muon_groups
 
 PLAIN: Final = "plain"

@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import revcompile
+from benchmarks.figures import save_figure
 from benchmarks.harness import Row, mib, parser_of, save, show
-from revcompile.inspect.drawing.figures import save_figure
 from tests.support.measuring import Memory, slope, step_memory
 from tests.support.stacks import KINDS, Sizes, batch_of
 

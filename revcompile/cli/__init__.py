@@ -12,10 +12,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Final, Never
+from typing import Final
 
-from revcompile.cli import coverage, draw, inspect, plan
-from revcompile.cli.output import folded, spinner
+from revcompile.cli import coverage, draw, inspect, measure, plan
+from revcompile.cli.output import spinner
 from revcompile.errors import InputError, RevcompileError
 
 __all__ = ["main"]
@@ -23,6 +23,7 @@ __all__ = ["main"]
 _COMMANDS: Final[dict[str, ModuleType]] = {
     "inspect": inspect,
     "coverage": coverage,
+    "measure": measure,
     "draw": draw,
     "plan": plan,
 }
@@ -34,17 +35,12 @@ examples:
   revcompile inspect resnet50 --stages 18
   revcompile inspect resnet50 --explain layer3.0
   revcompile coverage swin_tiny_patch4_window7_224
+  revcompile measure resnet50 --device cuda --batch-size 64
+  revcompile inspect hf:gpt2 --stages 4
   revcompile draw vit_base_patch16_224 --stages 8 --out net.html
   revcompile plan vit_large_patch16_224 --devices 8 --link 100Gbps
   revcompile inspect my_package.models:make_net --stages 4 --input 3,64,64
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Folds what it says of wrong arguments."""
-
-    def exit(self, status: int = 0, message: str | None = None) -> Never:
-        super().exit(status, message and folded(message))
 
 
 class _Help(argparse.HelpFormatter):
@@ -62,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def warn(message: Warning | str, *_: object) -> None:
-        sys.stderr.write(folded(f"revcompile {args.command}: warning: {message}\n"))
+        sys.stderr.write(f"revcompile {args.command}: warning: {message}\n")
 
     try:
         with warnings.catch_warnings(), spinner(f"{args.command} {args.model}"):
@@ -71,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except RevcompileError as error:
-        sys.stderr.write(folded(f"revcompile {args.command}: {error}\n"))
+        sys.stderr.write(f"revcompile {args.command}: {error}\n")
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         sys.stderr.write(f"revcompile {args.command}: stopped\n")
@@ -82,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="revcompile",
         description="Compile residual models into reversible, pipelined ones, and inspect them.",
         epilog=_EPILOG,

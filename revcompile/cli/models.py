@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from revcompile.cli.units import count, shape
 from revcompile.errors import InputError
+from revcompile.schedule.methods import METHODS, Weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +38,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a timm or torchvision name (timm:NAME, torchvision:NAME to insist), or "
+        help="a timm or torchvision name (timm:NAME, torchvision:NAME to insist), hf:TYPE (a model "
+        "type of transformers, e.g. hf:gpt2, from its default configuration), or "
         "package.module:factory, a function that returns a model or (model, example inputs)",
     )
     parser.add_argument(
@@ -65,14 +67,17 @@ def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> N
         metavar="N",
         help=f"how many stages to cut it into{if_left_out}",
     )
-    parser.add_argument("--method", help="petra (default), 1f1b, gpipe, ...")
+    names = ", ".join(METHODS)
+    parser.add_argument("--method", metavar="NAME", help=f"{names} (default: petra)")
     parser.add_argument(
         "--in-flight-per-stage",
         type=float,
         metavar="N",
         help="micro-batches in flight for each later stage: 1 (default) or more; 2 is the paper's",
     )
-    parser.add_argument("--weights", help='of passes: "latest", "stashed" or "predicted"')
+    parser.add_argument(
+        "--weights", choices=[kind.value for kind in Weights], help="that passes use"
+    )
     parser.add_argument(
         "--microbatch-size",
         type=count,
@@ -87,6 +92,8 @@ def load(
     """Build the model, by default on the meta device, where it takes no memory."""
     import torch
 
+    if args.model.startswith("hf:"):  # they read values of masks
+        device = "cpu" if device == "meta" else device
     with torch.device(device):
         model, example = _build(args.model)
     name = args.model.rpartition(":")[2]
@@ -96,13 +103,12 @@ def load(
             f"{args.model} does not say what it takes; give --input C,H,W (a sample's shape), or "
             "a factory that returns (model, example inputs)"
         )
-    if (
-        example is None
-        and dims is not None
-        and (args.input or microbatch_size or not _is_timm(model))
-    ):
+    is_described = _is_timm(model) and not args.input and not microbatch_size
+    if example is None and dims is not None and not is_described:
         on = next((p.device for p in model.parameters()), torch.device(device))
         example = torch.randn(microbatch_size or 2, *dims, device=on)
+    elif isinstance(example, torch.Tensor) and microbatch_size:
+        example = torch.cat([example] * microbatch_size)[:microbatch_size]
     return Loaded(name, model, example)
 
 
@@ -129,6 +135,8 @@ def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
 
 def _build(name: str) -> tuple[nn.Module, Any]:
     source, colon, rest = name.partition(":")
+    if source == "hf":
+        return _from_transformers(rest)
     if colon and source not in ("timm", "torchvision"):
         return _call_factory(source, rest)
     wanted = rest if colon else name
@@ -157,6 +165,25 @@ def _from_torchvision(name: str) -> nn.Module | None:
     has_backbone = "weights_backbone" in takes  # which would be downloaded
     model: nn.Module = builder(weights=None, **{"weights_backbone": None} if has_backbone else {})
     return model
+
+
+def _from_transformers(kind: str) -> tuple[nn.Module, Any]:
+    """A model of transformers from the default configuration of its type: nothing is downloaded."""
+    import torch
+
+    transformers = _import_or_none("transformers")
+    if transformers is None:
+        raise InputError(f"hf:{kind} needs transformers: pip install transformers")
+    if kind not in transformers.CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, list(transformers.CONFIG_MAPPING), 3)
+        hint = f"did you mean {', '.join(near)}?" if near else "give one like gpt2, bert, vit"
+        raise InputError(f"hf:{kind}: transformers has no model type {kind!r}; {hint}")
+    config = transformers.AutoConfig.for_model(kind)
+    config.use_cache = False
+    model = transformers.AutoModel.from_config(config)
+    if model.main_input_name == "pixel_values":
+        return model, torch.randn(2, config.num_channels, config.image_size, config.image_size)
+    return model, torch.randint(config.vocab_size, (2, 128))
 
 
 def _import_or_none(name: str) -> Any:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,17 +19,6 @@ def say(text: object) -> None:
     """Write a result to stdout."""
     _stop_spinning()
     sys.stdout.write(f"{text}\n")
-
-
-def folded(text: str) -> str:
-    """Errors and warnings in lines of the terminal's width; as they are without a terminal."""
-    width = shutil.get_terminal_size((0, 0)).columns
-    wrapper = TextWrapper(
-        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(
-        wrapper.fill(line) if 0 < width < len(line) else line for line in text.split("\n")
-    )
 
 
 def say_json(value: Any) -> None:

@@ -37,15 +37,11 @@ def test_every_method_has_a_row_a_stage_and_prints_its_busy_share(timeline: ET.E
 
 def test_the_figures_of_a_panel_are_those_of_the_dry_run(timeline: ET.Element) -> None:
     said = {p.get("data-method"): shown(p)[1] for p in groups(timeline, "rv-method")}
-    counts = {str(name): int(text.split()[0]) for name, text in said.items()}
-    assert counts["backprop"] == 4
-    assert counts["PETRA, 1F1B order"] > counts["1F1B"] > counts["backprop"]
+    assert "4 in flight at stage 0" in said["PETRA, 1F1B order"]
+    assert "7 in flight at stage 0" in said["PETRA, paper order"]
+    assert said["backprop"].endswith("1 in flight at stage 0")
     costs = Costs.uniform(4)
     (run,) = dry_runs(costs, {"petra": choose("petra")}, 1, until=40.0)
-    times = [0.5 * step for step in range(80)]
-    timeline_ = dry_run(actions("petra", 4, 30), costs)
-    done = [s for s in timeline_.spans if s.stage == 0 and s.action.op is Op.BACKWARD]
-    assert [run.finished(t) for t in times] == [sum(s.end <= t for s in done) for t in times]
     assert [run.busy(stage) for stage in range(4)] == [1.0] * 4
 
 
@@ -68,7 +64,7 @@ def test_a_models_own_costs_can_be_drawn(tmp_path: Path) -> None:
     costs = costs_of(net.partition)
     assert costs.forward == tuple(sum(c.forward for c in p.costs) for p in net.partition.parts)
     file = draw_schedule(costs, tmp_path / "timeline.svg", title="tower")
-    title = "tower, 3 stages: who finishes more micro-batches in the same time?"
+    title = "tower, 3 stages: schedules at the same costs"
     assert title in shown(ET.fromstring(file.read_text(encoding="utf-8")))
 
 

@@ -1,4 +1,4 @@
-"""Schedules side by side on one time axis, drawn from dry runs: who finishes more micro-batches?
+"""Schedules side by side on one time axis, drawn from dry runs.
 
 In the manner of PETRA's Fig. 1: a row a stage, a box a forward or backward pass with the number of
 its micro-batch. A method that keeps the graph of its forward pass need not compute it again: its
@@ -16,6 +16,7 @@ from typing import Final
 from revcompile.errors import InputError
 from revcompile.inspect.drawing.svg import document, element, path, text, width_of
 from revcompile.inspect.drawing.theme import SMALL, TINY, styles
+from revcompile.inspect.formatting import plural
 from revcompile.schedule import (
     Costs,
     Keep,
@@ -42,11 +43,8 @@ METHODS: Final[Mapping[str, Method]] = {
 def beside_others(method: Method) -> dict[str, Method]:
     """A method before the default ones."""
     label = next((name for name, other in METHODS.items() if other == method), None)
-    order = (
-        f", in_flight_per_stage={method.in_flight_per_stage:g}"
-        if method.in_flight_per_stage > 1
-        else ""
-    )
+    far = method.in_flight_per_stage > 1
+    order = f", in_flight_per_stage={method.in_flight_per_stage:g}" if far else ""
     return {label or f"{method.name}{order}": method} | dict(METHODS)
 
 
@@ -74,24 +72,16 @@ class Run:
     timeline: Timeline
     rate: float
     """Micro-batches per unit of time once the pipeline is full."""
-    accumulation_steps: int
+    updates: float
+    """Updates per micro-batch."""
+    window: int
+    """Most micro-batches in flight at the first stage."""
 
     def busy(self, stage: int) -> float:
         """Share of the time at which a stage computes once the pipeline is full."""
         costs = self.costs
-        work = (
-            costs.forward[stage]
-            + costs.backward[stage]
-            + costs.update[stage] / self.accumulation_steps
-        )
+        work = costs.forward[stage] + costs.backward[stage] + costs.update[stage] * self.updates
         return min(work * self.rate, 1.0)
-
-    def finished(self, time: float) -> int:
-        """Micro-batches whose gradients have reached the first stage by then."""
-        return sum(
-            span.stage == 0 and span.action.op is Op.BACKWARD and span.end <= time
-            for span in self.timeline.spans
-        )
 
 
 def dry_runs(
@@ -103,11 +93,12 @@ def dry_runs(
     for name, method in methods.items():
         own = _own(costs, method)
         fastest = max(f + b for f, b in zip(own.forward, own.backward, strict=True))
-        wanted = math.ceil(until / fastest) + 2 * window(method, stages, 0, accumulation_steps)
+        most = window(method, stages, 0, accumulation_steps)
+        wanted = math.ceil(until / fastest) + 2 * most
         groups = -(-wanted // accumulation_steps) + 1
         lists = actions(method, stages, groups * accumulation_steps, accumulation_steps)
         rate = 1 / period(method, own, accumulation_steps)
-        runs.append(Run(name, own, dry_run(lists, own), rate, accumulation_steps))
+        runs.append(Run(name, own, dry_run(lists, own), rate, 1 / accumulation_steps, most))
     return tuple(runs)
 
 
@@ -149,8 +140,8 @@ def timeline_svg(
         drawn.append(panel.draw(run, y))
         y += _HEAD + panel.row * stages + _BETWEEN
     axis = _axis(until, slowest, scale, _TOP + _HEAD, y)
-    named = f"{title}, {stages} stages" if title else f"{stages} stages"
-    heading = f"{named}: who finishes more micro-batches in the same time?"
+    named = f"{title}, " if title else ""
+    heading = f"{named}{plural(stages, 'stage')}: schedules at the same costs"
     return document(
         heading,
         _subtitle(costs, group),
@@ -196,10 +187,9 @@ class _Panel:
         stages = len(run.costs.forward)
         busy = sum(map(run.busy, range(stages))) / stages
         slowest = self.runs[-1]
-        done = run.finished(self.until)
-        label = f"{done} micro-batch{'es'[: 2 * (done != 1)]} finished, stages {busy:.0%} busy"
+        label = f"once full: stages {busy:.0%} busy, {run.window} in flight at stage 0"
         if run is not slowest:
-            label += f", {run.rate / slowest.rate:.1f}× the speed of {slowest.name} once full"
+            label += f", {run.rate / slowest.rate:.1f}× the speed of {slowest.name}"
         name = text(run.name, _MARGIN, y + 14, "rv-label")
         right = text(label, _WIDTH - _MARGIN, y + 14, "rv-small rv-end")
         return name + right
@@ -270,9 +260,7 @@ def _axis(until: float, slowest: float, scale: float, top: float, bottom: float)
 
 def _subtitle(costs: Costs, accumulation_steps: int) -> str:
     """The costs in words, where they are the same everywhere, and the group."""
-    group = (
-        f"an update every {accumulation_steps} micro-batch{'es'[: 2 * (accumulation_steps > 1)]}"
-    )
+    group = f"accumulation_steps={accumulation_steps}"
     if any(len(set(part)) > 1 for part in (costs.forward, costs.backward)):
         return f"the stages' own costs, less computing again where the graph is kept; {group}"
     f, b, u = costs.forward[0], costs.backward[0], costs.update[0]

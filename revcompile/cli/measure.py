@@ -1,0 +1,101 @@
+"""Measure a training step on this machine: memory and time of plain, checkpointed, reversible.
+
+A step is a forward and a backward pass. Memory is the most that is allocated at once, parameters
+and gradients included. Checkpointed is what timm and transformers offer; other models are measured
+without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from revcompile.cli.models import add_model, load, rewired
+from revcompile.cli.output import say, say_json
+from revcompile.cli.units import count
+from revcompile.units import format_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_BAR = 30
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--batch-size", type=count, default=8, metavar="B", help="(default: 8)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")
+    parser.add_argument("--steps", type=count, default=3, help="that are timed (default: 3)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row with a bar for each way to train."""
+    from revcompile.arguments import check_device
+
+    device = check_device("measure", args.device)
+    loaded = load(args, microbatch_size=args.batch_size, device=str(device))
+    makers: dict[str, Callable[[], nn.Module | None]] = {
+        "plain": lambda: copy.deepcopy(loaded.model),
+        "checkpointed": lambda: _checkpointed(copy.deepcopy(loaded.model)),
+        "reversible": lambda: rewired(loaded, args),
+    }
+    rows = {}
+    for name, make in makers.items():
+        if (model := make()) is not None:
+            rows[name] = _measured(model.train(), loaded.example, str(device), args.steps)
+    if args.json:
+        say_json({"model": loaded.name, "batch_size": args.batch_size, "rows": rows})
+        return 0
+    most = max(row["bytes"] for row in rows.values())
+    say(f"{loaded.name}: a training step with {args.batch_size} samples on {device}")
+    for name, row in rows.items():
+        bar = "█" * max(1, round(_BAR * row["bytes"] / most))
+        memory, time = format_size(int(row["bytes"])), f"{1e3 * row['seconds']:.0f} ms"
+        say(f"{name:12} {memory:>10} {bar:{_BAR}} {time:>9}")
+    return 0
+
+
+def _checkpointed(model: nn.Module) -> nn.Module | None:
+    for switch in ("set_grad_checkpointing", "gradient_checkpointing_enable"):
+        if hasattr(model, switch):
+            getattr(model, switch)()
+            return model
+    return None
+
+
+def _measured(model: nn.Module, example: Any, device: str, steps: int) -> dict[str, float]:
+    """The most bytes allocated in a step, and the seconds of one."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from revcompile.cli.live_storages import LiveStorages
+
+    inputs = example if isinstance(example, tuple) else (example,)
+    on_gpu = device.startswith("cuda")
+
+    def step() -> None:
+        outputs = pytree.tree_leaves(model(*inputs))
+        floats = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        torch.stack([t.float().square().mean() for t in floats]).sum().backward()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+    step()  # warm-up
+    model.zero_grad()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        most = torch.cuda.max_memory_allocated(device)
+    else:
+        tensors = (*model.parameters(), *model.buffers())
+        with LiveStorages() as live:
+            step()
+        most = live.peak + sum(t.nbytes for t in tensors)
+    start = perf_counter()
+    for _ in range(steps):
+        model.zero_grad()
+        step()
+    return {"bytes": float(most), "seconds": (perf_counter() - start) / steps}
