@@ -70,6 +70,16 @@ def test_clipping_groups_and_schedules_are_those_of_a_plain_loop(method: str) ->
     assert trainer.metrics.lr == pytest.approx(mine.param_groups[0]["lr"])
 
 
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+def test_clipping_leaves_gradients_within_the_norm_alone(method: str) -> None:
+    ends = []
+    for clip in (None, 1e6):
+        net = fresh(Plain)
+        feed(trainer_of(net, method=method, clip_grad_norm=clip), batches(3))
+        ends.append(weights(net))
+    assert same(*ends)
+
+
 class Sums(nn.Module):
     """Autograd gives `p` and `q` one gradient, and with one sample the input the same."""
 
