@@ -24,7 +24,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--explain", metavar="PATH", help="how a module was rewired, where it runs")
     what.add_argument("--code", type=int, metavar="STAGE", help="a stage's generated Python")
-    parser.add_argument("--verbose", action="store_true", help="with --code: the code as it runs")
     what.add_argument("--program", type=int, metavar="STAGE", help="a stage's list of actions")
 
 
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         explanation = net.explain(args.explain)
         say_json(dataclasses.asdict(explanation)) if args.json else say(explanation)
     elif args.code is not None:
-        code = _stage(net, args.code).source(args.verbose)
+        code = _stage(net, args.code).code
         say_json({"stage": args.code, "code": code}) if args.json else say(code)
     elif args.program is not None:
         actions = _stage(net, args.program).program

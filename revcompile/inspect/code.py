@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from textwrap import TextWrapper
 
@@ -15,46 +15,26 @@ from revcompile.schedule import Action, Keep, Op
 
 
 class ActionList(tuple[Action, ...]):
-    """What a stage does, in order; printed, a line for each micro-batch that enters.
-
-    On a narrow terminal the backward passes are lines of their own.
-    """
+    """What a stage does, in order; printed, a line for each micro-batch that enters."""
 
     texts: Mapping[Op, str]
 
     def __str__(self) -> str:
-        lines: list[list[list[str]]] = [[[]]]
+        lines: list[list[str]] = [[]]
         for action, before in zip(self, (None, *self), strict=False):
             last = None if before is None else before.op
             enters = action.op is Op.RECV_X or (action.op is Op.FORWARD and last is not Op.RECV_X)
-            returns = action.op is Op.RECV_DY or (
-                action.op is Op.BACKWARD and last is not Op.RECV_DY
-            )
-            if enters and lines[-1][-1]:
-                lines.append([[]])
-            elif returns and lines[-1][-1]:
-                lines[-1].append([])
-            lines[-1][-1].append(self._text(action))
-        return "\n".join(map(_folded, lines))
+            if enters and lines[-1]:
+                lines.append([])
+            # Folded between two actions, not inside of one.
+            lines[-1].append(self._text(action).replace(" ", "\N{NO-BREAK SPACE}"))
+        wrapper = TextWrapper(text_width(), subsequent_indent=" " * 4, break_on_hyphens=False)
+        folded = "\n".join(wrapper.fill(" · ".join(line)) for line in lines)
+        return folded.replace("\N{NO-BREAK SPACE}", " ")
 
     def _text(self, action: Action) -> str:
         peer = "" if action.peer is None else f" stage {action.peer}"
         return self.texts[action.op].format(action.index) + peer
-
-
-def _folded(passes: Sequence[Sequence[str]]) -> str:
-    """Actions in a line, or the first pass in one and each of the others in one of its own."""
-    line, width = " · ".join(text for texts in passes for text in texts), text_width()
-    if len(line) <= width:
-        return line
-    wrapper = TextWrapper(width, subsequent_indent=" " * 8, break_on_hyphens=False)
-    folded = []
-    for texts in passes:
-        # Folded between two actions, not inside of one.
-        whole = " · ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in texts)
-        folded.append(wrapper.fill(whole).replace("\N{NO-BREAK SPACE}", " "))
-        wrapper.initial_indent = " " * 4
-    return "\n".join(folded)
 
 
 def action_list(program: StageProgram, actions: Iterable[Action]) -> ActionList:
@@ -97,16 +77,7 @@ class CompiledStage:
     @property
     def code(self) -> str:
         """The forward, inverse and backward programs as Python, each branch a function."""
-        return self.source()
-
-    def source(self, verbose: bool = False) -> str:
-        """The programs as Python.
-
-        Args:
-            verbose: Show the graphs exactly as they run: branches inlined, autograd switched on
-                and off, values freed.
-        """
-        return code_text(self.partition, self.generated, verbose=verbose)
+        return code_text(self.partition, self.generated)
 
     @property
     def graph(self) -> fx.Graph:

@@ -32,25 +32,11 @@ _NN_FUNCTION: Final = re.compile(r"\btorch\._C\._nn\.(\w+)")
 _WORD: Final = re.compile(r"(?<![\w.\"'])[A-Za-z_]\w*")
 _GRID: Final = "unit of the fixed-point grid of a and b, or None"
 _INLINED: Final = "revcompile_inlined_"
-_RESULTLESS: Final = re.compile(r"( +)_\w* = ((?:recording|reseed)\([^)]*\));  (.*)")
-_PREFIX: Final = re.compile(r"\brevcompile_ir_(?:coupling_)?ops_")
 
 
-def code_text(partition: Partition, program: StageProgram, *, verbose: bool = False) -> str:
-    """A stage's generated programs as Python.
-
-    Args:
-        partition: The stages.
-        program: The program of one of them.
-        verbose: Show the graphs that were traced from this code, exactly as they run: branches
-            inlined, autograd switched on and off, and values freed.
-    """
+def code_text(partition: Partition, program: StageProgram) -> str:
+    """A stage's generated programs as Python."""
     root, code = partition.rewired.root, program.code
-    if verbose:
-        graphs = [("forward", program.forward), ("inverse", program.inverse)]
-        graphs = [*graphs, ("backward", program.backward)]
-        flat = [_flat(name, graph, root) for name, graph in graphs if graph is not None]
-        return "\n\n".join([_head(partition, program, {}), *flat])
     listing = Listing(root)
     functions = [listing.function(function) for function in code.functions]
     for helper in sorted(HELPERS):
@@ -73,18 +59,6 @@ def _head(partition: Partition, program: StageProgram, variables: Mapping[str, s
             text = f"{port.name}: {_GRID}" if port.name in grids else str(port)
             lines.append(f"#   {word}  {renamed}{text}")
     return "\n".join([*lines, f"#   keeps  {', '.join(program.kept) or 'nothing'}"])
-
-
-def _flat(name: str, graph: fx.Graph, root: nn.Module) -> str:
-    text, _ = _python_text(graph, root)
-    text = _RESULTLESS.sub(_without_result, _PREFIX.sub("", text))
-    return text.replace("def forward(", f"def {name}(", 1)
-
-
-def _without_result(call: re.Match[str]) -> str:
-    """`_ = reseed(key, 0);  key = _ = None` without the variable that is never read."""
-    freed = [name for name in call[3].split(" = ") if not name.startswith("_")]
-    return f"{call[1]}{call[2]}" + (f";  {' = '.join(freed)}" if len(freed) > 1 else "")
 
 
 # -- paths of modules ------------------------------------------------------------------------------

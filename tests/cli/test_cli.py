@@ -197,7 +197,6 @@ def test_inspect_prints_the_table_and_its_numbers(called: Called) -> None:
 def test_inspect_shows_one_stage_one_block_and_another_order(called: Called) -> None:
     cut = (MODEL, "--stages", "3")
     assert "def backward(" in called("inspect", *cut, "--code", "1")[1]
-    assert "recording(True)" in called("inspect", *cut, "--code", "1", "--verbose")[1]
     assert "FORWARD m0" in called("inspect", *cut, "--program", "1")[1]
     assert "(a, b) -> (b, a + F(b))" in called("inspect", *cut, "--explain", "1")[1]
     assert in_json(called, "inspect", *cut, "--program", "2")["actions"][:2] == ["RX0", "F0"]

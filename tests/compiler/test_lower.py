@@ -154,10 +154,9 @@ def test_code_is_python_in_which_no_name_hides_a_function(method: str) -> None:
     net.method = choose(method)
     for stage in net.stages:
         assert str(stage) == stage.code
-        for text in (stage.code, stage.source(verbose=True)):
-            for function in ast.parse(text).body:
-                if isinstance(function, ast.FunctionDef):
-                    called = {n.func for n in ast.walk(function) if isinstance(n, ast.Call)}
-                    names = {func.id for func in called if isinstance(func, ast.Name)}
-                    stored = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
-                    assert not names & {n.id for n in stored if isinstance(n.ctx, ast.Store)}
+        for function in ast.parse(stage.code).body:
+            if isinstance(function, ast.FunctionDef):
+                called = {n.func for n in ast.walk(function) if isinstance(n, ast.Call)}
+                names = {func.id for func in called if isinstance(func, ast.Name)}
+                stored = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
+                assert not names & {n.id for n in stored if isinstance(n.ctx, ast.Store)}
