@@ -202,7 +202,7 @@ def _reversified(
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, overlaps)
         any_arguments = huggingface.is_pretrained_model(model)
-        net.on_new_case(Recompiler(model, captured, chosen), any_arguments)
+        net._on_new_case(Recompiler(model, captured, chosen), any_arguments)
         _warn_of_hooks(net, caller)
         if rewired.couplings and not chosen.averaged and looks_trained(model):
             _warn_of_another_function(rewired, caller)
@@ -386,7 +386,7 @@ def _inversion_report(
     with preserve_model(model), ExitStack() as unchanged:
         for part in model.children():  # Python attributes such as counters go back, too
             unchanged.enter_context(preserve_attributes(part))
-        errors = model.inversion_errors(*args, **kwargs)
+        errors = model._inversion_errors(*args, **kwargs)
     return InversionReport(tuple(errors), tolerance_for(dtype, tolerance))
 
 
@@ -437,7 +437,7 @@ def _warn_of_another_function(rewired: Rewired, caller: str) -> None:
 
 
 def _warn_of_hooks(net: ReversibleModule, caller: str) -> None:
-    for path in net.inlined_hooks:
+    for path in net._inlined_hooks:
         warnings.warn(
             f"{caller}: {path} has hooks, but its forward is part of the captured graph now: what "
             "they computed was traced, and they will not run again. Register hooks on the layers "

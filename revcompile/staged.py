@@ -361,7 +361,7 @@ class StagedModel(StageReport):
                 "current weights, net.trainer(...) trains it"
             )
         model = self.__dict__.get("model")
-        if model is None or not model.is_of_original(name):
+        if model is None or not model._is_of_original(name):
             is_layer = model is not None and name in model._modules
             hint = f"; layers are those of net.model: net.model.{name}" if is_layer else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
@@ -371,7 +371,7 @@ class StagedModel(StageReport):
         # Attributes of the original are read from the model while it runs, so they are set there.
         model = self.__dict__.get("model")
         own = name in self.__dict__ or hasattr(type(self), name)
-        if model is not None and not own and model.is_of_original(name):
+        if model is not None and not own and model._is_of_original(name):
             setattr(model, name, value)
         else:
             super().__setattr__(name, value)

@@ -146,7 +146,7 @@ class Recompiler:
         for path, module in model.named_modules():
             if path not in modules:
                 continue
-            kept = self._computed.get(path, set()) | getattr(modules[path], "own_names", set())
+            kept = self._computed.get(path, set()) | getattr(modules[path], "_own_names", set())
             if is_leaf(module) and path in self._called:
                 if _shapes(module) != _shapes(modules[path]):  # rewiring has widened it
                     continue

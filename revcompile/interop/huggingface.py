@@ -85,7 +85,7 @@ class _OfOriginal:
         self.name, self.kind = name, kind
 
     def __get__(self, module: OriginalSurface | None, owner: Any = None) -> Any:
-        return getattr(self.kind, self.name) if module is None else module.of_original(self.name)
+        return getattr(self.kind, self.name) if module is None else module._of_original(self.name)
 
 
 # -- the loss --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from drawn import SVG, Compiled, compiled, four_hundred, groups, parsed, shown
 
 from revcompile.compiler.lower import lower
 from revcompile.errors import InputError
-from revcompile.inspect.drawing import draw, draw_schedule, picture
+from revcompile.inspect.drawing import draw, draw_schedule
 from revcompile.inspect.drawing.details import embedded
 from revcompile.inspect.drawing.graph import HEIGHT, drawn_graph, placed
 from revcompile.inspect.drawing.network import network_svg
@@ -163,10 +163,6 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
         draw(net.partition, net.programs, tmp_path / "net.png")
     with pytest.raises(InputError, match=r"ends in nothing.*\.svg"):
         draw_schedule(Costs.uniform(2), tmp_path / "timeline")
-    with pytest.raises(InputError, match="2 programs, but 3 stages"):
-        picture(net.partition, net.programs[:2])
-    with pytest.raises(InputError, match="batch=0"):
-        net.picture(batch=0)
     with pytest.raises(InputError, match="nothing to draw"):
         timeline_svg(Costs.uniform(2, 0, 0))
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from revcompile.errors import InputError
 from revcompile.inspect.formatting import bytes_of
 from revcompile.inspect.views import StageView, stage_views
 from revcompile.ir.program import Part, Partition, StageMemory, StageProgram
@@ -77,16 +76,7 @@ def picture(
         name: Title of the drawing (default: the model's class).
         batch: Samples in a micro-batch (default: the example's).
         memory: Peak memory of each stage, where it is to be shown.
-
-    Raises:
-        InputError: if `programs` or `memory` are not one for each stage.
     """
-    count = len(partition.parts)
-    for what, given in (("programs", programs), ("memory", memory)):
-        if given is not None and len(given) != count:
-            raise InputError(f"draw: {len(given)} {what}, but {count} stages; give one each")
-    if batch is not None and batch < 1:
-        raise InputError(f"draw: batch={batch}; a micro-batch has at least 1 sample")
     return Picture(
         partition=partition,
         name=name or partition.rewired.name,

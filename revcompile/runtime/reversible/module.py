@@ -28,7 +28,6 @@ from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.block import Block, BlockWeights
 from revcompile.runtime.reversible.cases import Cases, Recapture
 from revcompile.runtime.reversible.coupling import Chain
-from revcompile.runtime.reversible.guards import GuardChecker
 from revcompile.runtime.reversible.hooks import ShardedModule, reshard, sharded_modules, unshard
 from revcompile.runtime.reversible.inlined_modules import Inlined
 from revcompile.runtime.reversible.original import Original, OriginalSurface, in_method_of_original
@@ -79,7 +78,7 @@ class Reversible(OriginalSurface):
         overlap: Overlap = Overlap.OFF,
     ) -> None:
         super().__init__()
-        root, reserved = rewired.root, self.reserved_names()
+        root, reserved = rewired.root, self._reserved_names()
         taken = reserved & {*root._modules, *root._parameters, *root._buffers}
         if taken:
             raise InputError(
@@ -124,7 +123,7 @@ class Reversible(OriginalSurface):
     _inlined: Inlined
     _cases: Cases
 
-    def on_new_case(self, recapture: Recapture, any_arguments: bool = False) -> None:
+    def _on_new_case(self, recapture: Recapture, any_arguments: bool = False) -> None:
         """Set how to capture the model for a call that breaks a guard; without, that raises.
 
         Args:
@@ -138,7 +137,7 @@ class Reversible(OriginalSurface):
         try:
             rewired, values = self._case(args, kwargs)
         except InputError as error:
-            is_other_call = not isinstance(error, GuardError) and self.computes_original
+            is_other_call = not isinstance(error, GuardError) and self._computes_original
             if not is_other_call or self._original.kind is None:
                 raise
             return self._original.view(self).forward(*args, **kwargs)
@@ -150,16 +149,11 @@ class Reversible(OriginalSurface):
         return pytree.tree_unflatten(flat, out_spec)
 
     @property
-    def guards(self) -> GuardChecker:
-        """Of the first case: the one that was compiled."""
-        return self._cases.checker
-
-    @property
-    def inlined_hooks(self) -> tuple[str, ...]:
+    def _inlined_hooks(self) -> tuple[str, ...]:
         """Modules whose hooks were traced with their forward, and do not run any more."""
         return self._inlined.hooked
 
-    def inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
+    def _inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
         """Forward and back through every chain: each block's relative reconstruction error."""
         errors: list[tuple[str, float]] = []
         rewired, values = self._case(args, kwargs)
@@ -168,15 +162,15 @@ class Reversible(OriginalSurface):
         return errors
 
     @property
-    def keeps_function(self) -> bool:
+    def _keeps_function(self) -> bool:
         return self.rewired.policy.averaged and self._has_class_forward
 
-    def rewired_tensors(self) -> dict[int, str]:
+    def _rewired_tensors(self) -> dict[int, str]:
         """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name.
 
         None while the original's function is computed.
         """
-        if self.computes_original:
+        if self._computes_original:
             return {}
         bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
         branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
@@ -189,7 +183,7 @@ class Reversible(OriginalSurface):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Rewired, dict[str, Any]]:
         """The graph whose guards hold for a call, and its inputs."""
-        only_known = self.computes_original or in_method_of_original()
+        only_known = self._computes_original or in_method_of_original()
         return self._cases.bound(self, args, kwargs, only_known)
 
     def __getstate__(self) -> dict[str, Any]:

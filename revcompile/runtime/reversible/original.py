@@ -89,7 +89,7 @@ class watched(TorchFunctionMode):
         if _suspended.get():
             return func(*args, **kwargs)
         if not self._state:
-            self._rewired = self._module.rewired_tensors()
+            self._rewired = self._module._rewired_tensors()
             tensors = (*self._module.parameters(), *self._module.buffers())
             self._state = {id(tensor): tensor for tensor in tensors}
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -254,7 +254,7 @@ def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
     except AttributeError:  # a fresh instance, from `type(self)(...)` in a method
         return super(type(view), view).forward(*args, **kwargs)
     with suspended():
-        if module.computes_original:  # with arguments that were not captured, too: caches
+        if module._computes_original:  # with arguments that were not captured, too: caches
             return super(type(view), view).forward(*args, **kwargs)
         return module.forward(*args, **kwargs)
 
@@ -276,41 +276,41 @@ class OriginalSurface(nn.Module):
     _original: Original
 
     @property
-    def keeps_function(self) -> bool:
+    def _keeps_function(self) -> bool:
         """Does it compute the original's function in eval mode?"""
         return False
 
     @property
-    def computes_original(self) -> bool:
+    def _computes_original(self) -> bool:
         """Is it the original's function now, so that all methods of the original are right?"""
-        return self.keeps_function and not self.training
+        return self._keeps_function and not self.training
 
-    def rewired_tensors(self) -> dict[int, str]:
+    def _rewired_tensors(self) -> dict[int, str]:
         """Parameters and buffers that are used differently than in the original: id -> name."""
         raise NotImplementedError
 
-    def is_of_original(self, name: str) -> bool:
+    def _is_of_original(self, name: str) -> bool:
         """Is it a plain attribute or a method of the original's own, not one of every module?"""
         if name.startswith("_") or name in _OWN or hasattr(nn.Module, name):
             return False
         return name in self._original.plain or hasattr(self._original.kind, name)
 
     @classmethod
-    def reserved_names(cls) -> frozenset[str]:
+    def _reserved_names(cls) -> frozenset[str]:
         """Names that the module needs for itself."""
         own = cls.__mro__[: cls.__mro__.index(nn.Module)]
         names = (name for kind in own for name in (*vars(kind), *inspect.get_annotations(kind)))
         return frozenset(names)
 
     @property
-    def original_class(self) -> type[nn.Module] | None:
+    def _original_class(self) -> type[nn.Module] | None:
         """None if pickle cannot find it."""
         return self._original.kind if self._original.is_importable else None
 
     @property
-    def own_names(self) -> frozenset[str]:
+    def _own_names(self) -> frozenset[str]:
         """Names of attributes that are not the original's."""
-        return self.reserved_names() | {*self._original.hidden}
+        return self._reserved_names() | {*self._original.hidden}
 
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__.get("_modules")
@@ -323,9 +323,9 @@ class OriginalSurface(nn.Module):
             original = self.__dict__.get("_original")
             if original is None or original.kind is None or name.startswith("__"):
                 raise
-        return self.of_original(name)
+        return self._of_original(name)
 
-    def of_original(self, name: str) -> Any:
+    def _of_original(self, name: str) -> Any:
         """An attribute of the original's class; methods are watched."""
         original, missing = self._original, object()
         assert original.kind is not None
@@ -371,7 +371,7 @@ def _for_user(module: OriginalSurface, view: nn.Module, call: str, value: Any) -
             try:
                 return _for_user(module, view, call, value(*args, **kwargs))
             except InputError as error:
-                hint = ", or call net.eval() first" if module.keeps_function else ""
+                hint = ", or call net.eval() first" if module._keeps_function else ""
                 name = call.rpartition(".")[2]
                 raise OriginalMethodError(
                     f"{call} calls the model with arguments it was not captured for. {error}\n"

@@ -36,7 +36,7 @@ class InputBinder:
         self._partition, self.device = partition, device
         rewired, root = partition.rewired, partition.rewired.root
         self._guards = (
-            root.guards  # it knows what it was like when it was made
+            root._cases.checker  # it knows what it was like when it was made
             if isinstance(root, Reversible)
             else GuardChecker(rewired.guards, root)
         )

@@ -160,4 +160,4 @@ def test_a_trainer_prints_what_it_trains() -> None:
 
 def test_metrics_of_a_rank_without_the_loss_say_where_it_is() -> None:
     metrics = Metrics(0, 1, delays=(1, 0), updates=(0, 0), lr=None, throughput=2.0)
-    assert "loss on the last stage's rank, gradients 1 updates late" in str(metrics)
+    assert "loss on the last stage's rank, largest delay 1" in str(metrics)
