@@ -463,3 +463,21 @@ def test_stages_are_not_cut_before_a_layer_that_overwrites_its_input() -> None:
     trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), lambda y, _: y.square().mean())
     trainer.step((torch.randn(3, 7), torch.randn(3, 4)), None)
     trainer.flush()
+
+
+def test_layers_inside_a_leaf_module_work_in_place_on_its_own_memory() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.act = nn.Linear(6, 6), nn.Hardtanh(-0.1, 0.1, inplace=True)
+
+        def forward(self, h: Tensor) -> Tensor:
+            u = self.layer(h)
+            return h + self.act(u.view(u.shape)) + u  # written through a view, then read
+
+    model = nn.Sequential(nn.Linear(6, 6), *[Block()] * 2)
+    captured = capture(model, torch.randn(3, 6))
+    assert captured.leaf_modules == ("1",)
+    x = torch.randn(5, 6)
+    (output,) = run_graph(captured.graph, captured.root, [x])
+    assert torch.equal(output, model(x))

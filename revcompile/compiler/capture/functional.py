@@ -23,7 +23,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import fx, nn
 from torch.nn import functional
@@ -58,6 +58,10 @@ class NotFunctional(Exception):
         self.nodes = tuple(nodes)
 
 
+OVERWRITES: Final = "overwrites"
+"""In the meta of a functional graph's node: whether the call wrote to one of its inputs."""
+
+
 def functionalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """A copy of the graph without in-place operations on values.
 
@@ -67,9 +71,15 @@ def functionalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
 
 
 def forbid_inplace(graph: fx.Graph, root: nn.Module) -> None:
-    """Set `inplace=False` in layers of `root` that would overwrite a value with other readers."""
+    """Set `inplace=False` in layers of `root` that would overwrite a value with other readers.
+
+    A leaf module with layers inside may work in place on memory of its own: only if it has written
+    to its input are they told.
+    """
     for node in graph.find_nodes(op="call_module"):
         module = root.get_submodule(str(node.target))
+        if any(module.children()) and not node.meta.get(OVERWRITES):
+            continue
         if works_in_place(module) and not overwrites_unshared(node, root):
             for inner in module.modules():
                 if getattr(inner, "inplace", False) is True:
@@ -109,6 +119,7 @@ class _Functional:
         _sink_reads(self.graph)
         _raise_stores(self.graph)
         for node in self.graph.nodes:
+            node.meta[OVERWRITES] = bool(node.meta.get(WRITES))
             for key in (LOCATIONS, STORAGES, WRITES_STATE, WRITES):
                 node.meta.pop(key, None)
         self.graph.lint()

@@ -320,13 +320,18 @@ class ReplicaAverage:
             distributed.all_reduce(buffer, group=self._group)
 
     def _run(self) -> None:
+        # A stream of its own: on the default one all-reduces of several stages would wait for each
+        # other, in an order that may differ from rank to rank.
+        stream = torch.cuda.Stream(self._presence.device) if self._presence.is_cuda else None
         while (job := self._jobs.get()) is not None:
-            (event,) = job
-            if event is not None:
-                event.synchronize()
-            self._all_reduce()
-            if event is not None:
-                torch.cuda.current_stream(self._presence.device).synchronize()
+            (filled,) = job
+            if stream is None:
+                self._all_reduce()
+            else:
+                with torch.cuda.stream(stream):
+                    stream.wait_event(filled)
+                    self._all_reduce()
+                stream.synchronize()
             self.is_reduced = True
             self._on_done()
 

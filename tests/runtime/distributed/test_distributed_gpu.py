@@ -161,7 +161,7 @@ def test_one_rank_needs_no_group(tmp_path: Path) -> None:
     for one in (here, found):
         assert one["losses"] == pytest.approx(on_cpu["losses"], rel=1e-2)
         assert_close(on_cpu["state"], one["state"], run)
-    assert type(trainer_of(run)[1].placement) is Placement
+    assert type(trainer_of(run)[1]._placement) is Placement
 
 
 def test_ranks_train_with_autocast_as_one_process(tmp_path: Path) -> None:
