@@ -170,8 +170,8 @@ class Description:
             form, part = next(pairs)
             return form.read(payload[part])
 
-        def device_here(name: str) -> torch.device:
-            return torch.device("cpu") if torch.device(name).type == "cpu" else device
+        def device_here(parts: Sequence[str]) -> torch.device:
+            return torch.device("cpu") if torch.device(*parts).type == "cpu" else device
 
         special = {"tensor": next_tensor, "device": device_here}
         values, gradients, scale, found_inf = decode(self._plain, special)

@@ -21,7 +21,7 @@ of them; the others belong to an incident it has reacted to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -113,6 +113,12 @@ class LossHead:
                     "loss: its value does not depend on the model's output, so there is nothing "
                     "to train; do not detach the output or return a plain number"
                 )
+            if waits and _needs_others(loss, list(inputs.values())):
+                raise InputError(
+                    "loss: it depends on tensors with a gradient besides the model's output, such "
+                    "as a penalty on parameters, which no stage would get. Let the model's forward "
+                    "return what the loss needs, or use the optimizer's weight_decay"
+                )
             self.scale = scale
             seed = None if scale is None else scale.to(loss.dtype)
             try:
@@ -196,6 +202,21 @@ def _returned_loss(output: Any, target: Any) -> Any:
     if isinstance(output, Mapping):
         return output.get("loss")
     return output if isinstance(output, Tensor) else getattr(output, "loss", None)
+
+
+def _needs_others(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Whether the loss is computed from other leaves with a gradient, too."""
+    known = {id(output) for output in outputs}
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", outputs[0])) not in known:
+            return True
+        waiting += [after for after, _ in node.next_functions]
+    return False
 
 
 def _check_returned_loss(rewired: Rewired, assembled: Callable[[Mapping[str, Any]], Any]) -> None:

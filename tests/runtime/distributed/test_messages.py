@@ -180,6 +180,7 @@ def test_what_is_sent_may_be_written_to_at_once() -> None:
 
 def test_plain_values_arrive_as_they_were() -> None:
     values = {"n": 3, "size": torch.Size((2, 3)), "kind": torch.float16, "nothing": None}
+    values |= {"device": CPU}
     values |= {"pair": (1.5, [True, "a"]), "both": (torch.ones(2), 1)}
     found = through_the_wire(Message(1, values, {"x": None, "y": torch.zeros(2)}))
     both = found.values.pop("both")

@@ -762,6 +762,7 @@ def test_bad_arguments() -> None:
         (lambda o, t: o, r"expected a scalar tensor, got float64\[4, 3\]"),
         (lambda o, t: 1.0, "expected a scalar tensor, got 1.0"),
         (lambda o, t: o.sum().detach(), "does not depend on the model's output"),
+        (lambda o, t: o.sum() + next(net.model.parameters()).norm(), "such as a penalty"),
     ]:
         with pytest.raises(InputError, match=said):
             trainer_of(net, loss=loss).step(*batches(1)[0])
