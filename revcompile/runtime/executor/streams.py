@@ -18,7 +18,7 @@ Two streams use the same memory in these places, each ordered by an event:
     capture            seeds of a graph           `CudaGraphReplay`, after the capture
     send               messages to other ranks    `DevicePayload`: before it, and when it is done
     receive            messages of other ranks    `Arrival.ready`, then `ReceiveThread._release`
-    all-reduce         sums of gradients          `ReplicaAverage`: its own stream; captured steps wait
+    all-reduce         sums of gradients          `ReplicaAverage._run`; captured steps wait
     overlap            streams of a chain         `TwoStreams`, at both ends
     copies to the host flags of a step            `NonFiniteReports.submit`
     ... from the host  batches in pinned memory   `when_copied`: a step ends after its copies
