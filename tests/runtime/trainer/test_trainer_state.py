@@ -716,7 +716,7 @@ def test_bad_arguments() -> None:
         ({"optimizer": lambda p: None}, "stage 0: expected a torch.optim.Optimizer .* got None"),
         ({"optimizer": momentum(parameters)}, "expected a function from a list of parameters"),
         ({"optimizer": "sgd"}, "expected a function .* got builtins.str"),
-        ({"optimizer": lambda p: momentum(parameters)}, "it holds parameters of other places"),
+        ({"optimizer": lambda p: momentum(parameters)}, "it holds others, too"),
         ({"optimizer": lambda p: momentum(p[:1])}, "it lacks stem.bias"),
         ({"optimizer": torch.optim.LBFGS}, "stage 0: .*LBFGS computes the loss several times"),
         ({"loss": 3}, r"expected a function of \(output, target\), got int"),
