@@ -247,10 +247,11 @@ class Trainer(TrainerState):
 
     def _refusal(self) -> str | None:
         """Why the model cannot be trained on as it is, or None; changed settings are followed."""
-        problem = self._tree.problem() or self._guard.problem() or self._changed_in_flight()
-        if problem is None:
-            self._follow_settings()
-        return problem
+        problem = self._tree.problem() or self._guard.problem()
+        if problem is not None or any(self._schedule.outstanding):
+            return problem or self._changed_in_flight()
+        self._follow_settings()
+        return None
 
     def _changed_in_flight(self) -> str | None:
         """What is different of layers since something that is in flight was computed."""
