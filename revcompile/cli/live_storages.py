@@ -3,36 +3,70 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operations under it create, while they are alive."""
+    """Counts the bytes of all storages that operations under it create, while they are alive.
+
+    What was there before does not count, nor do views of it. Scratch space inside a kernel is not
+    seen. Counting bytes rather than asking the operating system makes the result exact and the same
+    in every run.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live, self.peak = 0, 0
-        self._sizes: dict[int, int] = {}
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, tuple[str, int]] = {}
+        self._at_peak: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @property
+    def largest(self) -> list[tuple[str, int]]:
+        """What was alive at the peak: bytes by the operation and shape that made them."""
+        total: Counter[str] = Counter()
+        for origin, size in self._at_peak:
+            total[origin] += size
+        return total.most_common()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        self._watch((args, kwargs), counts=False)
+        for tensor in _tensors((*args, *kwargs.values())):
+            self._watch(tensor, "", counts=False)
         out = func(*args, **kwargs)
-        self._watch(out, counts=True)
-        self.peak = max(self.peak, self.live)
+        for tensor in _tensors((out,)):
+            self._watch(tensor, f"{func} {tuple(tensor.shape)}", counts=True)
+        if self.live > self.peak:
+            self.peak = self.live
+            self._at_peak = [entry for entry in self._known.values() if entry[1]]
         return out
 
-    def _watch(self, tree: Any, counts: bool) -> None:
-        for tensor in (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = size = storage.nbytes() if counts else 0
-                self.live += size
-                weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+    def _watch(self, tensor: Tensor, origin: str, counts: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if counts else 0
+        self._known[key] = (origin, size)
+        self.live += size
+        weakref.finalize(storage, self._forget, key).atexit = False
 
     def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
+        _, size = self._known.pop(key)
+        self.live -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All tensors among an operator's arguments or results, which may be lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from revcompile.cli.live_storages import LiveStorages as LiveStorages
 
 
 @dataclass(frozen=True)
@@ -76,67 +75,6 @@ def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
     if dtype == "bf16":
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext()
-
-
-class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operations under it create, while they are alive.
-
-    What was there before does not count, nor do views of it. Scratch space inside a kernel is not
-    seen. Counting bytes rather than asking the operating system makes the result exact and the same
-    in every run.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
-        self.peak = 0
-        self._known: dict[int, tuple[str, int]] = {}
-        self._at_peak: list[tuple[str, int]] = []
-
-    @property
-    def largest(self) -> list[tuple[str, int]]:
-        """What was alive at the peak: bytes by the operation and shape that made them."""
-        total: Counter[str] = Counter()
-        for origin, size in self._at_peak:
-            total[origin] += size
-        return total.most_common()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _tensors((*args, *kwargs.values())):
-            self._watch(tensor, "", counts=False)
-        out = func(*args, **kwargs)
-        for tensor in _tensors((out,)):
-            self._watch(tensor, f"{func} {tuple(tensor.shape)}", counts=True)
-        if self.live > self.peak:
-            self.peak = self.live
-            self._at_peak = [entry for entry in self._known.values() if entry[1]]
-        return out
-
-    def _watch(self, tensor: Tensor, origin: str, counts: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        size = storage.nbytes() if counts else 0
-        self._known[key] = (origin, size)
-        self.live += size
-        weakref.finalize(storage, self._forget, key).atexit = False
-
-    def _forget(self, key: int) -> None:
-        _, size = self._known.pop(key)
-        self.live -= size
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors among an operator's arguments or results, which may be lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def slope(depths: Sequence[float], values: Sequence[float]) -> float:
