@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     stage = net.stages[index]
     print(stage.code)  # stage.source(verbose=True): the flat graphs that run
     print(stage.program)
-    print(net.explain(args.block or net.partition.parts[index].pieces[0].name))
+    print(net.explain(args.block or stage.part.pieces[0].name))
 
     net.draw(folder / "net.svg")
     net.draw(folder / "net.html")  # one file: click on a stage, search for a module

@@ -112,7 +112,7 @@ class StagedModel(StageReport):
 
     def _check_trainable(self, caller: str) -> None:
         """Raise if training would change no parameter."""
-        rewired = self.partition.rewired
+        rewired = self._partition.rewired
         if trained_parameters(rewired):
             return
         if any(p.requires_grad for p in self.model.parameters()):
@@ -200,7 +200,7 @@ class StagedModel(StageReport):
         self._check_tree("net.to_pipeline_stages")
         target = check_device("net.to_pipeline_stages", device, allow_meta=True)
         flag("net.to_pipeline_stages", "reversible", reversible)
-        return pipeline_stages(self.partition, target, reversible)
+        return pipeline_stages(self._partition, target, reversible)
 
     def trainer(
         self,
@@ -296,7 +296,7 @@ class StagedModel(StageReport):
             in_flight_per_stage=options.in_flight_per_stage,
             weights=weights,
         )
-        count, ties = self.num_stages, self.partition.ties
+        count, ties = self.num_stages, self._partition.ties
         check_schedule(chosen, count, accumulation_steps, ties, options.synchronous_updates)
         plan = None
         if memory_budget is not None:
@@ -312,11 +312,11 @@ class StagedModel(StageReport):
             )
             devices = self._device_of_each_stage(options.stage_to_rank)
             budget = parse_memory_budget(memory_budget)
-            plan = plan_memory(self.partition, budget, workload, devices)
+            plan = plan_memory(self._partition, budget, workload, devices)
         programs = self._programs(chosen, plan.keeps if plan else None)
         fuse = Fusion().fuse if settings.backend is Backend.INDUCTOR else None
         given = optimizer, loss, settings, self._tree, with_samples, fuse
-        task = Task(self.model, self.partition, programs, *given)
+        task = Task(self.model, self._partition, programs, *given)
         with ExitStack() as undo:  # a trainer that is refused changes nothing
             if world_size() > 1:
                 assign = self._default_stage_to_rank
@@ -339,12 +339,12 @@ class StagedModel(StageReport):
         return layout.stage_to_rank
 
     def _default_stage_to_rank(self, ranks: int) -> list[int]:
-        return assign_contiguous(self.partition, ranks)
+        return assign_contiguous(self._partition, ranks)
 
     def __repr__(self) -> str:
-        reversible = sum(part.reversible for part in self.partition.parts)
+        reversible = sum(part.reversible for part in self._partition.parts)
         return (
-            f"StagedModel({self.partition.rewired.name}: {plural(self.num_stages, 'stage')}, "
+            f"StagedModel({self._partition.rewired.name}: {plural(self.num_stages, 'stage')}, "
             f"{reversible} reversible)"
         )
 

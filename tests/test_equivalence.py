@@ -214,7 +214,7 @@ def transcribed(
     """The papers' parameters after all micro-batches, and the gradients of all updates."""
     method = next(m for m in ROWS if ROWS[m][0].name == row)
     other = Transcription(
-        fresh(name).partition,
+        fresh(name)._partition,
         method,
         momentum,
         F.cross_entropy,
@@ -348,7 +348,7 @@ def test_the_rows_of_the_table_differ(name: str, accumulation_steps: int) -> Non
 def test_training_goes_on_after_a_flush(name: str, method: str) -> None:
     first, rest = batches(name)[:5], batches(name)[5:]
     other = Transcription(
-        fresh(name).partition, method, momentum, F.cross_entropy, accumulation_steps=2
+        fresh(name)._partition, method, momentum, F.cross_entropy, accumulation_steps=2
     )
     trainer = compiled(name)[0].trainer(
         momentum, F.cross_entropy, method=method, accumulation_steps=2
@@ -372,7 +372,7 @@ def test_gradients_that_share_memory_stay_apart(method: str) -> None:
         expected = list(autograd(module, fed, momentum(module.parameters()), 3))
     else:
         other = Transcription(
-            fresh("offsets").partition, method, momentum, F.cross_entropy, accumulation_steps=3
+            fresh("offsets")._partition, method, momentum, F.cross_entropy, accumulation_steps=3
         )
         other.run(fed)
         expected = other.gradients()

@@ -54,14 +54,14 @@ def _stage(net: StagedModel, index: int) -> CompiledStage:
 
 
 def _facts(net: StagedModel, microbatch_size: int | None) -> dict[str, object]:
-    rewired = net.partition.rewired
+    rewired = net._partition.rewired
     return {
         "model": rewired.name,
         "method": net.method.name,
         "stages": [dataclasses.asdict(stage) for stage in net.facts(microbatch_size)],
         "ties": [
             {"owner": tie.owner, "holder": tie.holder, "parameters": list(names)}
-            for tie, names in net.partition.ties.items()
+            for tie, names in net._partition.ties.items()
         ],
         "refusals": [dataclasses.asdict(refusal) for refusal in rewired.refusals],
         "notes": list(rewired.notes),

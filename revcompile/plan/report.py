@@ -38,7 +38,7 @@ class StageReport:
     """What can be asked of the stages; `StagedModel` trains them as well."""
 
     def __init__(self, partition: Partition, method: Method) -> None:
-        self.partition = partition
+        self._partition = partition
         self.method = method
         self._lowered: dict[Any, tuple[StageProgram, ...]] = {}
 
@@ -47,11 +47,11 @@ class StageReport:
 
         Generated at the first call.
         """
-        parameters = self.partition.rewired.root.parameters()
+        parameters = self._partition.rewired.root.parameters()
         key = method, keeps, tuple(p.requires_grad for p in parameters)
         if key not in self._lowered:
-            programs = lower(self.partition, method, keeps)
-            verify_programs(self.partition, programs)
+            programs = lower(self._partition, method, keeps)
+            verify_programs(self._partition, programs)
             self._lowered[key] = programs
         return self._lowered[key]
 
@@ -66,23 +66,23 @@ class StageReport:
 
     def _choose(self, method: str | Method, *, weights: str | None = None, **order: Any) -> Method:
         """A method by name; "petra" has the weights that the policy needs."""
-        if method == "petra" and weights is None and self.partition.rewired.policy.averaged:
+        if method == "petra" and weights is None and self._partition.rewired.policy.averaged:
             weights = "stashed"
         return choose(method, weights=weights, **order)
 
     @property
     def num_stages(self) -> int:
-        return len(self.partition.parts)
+        return len(self._partition.parts)
 
     @property
     def stages(self) -> tuple[CompiledStage, ...]:
         """The stages with their programs for `net.method`."""
         count = self.num_stages
-        lists = actions(self.method, count, 2 * count, ties=self.partition.ties)
+        lists = actions(self.method, count, 2 * count, ties=self._partition.ties)
         programs = self._programs(self.method)
-        parts = self.partition.parts
+        parts = self._partition.parts
         return tuple(
-            CompiledStage(self.partition, part, program, listed)
+            CompiledStage(self._partition, part, program, listed)
             for part, program, listed in zip(parts, programs, lists, strict=True)
         )
 
@@ -115,14 +115,14 @@ class StageReport:
         bytes_each = buffer_bytes(kept_input_dtype)
         size = self._microbatch_size_or_default("net.memory", microbatch_size)
         model = MemoryModel.of(
-            self.partition, Workload(method, size, accumulation_steps, buffer_bytes=bytes_each)
+            self._partition, Workload(method, size, accumulation_steps, buffer_bytes=bytes_each)
         )
-        return tuple(model.stage(j, *ends) for j, ends in enumerate(self.partition.ranges))
+        return tuple(model.stage(j, *ends) for j, ends in enumerate(self._partition.ranges))
 
     @property
     def microbatch_size(self) -> int:
         """The batch size of the example the model was captured with."""
-        return self.partition.parts[0].costs[0].batch
+        return self._partition.parts[0].costs[0].batch
 
     def _microbatch_size_or_default(self, caller: str, microbatch_size: int | None) -> int:
         if microbatch_size is None:
@@ -146,7 +146,7 @@ class StageReport:
             )
             programs = self._programs(self.method, plan.keeps)
             held = [choice.memory for choice in plan.chosen]
-        return stage_facts(self.partition, programs, held, size)
+        return stage_facts(self._partition, programs, held, size)
 
     def summary(
         self,
@@ -173,12 +173,12 @@ class StageReport:
         workload = Workload(
             choose("backprop"), self._microbatch_size_or_default("net.summary", microbatch_size)
         )
-        model = MemoryModel.of(self.partition, workload, stages=1)
+        model = MemoryModel.of(self._partition, workload, stages=1)
         plain = model.stage(0, 0, len(model.pieces))
         how = (
             "" if kept_input_dtype is None else f", inputs in {str(kept_input_dtype).split('.')[1]}"
         )
-        return stage_table(self.partition, facts, self.method.name + how, plain) + planned
+        return stage_table(self._partition, facts, self.method.name + how, plain) + planned
 
     def explain(self, path: str) -> Explanation:
         """What became of a module: how it was found, by which rule rewired, and where it runs.
@@ -196,7 +196,7 @@ class StageReport:
             raise InputError(
                 f"net.explain: expected the path of a module, got {path!r}; see print(net)"
             )
-        return explain(self.partition, self._programs(self.method), path)
+        return explain(self._partition, self._programs(self.method), path)
 
     def draw(
         self, path: str | Path, *, microbatch_size: int | None = None, name: str | None = None
@@ -211,19 +211,19 @@ class StageReport:
         path = new_file("net.draw", path, "net.svg")
         size = self._microbatch_size_or_default("net.draw", microbatch_size)
         programs, memory = self._programs(self.method), self.memory(size)
-        return drawing.draw(self.partition, programs, path, name=name, batch=size, memory=memory)
+        return drawing.draw(self._partition, programs, path, name=name, batch=size, memory=memory)
 
     def draw_schedule(self, path: str | Path, *, accumulation_steps: int | None = None) -> Path:
         """Draw when each stage computes, by `net.method` beside others: `timeline.svg`."""
         path = new_file("net.draw_schedule", path, "timeline.svg")
-        costs, name = drawing.costs_of(self.partition), self.partition.rewired.name
+        costs, name = drawing.costs_of(self._partition), self._partition.rewired.name
         methods = drawing.beside_others(self.method)
         return drawing.draw_schedule(
             costs, path, methods, accumulation_steps=accumulation_steps, title=name
         )
 
     def _repr_html_(self) -> str:
-        return drawing.fragment(self.partition, self._programs(self.method))
+        return drawing.fragment(self._partition, self._programs(self.method))
 
     def __str__(self) -> str:
         return self.summary()
@@ -266,5 +266,5 @@ class StageReport:
             buffer_bytes(kept_input_dtype),
         )
         return plan_memory(
-            self.partition, parse_memory_budget(memory_budget), workload, stage_to_rank
+            self._partition, parse_memory_budget(memory_budget), workload, stage_to_rank
         )

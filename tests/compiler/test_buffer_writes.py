@@ -231,7 +231,7 @@ class BeforeLayers(Net):
 def test_layers_behind_a_buffer_may_be_in_other_stages() -> None:
     model, batches = made(BeforeLayers)
     net = revcompile.petrafy(model, 6, example_inputs=batches[0])
-    assert len(net.partition.parts) == 6
+    assert len(net._partition.parts) == 6
 
 
 class Clamps(Net):

@@ -239,7 +239,7 @@ def test_a_size_type_and_device_of_one_branch_that_all_read() -> None:
     torch.manual_seed(0)
     batches = [torch.randn(*size, WIDTH, dtype=torch.float64) for size in ((2, 6), (3, 9))]
     net = revcompile.petrafy(Positions().double(), 3, batches[0], check="full")
-    assert len(net.partition.rewired.couplings) == 3
+    assert len(net._partition.rewired.couplings) == 3
     _same_with_stored_activations(net, batches)
 
 
@@ -290,5 +290,5 @@ def test_a_size_behind_random_numbers_does_not_depend_on_them(
     torch.manual_seed(0)
     batches = [torch.randn(size, 6, WIDTH, dtype=torch.float64) for size in (4, 4, 3)]
     net = revcompile.petrafy(Dropped(draw).double(), 3, batches[0], check="off")
-    assert len(net.partition.rewired.couplings) == 6
+    assert len(net._partition.rewired.couplings) == 6
     _same_with_stored_activations(net, batches)

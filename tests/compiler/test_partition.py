@@ -70,7 +70,7 @@ class Vgg(nn.Sequential):
 
 
 def cut(model: nn.Module, stages: int, *inputs: Tensor, **options: Any) -> Partition:
-    return revcompile.petrafy(model, stages, inputs, check="off", **options).partition
+    return revcompile.petrafy(model, stages, inputs, check="off", **options)._partition
 
 
 def names(partition: Partition) -> list[list[str]]:

@@ -212,9 +212,9 @@ def test_items_of_structured_values_get_their_gradients_in_stages(kind: type[nn.
         leaf_modules=leaves_of(kind),
         policy="same_parameters",
     )
-    travelling = {name for part in net.partition.parts for name in (*part.inputs, *part.outputs)}
+    travelling = {name for part in net._partition.parts for name in (*part.inputs, *part.outputs)}
     for name in travelling:
-        kind_of = net.partition.types.get(name)
+        kind_of = net._partition.types.get(name)
         assert isinstance(kind_of, TensorType) or not holds_tensor(kind_of), (name, kind_of)
     assert_staged_equals_autograd(net, example(4), squares, ("petra", "backprop"))
 
@@ -330,7 +330,7 @@ def spectrum(kind: type[nn.Module] = Spectrum) -> nn.Module:
 @pytest.mark.parametrize("kind", [Spectrum, ComplexOutput], ids=lambda kind: kind.__name__)
 def test_complex_values_have_gradients_across_stages(kind: type[nn.Module]) -> None:
     net = revcompile.petrafy(spectrum(kind), 4, example(), check="full")
-    crossing = [net.partition.types.get(n) for part in net.partition.parts for n in part.inputs]
+    crossing = [net._partition.types.get(n) for part in net._partition.parts for n in part.inputs]
     assert any(isinstance(t, TensorType) and t.dtype.is_complex for t in crossing)
     assert_staged_equals_autograd(net, example(4), squares)
 

@@ -508,7 +508,7 @@ def _as_inputs(staged: revcompile.StagedModel, call: Call) -> Any:
     """What `trainer.step` takes: positional arguments, or all of them by name."""
     if not call.kwargs:
         return call.args
-    bound = staged.partition.rewired.signature.forward.bind(*call.args, **call.kwargs)
+    bound = staged._partition.rewired.signature.forward.bind(*call.args, **call.kwargs)
     return dict(bound.arguments)
 
 

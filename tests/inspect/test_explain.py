@@ -92,7 +92,7 @@ class Forked(nn.Module):
 
 def test_a_refused_sum_is_named_with_its_reason() -> None:
     staged = revcompile.petrafy(Forked(), 2, torch.randn(2, 4), check="off")
-    (refusal,) = staged.partition.rewired.refusals
+    (refusal,) = staged._partition.rewired.refusals
     (piece,) = staged.explain("head").pieces
     assert piece.found[0].startswith("no additive shortcut")
     assert piece.found[-1] == f"a sum at the top level was refused: {refusal.reason}"

@@ -108,7 +108,7 @@ class Windows(nn.Module):
 def windows() -> revcompile.StagedModel:
     torch.manual_seed(0)
     net = revcompile.petrafy(Windows(), 4, torch.randn(2, 8, 4, 4), check="off")
-    assert sum(one.rearrange is not None for one in net.partition.rewired.couplings) > 1
+    assert sum(one.rearrange is not None for one in net._partition.rewired.couplings) > 1
     return net
 
 
@@ -190,7 +190,7 @@ class Running:
 def check(net: revcompile.StagedModel, inputs: list[Any], method: str) -> None:
     """Run all stages both ways, one after the other."""
     net.method = choose(method)
-    root = copy.deepcopy(net.partition.rewired.root).train()
+    root = copy.deepcopy(net._partition.rewired.root).train()
     values: list[Any] = inputs
     compiled = net.stages
     for stage in compiled:

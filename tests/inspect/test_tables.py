@@ -33,7 +33,7 @@ def vit() -> StagedModel:
 def test_every_piece_and_parameter_is_listed_once() -> None:
     facts = resnet().facts()
     pieces = [name for stage in facts for name in stage.pieces]
-    assert pieces == [p.name for part in resnet().partition.parts for p in part.pieces]
+    assert pieces == [p.name for part in resnet()._partition.parts for p in part.pieces]
     total = sum(p.numel() for p in resnet().to_module().parameters())
     assert sum(stage.parameters for stage in facts) == total
     assert sum(stage.flops_share for stage in facts) == pytest.approx(1)
@@ -42,7 +42,7 @@ def test_every_piece_and_parameter_is_listed_once() -> None:
 
 
 def test_what_is_not_reversible_has_its_reason() -> None:
-    for stage, part in zip(resnet().facts(), resnet().partition.parts, strict=True):
+    for stage, part in zip(resnet().facts(), resnet()._partition.parts, strict=True):
         opaque = [p for p in part.pieces if isinstance(p, Opaque)]
         assert [name for name, _ in stage.opaque] == [piece.name for piece in opaque]
         assert all(reason for _, reason in stage.opaque)

@@ -230,7 +230,7 @@ def test_stages_read_sums_as_they_were_copied(
 ) -> None:
     torch.manual_seed(0)
     net = revcompile.petrafy(_Stack(first), 2, X, check="off")
-    parts = net.partition.parts
+    parts = net._partition.parts
     assert [sum(piece.reversible for piece in part.pieces) for part in parts] == [2, 1]
     trained, casts, widened = [], [], []
     for kind in ("plain", "rewritten", "copied"):

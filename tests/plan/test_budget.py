@@ -47,7 +47,7 @@ LAYOUTS: Final = {"one device": (0, 0, 0, 0, 0), "two": (0, 0, 1, 1, 1), "one ea
 
 def cut() -> Partition:
     """Five stages of a ResNet."""
-    return models.staged("resnet").partition
+    return models.staged("resnet")._partition
 
 
 def every_plan(
@@ -254,7 +254,7 @@ def watched(name: str, share: float) -> tuple[MemoryPlan, Watch, int]:
     net = models.staged(name)
     workload = dataclasses.replace(PETRA, microbatch_size=BATCH)
     stage_to_rank = (0,) * net.num_stages
-    ends = [max(held) for _, held in every_plan(net.partition, workload, stage_to_rank)]
+    ends = [max(held) for _, held in every_plan(net._partition, workload, stage_to_rank)]
     limit = min(ends) + round(share * (max(ends) - min(ends)))
     batch = images(BATCH, models.SIZE, CPU)
     own = Bytes().of(net.model.state_dict())

@@ -207,7 +207,7 @@ def test_parameters_that_get_no_gradient_have_no_optimizer_state() -> None:
 
 def cuts(net: StagedModel) -> list[int]:
     """How many pieces each stage has."""
-    return [len(part.pieces) for part in net.partition.parts]
+    return [len(part.pieces) for part in net._partition.parts]
 
 
 def test_stages_cut_for_a_memory_limit_fit_it() -> None:

@@ -108,13 +108,13 @@ def examine_timm(
         gradient_error(trainer, reference.train(), index, x, y)
         for index, (x, y) in enumerate(zip(batches, targets, strict=True))
     )
-    work = [sum(c.forward + c.backward for c in part.costs) for part in net.partition.parts]
+    work = [sum(c.forward + c.backward for c in part.costs) for part in net._partition.parts]
     return {
         "parameters": size,
         "dtype": str(dtype).removeprefix("torch."),
         "seconds": round(spent, 1),
-        "reversible": sum(part.reversible for part in net.partition.parts),
-        "couplings": sum(p.reversible for part in net.partition.parts for p in part.pieces),
+        "reversible": sum(part.reversible for part in net._partition.parts),
+        "couplings": sum(p.reversible for part in net._partition.parts for p in part.pieces),
         "balance": max(work) * len(work) / sum(work),
         "error": error,
         "ok": error <= (1e-10 if dtype is torch.float64 else 1e-3),

@@ -73,7 +73,7 @@ def compiled(model: str, stages: int) -> Compiled:
     }
     net, inputs = examples[model]
     staged = revcompile.petrafy(net, num_stages=stages, example_inputs=inputs)
-    return Compiled(staged.partition, lower(staged.partition, staged.method))
+    return Compiled(staged._partition, lower(staged._partition, staged.method))
 
 
 @functools.cache

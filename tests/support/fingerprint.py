@@ -64,9 +64,9 @@ def fingerprint(net: revcompile.StagedModel) -> str:
     """Everything that two ranks, or a run and its continuation, must agree on."""
     lines = [f"buffer {name}" for name, _ in net.model.named_buffers()]
     lines += [f"parameter {name}" for name, _ in net.model.named_parameters()]
-    lines += [f"{name}: {kind}" for name, kind in net.partition.types.items()]
-    lines += [str(refusal) for refusal in net.partition.rewired.refusals]
-    lines += [f"tied {tie}: {names}" for tie, names in net.partition.ties.items()]
+    lines += [f"{name}: {kind}" for name, kind in net._partition.types.items()]
+    lines += [str(refusal) for refusal in net._partition.rewired.refusals]
+    lines += [f"tied {tie}: {names}" for tie, names in net._partition.ties.items()]
     for stage in net.stages:
         lines += [f"stage {stage.part.index}: {stage.part.inputs} -> {stage.part.outputs}"]
         lines += [piece.name for piece in stage.part.pieces]

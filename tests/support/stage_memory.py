@@ -172,8 +172,8 @@ def measure(
         meter, before = CpuMeter(storages), -Bytes().of(net.model.state_dict())
     with mode:
         watch = _trained(net, setting, batch, loss, meter)
-    stages = accounted(net.partition, setting)
-    messages = arriving(net.partition, setting.batch)
+    stages = accounted(net._partition, setting)
+    messages = arriving(net._partition, setting.batch)
     rows = tuple(map(StageRow, stages, messages, watch.held, watch.peaks))
     return Measured(rows, in_one_process(rows, setting), watch.peak - before)
 

@@ -94,7 +94,7 @@ def fresh(
 ) -> revcompile.StagedModel:
     """A staged model of its own: compiled once, copied for every test."""
     made = compiled(make, stages, dtype)
-    net = type(made)(copy.deepcopy(made.model), made.partition, made.method)
+    net = type(made)(copy.deepcopy(made.model), made._partition, made.method)
     net._lowered = made._lowered  # programs hold no weights
     return net
 

@@ -68,7 +68,7 @@ class Steep(Shared):
 def compiled(make: type[Shared]) -> revcompile.StagedModel:
     example = torch.zeros(2, 3, dtype=torch.long)
     net = revcompile.petrafy(seeded(make), 3, example, check="off", policy="same_parameters")
-    assert {(tie.owner, tie.holder) for tie in net.partition.ties} == {(0, 1), (0, 2), (1, 2)}
+    assert {(tie.owner, tie.holder) for tie in net._partition.ties} == {(0, 1), (0, 2), (1, 2)}
     return net
 
 
@@ -83,7 +83,7 @@ class Training:
 
     def _new(self) -> Trainer:
         made = self._made
-        self.net = type(made)(copy.deepcopy(made.model), made.partition, made.method)
+        self.net = type(made)(copy.deepcopy(made.model), made._partition, made.method)
         self.net._lowered = made._lowered
         return self.net.trainer(
             loss=next_word, **settings_of(**{"optimizer": momentum, **self._settings})

@@ -145,7 +145,7 @@ def test_blocks_alone_and_sums_with_the_input_twice_are_the_original() -> None:
     torch.manual_seed(0)
     model, x = Alone().double(), torch.randn(4, WIDTH).double()
     net = revcompile.petrafy(model, 2, x, policy="pretrained", check="full")
-    assert len(net.partition.rewired.couplings) == 2 and not net.stages[0].reversible
+    assert len(net._partition.rewired.couplings) == 2 and not net.stages[0].reversible
     for module in (net.to_module(), net.to_module().eval()):
         assert torch.allclose(module(x), model(x), atol=1e-14)
 

@@ -72,7 +72,7 @@ class Mixed(nn.Module):
 
 def test_inputs_of_what_is_not_reversible_wait_wherever_it_is_in_a_stage() -> None:
     net = revcompile.petrafy(Mixed(), 2, torch.zeros(4, 5), check="off")
-    assert len(net.partition.parts[0].pieces) > 2
+    assert len(net._partition.parts[0].pieces) > 2
     trainer = net.trainer(
         plain_sgd, F.cross_entropy, options=TrainerOptions(kept_input_dtype=torch.bfloat16)
     )

@@ -50,7 +50,7 @@ def keeping(
     """A trainer whose stages keep just this, whatever the memory."""
     programs = net._programs(choose(method, in_flight_per_stage=in_flight_per_stage), keeps)
     chosen, loss = Settings(**training.settings_of(**settings)), F.cross_entropy
-    task = Task(net.model, net.partition, programs, optimizer, loss, chosen, net._tree)
+    task = Task(net.model, net._partition, programs, optimizer, loss, chosen, net._tree)
     trainer = Trainer(task, Placement(task, ExitStack()))
     trainer._take_over()
     return trainer
@@ -74,7 +74,7 @@ def written_out(
 ) -> Transcription:
     rows = [ROWS[keep] for keep in keeps]
     found = Transcription(
-        fresh(name).partition,
+        fresh(name)._partition,
         "petra",
         momentum,
         F.cross_entropy,
@@ -145,7 +145,7 @@ def test_backward_has_the_masks_of_its_forward() -> None:
     net, tape = spine.noisy(True)
     start = {name: value.clone() for name, value in net.model.state_dict().items()}
     other = Transcription(
-        net.partition, "petra", momentum, F.cross_entropy, rows=[Row.GRAPH] * spine.STAGES
+        net._partition, "petra", momentum, F.cross_entropy, rows=[Row.GRAPH] * spine.STAGES
     )
     tape.drawn, tape.given = {}, None
     trainer = keeping(net, PLANS["all"], seed=7)

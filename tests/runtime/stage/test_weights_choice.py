@@ -58,7 +58,7 @@ class Predicting(Stage):
 def transcribed(
     name: str, method: str, in_flight_per_stage: float, accumulation_steps: int
 ) -> dict[str, Tensor]:
-    partition = spine.fresh(name).partition
+    partition = spine.fresh(name)._partition
     other = Transcription(
         partition,
         method,

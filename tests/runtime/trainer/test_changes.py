@@ -237,8 +237,8 @@ def compiled() -> revcompile.StagedModel:
 
 def copied(net: revcompile.StagedModel, model: Any = None) -> revcompile.StagedModel:
     model = copy.deepcopy(net.model) if model is None else model
-    rewired = replace(net.partition.rewired, root=model)
-    copied = type(net)(model, replace(net.partition, rewired=rewired), net.method)
+    rewired = replace(net._partition.rewired, root=model)
+    copied = type(net)(model, replace(net._partition, rewired=rewired), net.method)
     copied._lowered = net._lowered  # programs hold no weights
     return copied
 
