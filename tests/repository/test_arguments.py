@@ -13,6 +13,8 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from training import settings_of
 
@@ -41,6 +43,7 @@ class Detached(nn.Module):
 
 
 X = torch.randn(3, 4)
+PARAMETERS = list(nn.Linear(1, 1).parameters())
 LOADER: DataLoader[Any] = DataLoader(TensorDataset(X))
 
 
@@ -137,6 +140,36 @@ def raising(argument: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"optimizer": lambda p: None}, "stage 0: expected a torch.optim.Optimizer .* got None"),
+        ({"optimizer": SGD(PARAMETERS)}, "expected a function from a list of parameters"),
+        ({"optimizer": "sgd"}, "expected a function .* got builtins.str"),
+        ({"optimizer": lambda p: SGD([*p, *PARAMETERS])}, "it holds others, too"),
+        ({"optimizer": lambda p: SGD(PARAMETERS)}, "it holds none of them: those of another model"),
+        ({"optimizer": lambda p: SGD(p[:1])}, "it lacks 0.f.bias"),
+        ({"optimizer": torch.optim.LBFGS}, "stage 0: .*LBFGS computes the loss several times"),
+        ({"optimizer": torch.optim.SparseAdam}, "stage 0: SparseAdam takes sparse gradients"),
+        ({"loss": 3}, r"expected a function of \(output, target\), got int"),
+        ({"loss": nn.Linear(3, 1)}, "parameters of its own"),
+        (
+            {"accumulation_steps": 1.5},
+            "accumulation_steps=1.5; expected a whole number",
+        ),
+        ({"measure_reconstruction_every": 0}, "measure_reconstruction_every=0; expected a whole"),
+        ({"seed": "a"}, "seed='a'; use a whole number"),
+        ({"lr_schedule": 3}, "lr_schedule: expected a function, called once a stage, got int"),
+        ({"param_groups": 3}, "param_groups: expected a function, called once a stage, got int"),
+        ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
+        ({"method": "backprop", "in_flight_per_stage": 2}, "has a fixed order"),
+        ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
+        (
+            {"lr_schedule": lambda o: StepLR(SGD(PARAMETERS), 1)},
+            "schedule of another optimizer",
+        ),
+        ({"lr_schedule": ReduceLROnPlateau}, "needs a metric at every step"),
+        ({"param_groups": lambda named: []}, "stage 0: .* empty parameter list; .* param_groups= "),
+        ({"param_groups": lambda named: [{"params": [p for _, p in named[1:]]}]}, "it lacks 0.f.w"),
+        ({"clip_grad_norm": "a"}, "clip_grad_norm='a'; use a positive norm"),
+        ({"clip_grad_norm": 0.0}, "use a positive norm"),
         ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
         ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
         ({"method": "1F1B"}, "did you mean '1f1b'"),
@@ -174,9 +207,8 @@ def raising(argument: Any) -> Any:
 )
 def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        staged.trainer(
-            lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss, **settings_of(**options)
-        )
+        given = {"optimizer": SGD, "loss": nn.functional.mse_loss} | options
+        staged.trainer(**settings_of(**given))
 
 
 @pytest.mark.parametrize(
@@ -210,17 +242,11 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
             "one for each stage",
         ),
         (
-            lambda net: net.trainer(nn.functional.mse_loss, lambda p: torch.optim.SGD(p)),
+            lambda net: net.trainer(nn.functional.mse_loss, lambda p: SGD(p)),
             r"net\.trainer\(optimizer, loss\) takes the function that makes an optimizer first",
         ),
         (
-            lambda net: net.trainer(
-                lambda p: torch.optim.SGD(nn.Linear(1, 1).parameters()), nn.functional.mse_loss
-            ),
-            "it holds none of them: those of another model",
-        ),
-        (
-            lambda net: net.trainer(torch.optim.SGD, options={"timeout": 3}),
+            lambda net: net.trainer(SGD, options={"timeout": 3}),
             "options=dict; write options=TrainerOptions",
         ),
         (
@@ -258,7 +284,7 @@ def test_a_model_with_nothing_to_train_is_refused(
     change(model)
     net = revcompile.petrafy(model, 2, X)
     with pytest.raises(InputError, match=rf"Sequential has nothing to train: .*{why}.*requires_gr"):
-        net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+        net.trainer(SGD, nn.functional.mse_loss)
 
 
 def test_the_trainer_documents_every_backend_and_buffer() -> None:
@@ -279,7 +305,7 @@ def test_check_invertible_rewires_with_a_policy() -> None:
 
 
 def test_a_trace_needs_a_file(staged: StagedModel) -> None:
-    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+    trainer = staged.trainer(SGD, nn.functional.mse_loss)
     with pytest.raises(InputError, match=r"got None; write e.g. trainer.trace\('run.json'\)"):
         trainer.trace(None)  # type: ignore[arg-type]
 
@@ -312,7 +338,7 @@ def test_every_public_name_is_importable() -> None:
 
 
 def test_reprs_are_one_line(staged: StagedModel) -> None:
-    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+    trainer = staged.trainer(SGD, nn.functional.mse_loss)
     metrics = trainer.step(X, X)
     assert isinstance(trainer, revcompile.Trainer) and isinstance(metrics, revcompile.Metrics)
     assert f"loss={metrics.loss:.6g}, " in repr(metrics)

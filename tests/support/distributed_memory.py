@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 from typing import Any
 
 import torch
-from distributed_worker import Run, batches, compiled, fed, final, optimizer, trainer_of
+from distributed_worker import batches, compiled, fed, final, optimizer, trainer_of
 from torch.nn import functional as F
 from training import settings_of
 
@@ -17,7 +16,7 @@ from revcompile.errors import InputError
 
 def holdings(rank: int, options: dict[str, Any]) -> Any:
     """What is left of the model's parameters here; whether they are found again, and by whom."""
-    run, how = Run(**options["run"]), options.get("trainer", {})
+    run, how = options["run"], options.get("trainer", {})
     net, _ = compiled(run.model, run.stages, run.device)
     before = [weakref.ref(parameter) for parameter in net.model.parameters()]
     _, trainer = trainer_of(run, **how)
@@ -53,7 +52,7 @@ def holdings(rank: int, options: dict[str, Any]) -> Any:
 
 def absent(rank: int, options: dict[str, Any]) -> Any:
     """Only the first rank has made the weights; and then no rank has, nor those of a new model."""
-    run = Run(**options["run"])
+    run = options["run"]
     net, _ = compiled(run.model, run.stages, run.device)
     if rank > 0:
         net.model.to("meta")
@@ -69,39 +68,3 @@ def absent(rank: int, options: dict[str, Any]) -> Any:
         except InputError as error:
             errors.append(str(error))
     return state, errors
-
-
-def steady(rank: int, options: dict[str, Any]) -> Any:
-    """How often the GPU's driver was asked for memory, after every step."""
-    found = []
-    for one in options["runs"]:
-        net, trainer = trainer_of(Run(**one))
-        made = []
-        for batch in batches(Run(**one))[:-1]:
-            fed(trainer, batch)
-            made.append(torch.cuda.memory_stats().get("segment.all.allocated", 0))
-        trainer.flush()
-        final(net, trainer)
-        found.append(made)
-    return found
-
-
-def resume(rank: int, options: dict[str, Any]) -> Any:
-    """A training that saves on its way, and those that go on from there in other layouts."""
-    run, found = Run(**options["run"]), list[Any]()
-    data = batches(run)
-    for stage_to_rank in (run.stage_to_rank, *options["others"]):
-        is_first = not found
-        here = dataclasses.replace(run, stage_to_rank=stage_to_rank)
-        net, trainer = trainer_of(here, off=0.0 if is_first else 1.0)
-        if is_first:
-            for batch in data[:5]:
-                fed(trainer, batch)
-            trainer.save(options["saved"])
-        else:
-            trainer.load(options["saved"])
-        for batch in data[5:]:
-            fed(trainer, batch)
-        trainer.flush()
-        found.append(final(net, trainer))
-    return found

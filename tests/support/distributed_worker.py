@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -120,6 +119,7 @@ def several(parameters: Any) -> list[torch.optim.Optimizer]:
 
 def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]:
     """A staged model as it started (or `off` by so much), and its trainer."""
+    torch.set_num_threads(1)  # as ranks have: sums depend on it
     net, start = compiled(run.model, run.stages, run.device)
     net.model.load_state_dict({name: value + off for name, value in start.items()})
     trainer = net.trainer(
@@ -156,6 +156,12 @@ def trained(run: Run, **options: Any) -> dict[str, Any]:
     return {"state": final(net, trainer), "losses": losses}
 
 
+def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that are not equal to the bit."""
+    assert expected.keys() == found.keys()
+    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
 def final(net: Any, trainer: Trainer) -> dict[str, Tensor]:
     """All weights; a trainer of several ranks is closed."""
     found = {name: value.cpu().clone() for name, value in net.to_module().state_dict().items()}
@@ -164,43 +170,21 @@ def final(net: Any, trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    return (output.argmax(1) == target).double().mean()
-
-
-def looked_at(run: Run) -> dict[str, Any]:
-    """Training with an evaluation after every third step; the trainer is left open."""
-    net, trainer = trainer_of(run)
-    found = []
-    for number, batch in enumerate(batches(run)):
-        fed(trainer, batch)
-        if number % 3 == 0:
-            data = batches(dataclasses.replace(run, steps=3), seed=number)
-            seen = trainer.evaluate(data, {"accuracy": accuracy})
-            found.append((seen.loss, seen.samples, seen.metrics["accuracy"]))
-    trainer.flush()
-    return {"state": net.to_module().state_dict(), "seen": found}
-
-
 # -- what ranks do --------------------------------------------------------------------------------
 
 
 def train_all(rank: int, options: dict[str, Any]) -> Any:
-    return [trained(Run(**one), **options.get("trainer", {})) for one in options["runs"]]
+    return [trained(one, **options.get("trainer", {})) for one in options["runs"]]
 
 
 def copies(rank: int, options: dict[str, Any]) -> Any:
     """Every copy of the pipeline takes every other batch."""
-    run = Run(**options["run"])
+    run = options["run"]
     net, trainer = trainer_of(run, average_statistics=True)
     for batch in batches(run)[trainer.replica :: trainer.replicas]:
         fed(trainer, batch)
     trainer.flush()
     return final(net, trainer)
-
-
-def evaluate(rank: int, options: dict[str, Any]) -> Any:
-    return [looked_at(Run(**one)) for one in options["runs"]]
 
 
 def report(rank: int, options: dict[str, Any]) -> Any:
@@ -314,7 +298,7 @@ def drain_bad(rank: int, options: dict[str, Any]) -> Any:
 
 def lose(rank: int, options: dict[str, Any]) -> Any:
     """Some micro-batches cannot be used: each in another way."""
-    run = Run(**options["run"])
+    run = options["run"]
     data: list[tuple[Any, Any]] = list(batches(run))
     for number, how in options["bad"]:
         x, y = data[number]
@@ -397,7 +381,7 @@ def end(rank: int, options: dict[str, Any]) -> Any:
 
 def trace(rank: int, options: dict[str, Any]) -> Any:
     """A traced training; returns which share of the time each rank computed."""
-    run = Run(**options["run"])
+    run = options["run"]
     _, trainer = trainer_of(run)
     with trainer.trace(options["file"]) as found:
         for batch in batches(run):
@@ -405,23 +389,6 @@ def trace(rank: int, options: dict[str, Any]) -> Any:
         trainer.flush()
     trainer.close()
     return found.busy
-
-
-SCENARIOS: Final[dict[str, Callable[[int, dict[str, Any]], Any]]] = {
-    function.__name__: function
-    for function in (
-        train_all,
-        copies,
-        evaluate,
-        report,
-        differ,
-        refuse,
-        drain_bad,
-        lose,
-        end,
-        trace,
-    )
-}
 
 
 # -- ranks ----------------------------------------------------------------------------------------
@@ -436,7 +403,7 @@ def rank_main(rank: int, world: int, port: int, scenario: Any, folder: str, opti
     torch.use_deterministic_algorithms(options.get("device", "cpu") == "cpu")
     # As in the process it is compared with: rounded products differ more than captured steps may.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    found = (SCENARIOS[scenario] if isinstance(scenario, str) else scenario)(rank, options)
+    found = (globals()[scenario] if isinstance(scenario, str) else scenario)(rank, options)
     torch.save(found, Path(folder) / f"rank{rank}.pt")
 
 

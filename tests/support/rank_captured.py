@@ -97,24 +97,9 @@ def left_out(run: Run, is_mixed: bool, **options: Any) -> Found:
     return {"state": final(net, trainer)}
 
 
-def drained(run: Run, **options: Any) -> Found:
-    """A flush in the middle, and evaluations while tied weights are on their way."""
-    net, trainer = trainer_of(run, **options)
-    data, captured, evaluated = batches(run)[:-1], [], []
-    for number, batch in enumerate(data):
-        if number == 6:
-            trainer.flush()
-        if number > 9:
-            evaluated.append(trainer.evaluate(data[:1]).loss)
-        fed(trainer, batch)
-        captured.append(trainer._runner.is_active)
-    trainer.flush()
-    return {"captured": captured, "evaluated": evaluated, "state": final(net, trainer)}
-
-
 def several(rank: int, options: dict[str, Any]) -> list[Found]:
     """One after the other: name of a function here, a run, and what else it takes."""
     return [
-        globals()[name](Run(**run), *arguments, **trainer)
+        globals()[name](run, *arguments, **trainer)
         for name, run, arguments, trainer in options["todo"]
     ]

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from distributed_worker import Run, batches, fed, final, trainer_of
 
-from revcompile.errors import InputError
-
 Found = dict[str, Any]
-
-
-def refusal(call: Callable[[str], Any], folder: str) -> str:
-    """What an InputError of the call says; nothing if it is taken."""
-    try:
-        call(folder)
-    except InputError as error:
-        return str(error)
-    return ""
 
 
 def saving(run: Run, folder: str, **options: Any) -> Found:
@@ -47,59 +32,17 @@ def resuming(run: Run, folder: str, **options: Any) -> Found:
     return {"losses": losses, "state": final(net, trainer)}
 
 
-def resuming_apart(run: Run, folder: str, **options: Any) -> Found:
-    """`resuming`, with a folder for each rank."""
-    return resuming(run, str(Path(folder, os.environ["RANK"])), **options)
-
-
 def data_of(run: Run, trainer: Any) -> list[Any]:
     return batches(run)[trainer.replica :: trainer.replicas]
-
-
-def refusing(run: Run, folder: str, **options: Any) -> Found:
-    """Load where it does not fit: what is said; training goes on as if nothing had been."""
-    net, trainer = trainer_of(run, **options)
-    data, said = batches(run), ""
-    for number, batch in enumerate(data):
-        if number == 4:
-            said = refusal(trainer.load, folder)
-        fed(trainer, batch)
-    trainer.flush()
-    return {"said": said, "state": final(net, trainer)}
-
-
-def graphs(run: Run, folder: str, **options: Any) -> Found:
-    """Save what cannot be saved in flight, then drained."""
-    net, trainer = trainer_of(run, **options)
-    said = ""
-    for number, batch in enumerate(batches(run)):
-        fed(trainer, batch)
-        if number == 4:
-            said = refusal(trainer.save, folder)
-            trainer.save(folder, drain=True)
-    trainer.flush()
-    return {"said": said, "state": final(net, trainer)}
-
-
-def unwritable(run: Run, folder: str, **options: Any) -> Found:
-    """A folder that no rank can write to: all raise, and training goes on."""
-    net, trainer = trainer_of(run, **options)
-    said = ""
-    for number, batch in enumerate(batches(run)):
-        fed(trainer, batch)
-        if number == 4:
-            said = refusal(trainer.save, "/dev/null/nowhere")
-    trainer.flush()
-    return {"said": said, "state": final(net, trainer)}
 
 
 def several(rank: int, options: dict[str, Any]) -> list[Found]:
     """One after the other: name of a function here, a run, a folder."""
     return [
-        globals()[name](Run(**run), folder, **options.get("trainer", {}))
+        globals()[name](run, folder, **options.get("trainer", {}))
         for name, run, folder in options["steps"]
     ]
 
 
-def step(name: str, run: Run, folder: Any) -> tuple[str, dict[str, Any], str]:
-    return name, dataclasses.asdict(run), str(folder)
+def step(name: str, run: Run, folder: Any) -> tuple[str, Run, str]:
+    return name, run, str(folder)

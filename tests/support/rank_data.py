@@ -80,6 +80,7 @@ LOADERS: Final[dict[str, Callable[[int], Any]]] = {
 
 
 def small(**options: Any) -> Any:
+    torch.set_num_threads(1)  # as in `trainer_of`
     net, start = compiled("resnet", 2, "cpu")
     net.model.load_state_dict(start)
     return net.trainer(optimizer, F.cross_entropy, seed=7, **settings_of(**options, timeout=30.0))

@@ -19,10 +19,9 @@ from distributed_memory import absent, holdings
 from distributed_worker import (
     Run,
     batches,
+    differences,
     fed,
     launch,
-    looked_at,
-    lose,
     trained,
     trainer_of,
 )
@@ -43,29 +42,14 @@ from revcompile.schedule import METHODS
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """As the ranks have: sums depend on it."""
-    torch.set_num_threads(1)
-
-
 @functools.cache
 def alone(run: Run) -> dict[str, Any]:
     """The same training in one process."""
     return trained(dataclasses.replace(run, stage_to_rank=None))
 
 
-def plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(run) for run in runs]
-
-
-def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
-    assert expected.keys() == found.keys()
-    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
-
-
 def assert_equal_to_one_process(folder: Path, ranks: int, runs: Sequence[Run]) -> None:
-    results, codes = launch(folder, ranks, "train_all", runs=plain(runs))
+    results, codes = launch(folder, ranks, "train_all", runs=runs)
     assert codes == [0] * ranks
     for number, run in enumerate(runs):
         expected = alone(run)
@@ -81,6 +65,8 @@ def assert_equal_to_one_process(folder: Path, ranks: int, runs: Sequence[Run]) -
 
 def test_two_ranks_train_as_one_process_with_every_method(tmp_path: Path) -> None:
     runs = [Run(method=method, accumulation_steps=2, steps=9) for method in METHODS]
+    runs += [Run(stage_to_rank=(1, 0, 1, 0), steps=7)]  # stages may live on any rank
+    runs += [Run(model="words", stage_to_rank=(1, 1, 0, 0), method="pipedream", steps=7)]
     assert_equal_to_one_process(tmp_path, 2, runs)
 
 
@@ -102,29 +88,6 @@ def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
     assert_equal_to_one_process(tmp_path, 4, runs)
 
 
-def test_stages_may_live_on_any_rank(tmp_path: Path) -> None:
-    runs = [
-        Run(stage_to_rank=(1, 0, 1, 0), steps=7),
-        Run(stage_to_rank=(0, 1, 1, 1), method="1f1b", accumulation_steps=3, clip=0.1, steps=7),
-        Run(model="words", stage_to_rank=(1, 1, 0, 0), method="pipedream", steps=7),
-    ]
-    assert_equal_to_one_process(tmp_path, 2, runs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["resnet", "vit", "words"])
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (2, 4), (4, 4)])
-def test_every_method_on_any_number_of_ranks(
-    tmp_path: Path, model: str, ranks: int, stages: int
-) -> None:
-    runs = [
-        Run(model=model, method=method, stages=stages, accumulation_steps=accumulation_steps)
-        for method in METHODS
-        for accumulation_steps in (1, 4)
-    ]
-    assert_equal_to_one_process(tmp_path, ranks, runs)
-
-
 @pytest.mark.parametrize("stage_to_rank", [None, (0, 1, 1, 0)])
 def test_copies_of_the_pipeline_train_with_the_mean_gradient(
     tmp_path: Path, stage_to_rank: tuple[int, ...] | None
@@ -133,7 +96,7 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(
     run = Run(
         method="backprop", stages=4 if stage_to_rank else 2, steps=10, stage_to_rank=stage_to_rank
     )
-    results, codes = launch(tmp_path, 4, "copies", run=dataclasses.asdict(run))
+    results, codes = launch(tmp_path, 4, "copies", run=run)
     assert codes == [0] * 4
     expected = alone(dataclasses.replace(run, accumulation_steps=2))["state"]
     trainable = {name for name, _ in trainer_of(Run())[0].model.named_parameters()}
@@ -149,8 +112,7 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(
 )
 def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -> None:
     """And all of them find each other again: for the whole model, and for another trainer."""
-    one = dataclasses.asdict(run)
-    results, codes = launch(tmp_path, 2, holdings, run=one, other=(0, 1, 0, 1))
+    results, codes = launch(tmp_path, 2, holdings, run=run, other=(0, 1, 0, 1))
     assert codes == [0, 0]
     net, _ = trainer_of(run)
     programs, tensors = net._programs(net.method), dict(net.model.named_parameters())
@@ -165,31 +127,13 @@ def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -
 
 def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
     run = Run(model="vit", steps=4)
-    results, codes = launch(tmp_path, 2, absent, run=dataclasses.asdict(run))
+    results, codes = launch(tmp_path, 2, absent, run=run)
     assert codes == [0, 0]
     for state, errors in results:
         assert not differences(alone(run)["state"], state)
         assert len(errors) == 2
         for error in errors:
             assert "no rank has the values of token" in error and "load weights" in error
-
-
-def test_ranks_that_keep_graphs_train_as_one_process(tmp_path: Path) -> None:
-    """Of a budget for each rank: tied weights, dropout and statistics, any layout."""
-    runs = [
-        Run(model="resnet", accumulation_steps=2, steps=9, clip=0.1),
-        Run(model="words", steps=9, in_flight_per_stage=2),
-        Run(model="vit", steps=7, stage_to_rank=(1, 0, 1, 0)),
-    ]
-    how = {"memory_budget": "1GiB", "microbatch_size": 3}
-    results, codes = launch(tmp_path, 2, "train_all", runs=plain(runs), trainer=how)
-    assert codes == [0, 0]
-    for number, run in enumerate(runs):
-        expected = trained(dataclasses.replace(run, stage_to_rank=None), **how)
-        assert differences(expected["state"], alone(run)["state"])  # graphs make a difference
-        for rank, found in enumerate(results):
-            odd = differences(expected["state"], found[number]["state"])
-            assert not odd, f"{run}, rank {rank}: {odd[:3]}"
 
 
 def test_all_start_with_the_weights_of_rank_0_and_can_know_the_loss(tmp_path: Path) -> None:
@@ -204,19 +148,6 @@ def test_all_start_with_the_weights_of_rank_0_and_can_know_the_loss(tmp_path: Pa
     assert [found["refused"] for found in results] == [[in_flush], [in_step, in_flush]]
 
 
-def test_evaluation_during_training_disturbs_nothing(tmp_path: Path) -> None:
-    runs = [Run(model="words", steps=7), Run(method="1f1b", accumulation_steps=2, steps=7)]
-    results, codes = launch(tmp_path, 2, "evaluate", runs=plain(runs))
-    assert codes == [0, 0]
-    for number, run in enumerate(runs):
-        expected = looked_at(run)
-        for found in results:
-            assert not differences(expected["state"], found[number]["state"])
-            assert not differences(alone(run)["state"], found[number]["state"])
-            for mine, theirs in zip(expected["seen"], found[number]["seen"], strict=True):
-                assert theirs == pytest.approx(mine, rel=1e-6)
-
-
 # -- micro-batches that cannot be used ------------------------------------------------------------
 
 BAD: Final = [[3, "nan"], [5, "shape"], [6, "type"], [8, "target"]]
@@ -225,7 +156,7 @@ BAD: Final = [[3, "nan"], [5, "shape"], [6, "type"], [8, "target"]]
 def test_a_lost_micro_batch_changes_nothing(tmp_path: Path) -> None:
     """With one micro-batch in the pipeline at a time, as if it had never been."""
     run = Run(method="backprop", steps=12)
-    results, codes = launch(tmp_path, 2, "lose", run=dataclasses.asdict(run), bad=BAD)
+    results, codes = launch(tmp_path, 2, "lose", run=run, bad=BAD)
     assert codes == [0, 0]
     net, trainer = trainer_of(run)
     lost = {number for number, _ in BAD}
@@ -242,30 +173,6 @@ def test_a_lost_micro_batch_changes_nothing(tmp_path: Path) -> None:
         (6, InputError.__name__),
         (8, InputError.__name__),
     ]
-
-
-@pytest.mark.parametrize("method", ["petra", "ddg"])
-def test_training_goes_on_after_a_lost_micro_batch(tmp_path: Path, method: str) -> None:
-    run = dataclasses.asdict(Run(method=method, steps=12))
-    ends = []
-    for ways in (("nan", "nan"), ("shape", "target"), ("type", "type")):
-        folder = tmp_path / ways[0]
-        folder.mkdir()
-        bad = [[4, ways[0]], [7, ways[1]]]
-        results, codes = launch(folder, 2, "lose", run=run, bad=bad)
-        assert codes == [0, 0]
-        assert not differences(results[0]["state"], results[1]["state"])
-        assert sum(len(found["raised"]) for found in results) == 2
-        ends.append(results[0]["state"])
-        in_one_process = lose(0, {"run": run, "bad": bad})
-        assert not differences(in_one_process["state"], ends[-1])
-        raised = sorted(each for found in results for each in found["raised"])
-        assert in_one_process["raised"] == raised
-    assert all(bool(torch.isfinite(value).all()) for value in ends[0].values())
-    trainable = {name for name, _ in trainer_of(Run())[0].model.named_parameters()}
-    # However a micro-batch is lost, the parameters are the same.
-    for end in ends[1:]:
-        assert not [n for n in differences(ends[0], end) if n in trainable]
 
 
 # -- ranks that end -------------------------------------------------------------------------------

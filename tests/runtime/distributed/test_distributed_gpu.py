@@ -9,12 +9,11 @@ from typing import Any, Final
 
 import pytest
 import torch
-from distributed_memory import holdings, resume, steady
-from distributed_worker import Run, launch, trained, trainer_of
+from distributed_memory import holdings
+from distributed_worker import Run, launch, trained
 from helpers import worst
 from rank_captured import several
 
-from revcompile.runtime.trainer.placement import Placement
 from revcompile.schedule import METHODS
 
 pytestmark = [
@@ -61,10 +60,6 @@ def ranks(
     )
 
 
-def plain(*runs: Run) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(run) for run in runs]
-
-
 def assert_close(expected: dict[str, Any], found: dict[str, Any], what: Any) -> None:
     assert found.keys() == expected.keys()
     error, where = worst(expected, found)
@@ -84,7 +79,7 @@ SOME: Final = [
 @pytest.mark.parametrize(("count", "runs"), [(2, EVERY_METHOD), (4, SOME)])
 def test_nccl_ranks_train_as_one_process(tmp_path: Path, count: int, runs: list[Run]) -> None:
     """The last run of all is there to come to its end."""
-    results, codes = ranks(tmp_path, count, "train_all", runs=plain(*runs))
+    results, codes = ranks(tmp_path, count, "train_all", runs=runs)
     assert codes == [0] * count
     for number, run in enumerate(runs):
         expected = trained(run)
@@ -106,7 +101,7 @@ def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None
         Run(device="cuda", method="petra_stashed", steps=24, stage_to_rank=(0, 1, 1, 1)),
         Run(device="cuda", model="words", steps=24),
     ]
-    todo = [("undisturbed", run, (), {"backend": "cudagraphs"}) for run in plain(*runs)]
+    todo = [("undisturbed", run, (), {"backend": "cudagraphs"}) for run in runs]
     results, codes = ranks(tmp_path, 2, several, limit=200, todo=todo)
     assert codes == [0, 0]
     for number, run in enumerate(runs):
@@ -120,7 +115,7 @@ def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None
 def test_captured_ranks_go_on_after_whatever_comes_between(tmp_path: Path) -> None:
     run = Run(device="cuda")
     todo = [
-        ("disturbed", dataclasses.asdict(run), (str(tmp_path / backend),), {"backend": backend})
+        ("disturbed", run, (str(tmp_path / backend),), {"backend": backend})
         for backend in ("cudagraphs", "eager")
     ]
     results, codes = ranks(tmp_path, 2, several, todo=todo)
@@ -140,7 +135,7 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
     ]
     todo = [
         ("copied", run, (), {"backend": backend})
-        for run in plain(*runs)
+        for run in runs
         for backend in ("cudagraphs", "eager")
     ]
     results, codes = ranks(tmp_path, 4, several, limit=200, todo=todo)
@@ -151,33 +146,10 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
             assert all(captured["captured"][12:]) and not any(eager["captured"])
 
 
-def test_one_rank_needs_no_group(tmp_path: Path) -> None:
-    """Alone on the GPU, also where somebody has set the variables of torchrun."""
-    run = Run(device="cuda", steps=7)
-    on_cpu = trained(dataclasses.replace(run, device="cpu"))
-    here = trained(run)
-    ((found,),), codes = ranks(tmp_path, 1, "train_all", runs=plain(run))
-    assert codes == [0]
-    for one in (here, found):
-        assert one["losses"] == pytest.approx(on_cpu["losses"], rel=1e-2)
-        assert_close(on_cpu["state"], one["state"], run)
-    assert type(trainer_of(run)[1]._placement) is Placement
-
-
-def test_ranks_train_with_autocast_as_one_process(tmp_path: Path) -> None:
-    run, how = Run(device="cuda", model="vit", steps=6), {"autocast": torch.bfloat16}
-    results, codes = ranks(tmp_path, 2, "train_all", runs=plain(run), trainer=how)
-    assert codes == [0, 0]
-    expected, full = trained(run, **how), trained(run)
-    losses = results[-1][0]["losses"]
-    assert losses == pytest.approx(expected["losses"], rel=5e-3)
-    assert losses != full["losses"]  # it was on
-
-
 def test_copies_of_the_pipeline_train_with_the_mean_gradient(tmp_path: Path) -> None:
     """Two copies of two stages are one pipeline that gathers two micro-batches."""
     run = Run(device="cuda", method="backprop", stages=2, steps=10)
-    results, codes = ranks(tmp_path, 4, "copies", run=dataclasses.asdict(run))
+    results, codes = ranks(tmp_path, 4, "copies", run=run)
     assert codes == [0] * 4
     expected = trained(dataclasses.replace(run, accumulation_steps=2))["state"]
     weights = {n for n in expected if "running" not in n and "num_batches" not in n}
@@ -190,8 +162,8 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(tmp_path: Path) -> 
 def test_a_gpu_holds_only_the_weights_of_its_rank(tmp_path: Path, run: Run) -> None:
     """The model is made on the CPU, and never as a whole on a GPU."""
     stage_to_rank = (0, 1) * (run.stages // 2)
-    one, how = dataclasses.asdict(run), {"device": "cuda"}
-    results, codes = ranks(tmp_path, 2, holdings, run=one, other=stage_to_rank[::-1], trainer=how)
+    how = {"device": "cuda"}
+    results, codes = ranks(tmp_path, 2, holdings, run=run, other=stage_to_rank[::-1], trainer=how)
     assert codes == [0, 0]
     whole = sum(value.numel() * value.element_size() for value in results[0]["state"].values())
     for found in results:
@@ -201,25 +173,6 @@ def test_a_gpu_holds_only_the_weights_of_its_rank(tmp_path: Path, run: Run) -> N
             assert found["peak"] < 0.75 * whole
     assert results[0]["names"] != results[1]["names"]
     assert worst(results[0]["state"], results[1]["state"])[0] == 0.0
-
-
-def test_a_run_is_saved_and_goes_on_in_another_layout(tmp_path: Path) -> None:
-    run = dataclasses.asdict(Run(device="cuda", model="words", steps=9, stage_to_rank=(0, 0, 1, 1)))
-    others, saved = [(0, 0, 1, 1), (1, 0, 1, 0)], str(tmp_path / "saved")
-    results, codes = ranks(tmp_path, 2, resume, run=run, others=others, saved=saved)
-    assert codes == [0, 0]
-    for first, *resumed in results:
-        for found in resumed:
-            assert_close(first, found, run)
-
-
-def test_steady_state_asks_the_driver_for_no_memory(tmp_path: Path) -> None:
-    run = Run(device="cuda", steps=121)
-    results, codes = ranks(tmp_path, 2, steady, runs=plain(run))
-    assert codes == [0, 0]
-    for (made,) in results:
-        early, late = made[40], made[-1]
-        assert late <= early + 1  # blocks of 2 MiB; messages of 80 steps would be more
 
 
 @pytest.mark.parametrize(

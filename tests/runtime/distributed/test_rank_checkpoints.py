@@ -7,7 +7,6 @@ same stages. Other stages and methods need a drained checkpoint, and say so.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from rank_checkpoints import resuming, saving, several, step
 from training import same
 
 from revcompile.errors import InputError
-from revcompile.runtime.checkpoint.folder import find_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUNS = {
@@ -27,12 +25,6 @@ RUNS = {
     "tied": Run(model="words", in_flight_per_stage=2, accumulation_steps=3, steps=9, clip=0.1),
     "dni": Run(method="dni", steps=8),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """As the ranks have: sums depend on it."""
-    torch.set_num_threads(1)
 
 
 def on_ranks(folder: Path, steps: list[Any], world: int = 2, **options: Any) -> list[Any]:
@@ -64,49 +56,6 @@ def test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are(tmp_pa
             assert same(found["state"], expected["state"]), name
     for of_rank in resumed:
         assert same(of_rank[-1]["state"], alone["tied"]["state"])
-
-
-def test_a_rank_reads_its_own_tensors_alone(tmp_path: Path) -> None:
-    """In each rank's folder the other's tensors are damaged; rank 1 sees an old `latest`."""
-    run = RUNS["petra"]
-    (saved, *_), _ = on_ranks(tmp_path / "first", [step("saving", run, tmp_path / "saved")])
-    for rank in range(2):
-        folder = shutil.copytree(tmp_path / "saved", tmp_path / "apart" / f"{rank}")
-        other = find_checkpoint(folder) / f"rank_0000{1 - rank}.safetensors"
-        other.write_bytes(bytes(other.stat().st_size))
-    (folder / "step_00000001").mkdir()
-    (folder / "latest").write_text("step_00000001")
-    steps = [step("resuming_apart", run, tmp_path / "apart")]
-    for (resumed,) in on_ranks(tmp_path / "second", steps):
-        assert same(resumed["state"], saved["state"])
-    with pytest.raises(InputError, match=r"rank_00001.safetensors: it is not what was written"):
-        resuming(run, str(tmp_path / "apart" / "0"))
-
-
-def test_other_stages_without_a_drained_checkpoint_are_refused(tmp_path: Path) -> None:
-    """Four stages on two ranks to two stages in one process, and back; refused before any step."""
-    four, two = Run(steps=9), Run(stages=2, steps=9)
-    graphs = Run(method="ddg", steps=9)
-    on_ranks(tmp_path / "first", [step("saving", four, tmp_path / "four")])
-    saving(two, str(tmp_path / "two"))
-    with pytest.raises(InputError, match=r"micro-batches in flight.* in 4 stages") as error:
-        resuming(two, str(tmp_path / "four"))
-    assert "drain=True" in str(error.value) and "this trainer has 2 stages" in str(error.value)
-    steps = [
-        step("refusing", four, tmp_path / "two"),
-        step("unwritable", four, ""),
-        step("graphs", graphs, tmp_path / "graphs"),
-    ]
-    expected = trained(four)["state"]
-    for refused, unwritable, drained in on_ranks(tmp_path / "second", steps):
-        assert "in 2 stages" in refused["said"] and "drain=True" in refused["said"]
-        assert "rank 0: NotADirectoryError: [Errno 20] Not a directory" in unwritable["said"]
-        assert same(refused["state"], expected) and same(unwritable["state"], expected)
-        assert "stage 0 keeps graphs of micro-batches in flight" in drained["said"]
-    moved = resuming(dataclasses.replace(two, steps=9), str(tmp_path / "graphs"))
-    steps = [step("resuming", four, tmp_path / "graphs")]
-    back = on_ranks(tmp_path / "third", steps)
-    assert len(moved["losses"]) == len(back[1][0]["losses"]) == 4
 
 
 def test_copies_of_the_pipeline_go_on_with_their_own_micro_batches(tmp_path: Path) -> None:

@@ -24,12 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """As the ranks have: sums depend on it."""
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize(
     ("loader", "what"),
     [("unseeded", "targets"), ("distributed_sampler", "targets"), ("targets_apart", "inputs")],

@@ -8,9 +8,7 @@ and optimizer state. Learning rates follow a schedule, and every batch is change
 from __future__ import annotations
 
 import dataclasses
-import functools
 import signal
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,12 @@ import pytest
 import torch
 from distributed_worker import MODELS, Run, inputs, trainer_of
 from restart_worker import (
-    TORCHRUN,
     Course,
     End,
     Ended,
     held_out,
-    launch,
-    noted,
+    on_ranks,
     schedule,
-    under_torchrun,
     undisturbed,
 )
 from torch import nn
@@ -40,23 +35,6 @@ from revcompile.runtime.checkpoint.training import merged_state
 from revcompile.runtime.checkpoint.weights import load_weights
 
 Lines = list[dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """As the ranks have: sums depend on it."""
-    torch.set_num_threads(1)
-
-
-def resumed(course: Course) -> Course:
-    return dataclasses.replace(course, end=None)
-
-
-@functools.cache
-def once(course: Course) -> Lines:
-    """An undisturbed run that several tests compare with."""
-    with tempfile.TemporaryDirectory() as place:
-        return undisturbed(course, Path(place, "alone"))
 
 
 def assert_steps(ranks: Sequence[Lines], expected: Lines, first: int) -> None:
@@ -105,52 +83,23 @@ def test_after_a_kill_every_step_is_the_undisturbed_runs(
 ) -> None:
     expected = undisturbed(course, tmp_path / "alone")
     for end in ends:
-        ended = launch(dataclasses.replace(course, end=end), ranks, tmp_path / "ranks")
+        ended = on_ranks(dataclasses.replace(course, end=end), ranks, tmp_path / "ranks")
         assert_named(ended, end.rank, end.step - 1)
-    ended = launch(course, ranks, tmp_path / "ranks")
+    ended = on_ranks(course, ranks, tmp_path / "ranks")
     assert [one.code for one in ended] == [0] * ranks
     first = max(step for step in course.saves if step <= ends[0].step)
     assert_steps([one.lines for one in ended], expected, first)
 
 
-def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
-    expected = undisturbed(TORCHRUN, tmp_path / "alone")
-    under_torchrun(2, tmp_path / "ranks")
-    first, again = (
-        [noted(tmp_path / f"ranks.{rank}.{attempt}") for rank in range(2)] for attempt in range(2)
-    )
-    assert max(line.get("step", 0) for lines in first for line in lines) < TORCHRUN.run.steps - 1
-    assert_steps(again, expected, first=5)
-
-
-@pytest.mark.parametrize(
-    ("end", "left"),
-    [
-        (End(1, step=7, file="rank_00001.json"), 4),
-        (End(0, step=7, file="checkpoint.json"), 4),
-        (End(0, step=7, file="latest.tmp"), 4),
-    ],
-    ids=["its part half written", "no index yet", "complete, but not the latest yet"],
-)
-def test_a_kill_in_a_save_leaves_a_whole_checkpoint(tmp_path: Path, end: End, left: int) -> None:
-    course = Course(Run(steps=10), saves=(4, 8), end=end)
-    expected = once(resumed(course))
-    ended = launch(course, 2, tmp_path / "ranks")
-    assert_named(ended, end.rank, end.step)
-    assert Checkpoint(find_checkpoint(tmp_path / "ranks")).step == left
-    ended = launch(resumed(course), 2, tmp_path / "ranks")
-    assert_steps([one.lines for one in ended], expected, first=left)
-
-
 @pytest.mark.parametrize("step", [6, 12], ids=["in the middle", "in the last steps"])
 def test_a_sigterm_to_one_rank_has_all_save_and_leave(tmp_path: Path, step: int) -> None:
     course = Course(Run(steps=14), (4,), End(1, step, signal=signal.SIGTERM))
-    ended = launch(course, 2, tmp_path / "ranks")
+    ended = on_ranks(course, 2, tmp_path / "ranks")
     assert [one.code for one in ended] == [143, 143]
     (last,) = {one.lines[-1]["step"] for one in ended}
     assert last == (9 if step < 10 else 13)  # ranks ask each other after ten steps, and at the end
     expected = undisturbed(dataclasses.replace(course, saves=(4, last + 1)), tmp_path / "alone")
-    ended = launch(resumed(course), 2, tmp_path / "ranks")
+    ended = on_ranks(dataclasses.replace(course, end=None), 2, tmp_path / "ranks")
     assert_steps([one.lines for one in ended], expected, first=last + 1)
 
 
@@ -182,7 +131,7 @@ def test_four_ranks_then_two_then_one_then_a_module(tmp_path: Path) -> None:
     states = []
     for stages, ranks in ((4, 4), (2, 2), (3, 1)):
         course = Course(dataclasses.replace(run, stages=stages), saves=())
-        ended = launch(course, ranks, folder)
+        ended = on_ranks(course, ranks, folder)
         assert [one.code for one in ended] == [0] * ranks
         losses += [one.lines[-1]["evaluated"] for one in ended]
         states.append(saved(folder))

@@ -250,9 +250,7 @@ def test_ranks_scale_as_one_process(tmp_path: Path) -> None:
         Run(model="words", accumulation_steps=2, steps=9, stage_to_rank=(0, 1, 0, 1)),
         Run(method="1f1b", accumulation_steps=3, steps=7),
     ]
-    plain = [dataclasses.asdict(run) for run in runs]
-    torch.set_num_threads(1)
-    results, codes = launch(tmp_path, 2, "train_all", runs=plain, trainer=HALF)
+    results, codes = launch(tmp_path, 2, "train_all", runs=runs, trainer=HALF)
     assert codes == [0, 0]
     for number, run in enumerate(runs):
         net, trainer = of_ranks(dataclasses.replace(run, stage_to_rank=None), **HALF)

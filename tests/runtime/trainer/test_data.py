@@ -19,35 +19,7 @@ from training import settings_of
 
 import revcompile
 from revcompile.errors import InputError
-from revcompile.runtime.trainer.data import make_loader
 from revcompile.runtime.trainer.trainer import Trainer
-
-
-def test_every_rank_reads_the_same_order_from_one_seed() -> None:
-    rows = TensorDataset(torch.arange(10.0))
-    first, again = (torch.cat([x for (x,) in make_loader(rows, 4, seed=3)]) for _ in range(2))
-    torch.manual_seed(99)
-    assert torch.equal(first, again) and not torch.equal(first, torch.arange(10.0))
-    other = torch.cat([x for (x,) in make_loader(rows, 4, seed=3, epoch=1)])
-    assert not torch.equal(first, other) and torch.equal(first.sort()[0], other.sort()[0])
-
-
-def test_copies_of_the_pipeline_share_the_data() -> None:
-    shares = [
-        [int(n) for batch in make_loader(range(7), 2, seed=0, replica=r, replicas=3) for n in batch]
-        for r in range(3)
-    ]
-    assert [len(share) for share in shares] == [2, 2, 2]
-    assert len({sample for share in shares for sample in share}) == 6
-
-
-def test_the_first_batches_can_be_passed_over() -> None:
-    rows = TensorDataset(torch.arange(10.0))
-    whole = [x.tolist() for (x,) in make_loader(rows, 4, seed=3)]
-    rest = make_loader(rows, 4, seed=3, skip=1)
-    assert [x.tolist() for (x,) in rest] == whole[1:] and len(rest) == 2
-    assert list(make_loader(rows, 4, seed=3, skip=9)) == []
-
 
 # -- a trainer's own loader -----------------------------------------------------------------------
 

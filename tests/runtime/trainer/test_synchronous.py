@@ -70,24 +70,6 @@ def test_first_updates_are_those_of_1f1b(kind: str, accumulation_steps: int) -> 
     assert same(weights(net), weights(later))
 
 
-def test_a_resumed_run_is_captured_once() -> None:
-    """Every stage's delay is known before its first update, so that none of them changes a step."""
-    nets = [fresh(Plain, 4) for _ in range(2)]
-    options: Any = {"synchronous_updates": 1, "accumulation_steps": 2, "backend": "static"}
-    saved, resumed = (net.trainer(ahead, F.cross_entropy, **settings_of(**options)) for net in nets)
-    feed(saved, DATA[:12])
-    saved.flush()
-    resumed.load_state_dict(through_a_file(saved.state_dict()))
-    entered = 0
-    for batch in DATA:
-        was_active = resumed._runner.is_active
-        resumed.step(*batch)
-        entered += resumed._runner.is_active and not was_active
-        if was_active:
-            assert resumed._runner.is_active
-    assert entered == 1 and resumed._runner._changes == 0
-
-
 def test_what_makes_no_sense_is_refused() -> None:
     net = fresh(Plain)
     with pytest.raises(InputError, match=r"'1f1b' never applies late gradients"):

@@ -80,38 +80,6 @@ def test_clipping_leaves_gradients_within_the_norm_alone(method: str) -> None:
     assert same(*ends)
 
 
-class Sums(nn.Module):
-    """Autograd gives `p` and `q` one gradient, and with one sample the input the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
-        self.p, self.q = nn.Parameter(torch.ones(1, 6)), nn.Parameter(torch.ones(1, 6))
-        self.r = nn.Parameter(torch.ones(1, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = (self.stem(x) + (self.p + self.q)) + self.r
-        return self.head(x) + self.r.sum()
-
-
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-@pytest.mark.parametrize("stages", [1, 2])
-def test_gradients_that_share_memory(stages: int, accumulation_steps: int) -> None:
-    data = [(x[:1], y[:1]) for x, y in batches(6)]
-    net = fresh(Sums, stages)
-    model = net.to_module()
-    expected = plain_loop(
-        model, momentum(model.parameters()), data, accumulation_steps=accumulation_steps, clip=0.1
-    )
-    feed(
-        trainer_of(
-            net, method="backprop", accumulation_steps=accumulation_steps, clip_grad_norm=0.1
-        ),
-        data,
-    )
-    assert worst(expected, weights(net))[0] < 1e-12
-
-
 # -- inputs and outputs of every form -------------------------------------------------------------
 
 
@@ -197,44 +165,6 @@ def test_callers_may_write_to_a_batch_and_to_outputs_after_the_step(
     assert same(weights(net), weights(expected))
 
 
-class Arranged(nn.Module):
-    """An auxiliary head before a chain that goes on in another arrangement."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.aux = nn.Conv2d(3, 6, 3, padding=1), nn.Linear(6, 3)
-        self.convs = nn.ModuleList(nn.Conv2d(6, 6, 1) for _ in range(2))
-        self.mlps = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.stem(x)
-        aux = self.aux(x.mean((2, 3)))
-        for conv in self.convs:
-            x = x + torch.tanh(conv(x))
-        x = x.flatten(2).transpose(1, 2)
-        for mlp in self.mlps:
-            x = x + torch.tanh(mlp(x))
-        return self.head(x.mean(1)), aux
-
-
-@pytest.mark.parametrize("method", ["petra", "backprop", "dsp"])
-def test_an_output_that_the_loss_does_not_read(method: str) -> None:
-    """No gradient comes back for it, and its layers stay as they are."""
-    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    net = revcompile.petrafy(seeded(Arranged), 3, x, check="off")
-    before = weights(net)
-    trainer = trainer_of(
-        net, plain_sgd, lambda output, target: F.cross_entropy(output[1], target), method=method
-    )
-    feed(trainer, [(x, torch.tensor([0, 1]))] * 4)
-    trainer.flush()
-    changed = {
-        name for name, tensor in weights(net).items() if not torch.equal(tensor, before[name])
-    }
-    assert changed == {"stem.weight", "stem.bias", "aux.weight", "aux.bias"}
-
-
 # -- precision ------------------------------------------------------------------------------------
 
 
@@ -294,27 +224,6 @@ def test_reconstruction_errors_are_measured_while_weights_move() -> None:
     assert all(0.0 < seen[stage] < 0.2 for stage in (1, 2))
 
 
-def test_a_weight_read_with_and_without_a_graph_under_autocast() -> None:
-    """The head of the last stage is recorded, a block of it is not; they share a weight."""
-
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.layer = nn.Linear(5, 5), nn.Linear(5, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            x = x + torch.tanh(self.layer(x))
-            return (torch.tanh(x) @ self.layer.weight)[:, :3]
-
-    net = revcompile.petrafy(seeded(Shared, torch.float32), 1, torch.zeros(4, 5), check="off")
-    data = batches(1, dtype=torch.float32)
-    found, _ = gradient_of(net, data, autocast=torch.bfloat16)
-    net = revcompile.petrafy(seeded(Shared, torch.float32), 1, torch.zeros(4, 5), check="off")
-    expected, _ = gradient_of(net, data, method="backprop")
-    assert worst(expected, found)[0] < 0.05
-
-
 def test_a_model_in_bfloat16() -> None:
     data = batches(6, dtype=torch.bfloat16)
     found, errors = gradient_of(
@@ -327,64 +236,19 @@ def test_a_model_in_bfloat16() -> None:
     assert worst(reference, found)[0] < 2 * worst(reference, expected)[0] + 0.02
 
 
-# -- tied weights ---------------------------------------------------------------------------------
-
-
-class Language(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x)
-
-
-def language(stages: int) -> revcompile.StagedModel:
-    # "same_parameters": both streams start as one, and the head keeps its shape and its tie
-    example = torch.zeros(3, 5, dtype=torch.long)
-    model = seeded(Language)
-    return revcompile.petrafy(model, stages, example, check="off", policy="same_parameters")
-
-
-@pytest.mark.parametrize("method", ["petra", "pipedream"])
-def test_tied_copies_are_equal_after_a_flush(method: str) -> None:
-    net = language(4)
-    trainer = trainer_of(net, momentum, next_word, method=method)
-    feed(trainer, sentences(7))
-    trainer.flush()
-    owner, holder = (trainer._executors[index].stage.parameters["embed.weight"] for index in (0, 3))
-    assert owner is not holder
-    assert torch.equal(owner, holder)
-    module = net.to_module()
-    assert module.get_parameter("head.weight") is module.get_parameter("embed.weight")
-    assert module.get_parameter("embed.weight") is not owner
-    assert torch.equal(module.get_parameter("embed.weight"), owner)
+# -- models of every kind -------------------------------------------------------------------------
 
 
 def test_sparse_gradients_are_gathered_dense() -> None:
-    def words(sparse: bool) -> revcompile.StagedModel:
-        model = seeded(Language)
-        model.head = nn.Linear(6, 11, dtype=torch.float64)
-        model.head.load_state_dict({"weight": torch.eye(11, 6), "bias": torch.zeros(11)})
-        model.embed.sparse = sparse
-        return revcompile.petrafy(model, 2, torch.zeros(3, 5, dtype=torch.long), check="off")
-
-    nets = words(sparse=True), words(sparse=False)
-    for net in nets:
-        feed(
-            trainer_of(net, plain_sgd, next_word, accumulation_steps=2, clip_grad_norm=0.1),
-            sentences(6),
-        )
-    assert same(weights(nets[0]), weights(nets[1]))
-
-
-# -- models of every kind -------------------------------------------------------------------------
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(11, 6, sparse=sparse), nn.Linear(6, 11)).double()
+        net = revcompile.petrafy(model, 2, torch.zeros(3, 5, dtype=torch.long), check="off")
+        trainer = trainer_of(net, plain_sgd, next_word, accumulation_steps=2, clip_grad_norm=0.1)
+        feed(trainer, sentences(6))
+        found.append(weights(net))
+    assert same(*found)
 
 
 def vgg() -> nn.Module:
@@ -431,7 +295,7 @@ class Bare(Chain):
 
 
 @pytest.mark.parametrize("method", ["backprop", "reversible_backprop", "1f1b"])
-@pytest.mark.parametrize("make", [vgg, Frozen, Chain, spectral, Bare])
+@pytest.mark.parametrize("make", [vgg, Frozen, spectral, Bare])
 def test_any_model_equals_a_plain_loop(make: Callable[[], nn.Module], method: str) -> None:
     """Buffers included: running statistics and power iterations move once a micro-batch."""
     net = fresh(make, 3)
@@ -499,23 +363,3 @@ def test_a_trainer_that_nobody_has_any_more_lets_go_of_its_micro_batches() -> No
         assert held() is None
     finally:
         gc.enable()
-
-
-def test_the_cpu_multiplies_in_one_way_from_the_first_step() -> None:
-    """Where bf16 is not in the hardware, the first such product switches oneDNN off for good."""
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.layer, self.head = nn.Linear(5, 64), nn.Linear(64, 64), nn.Linear(64, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.stem(x)
-            return self.head(x + torch.tanh(self.layer(x)))
-
-    x, y = torch.randn(64, 5), torch.randint(0, 3, (64,))
-    net = revcompile.petrafy(Wide(), 2, x, check="off")
-    trainer = trainer_of(net, autocast=torch.bfloat16)
-    chosen = torch.backends.mkldnn.enabled
-    feed(trainer, [(x, y)] * 3)
-    assert torch.backends.mkldnn.enabled == chosen
