@@ -202,7 +202,7 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     ),
     "runtime/stage/test_buffers.py::test_what_was_rounded_is_sent_and_read_as_it_is_stored": ("1",),
     "runtime/stage/test_kept_graphs.py::test_a_checkpoint_waits_until_graphs_are_gone": ("mixed",),
-    "runtime/stage/test_kept_graphs.py::test_activations_are_the_forward_s_and_parameters_the_latest": (
+    "runtime/stage/test_kept_graphs.py::test_activations_of_the_forward_and_the_latest_parameters": (
         "skips-mixed-1-1",
         "words-all-2-3",
     ),

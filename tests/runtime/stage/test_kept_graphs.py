@@ -92,7 +92,7 @@ def written_out(
 @pytest.mark.parametrize(
     ("name", "plan"), [("resnet", "all"), ("vit", "turns"), ("skips", "mixed"), ("words", "all")]
 )
-def test_activations_are_the_forward_s_and_parameters_the_latest(
+def test_activations_of_the_forward_and_the_latest_parameters(
     name: str, plan: str, in_flight_per_stage: float, accumulation_steps: int
 ) -> None:
     expected = written_out(name, PLANS[plan], in_flight_per_stage, accumulation_steps)
