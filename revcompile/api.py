@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from revcompile.arguments import (
     check_meta,
     check_model,
     check_optimizer_copies,
+    known_keywords,
     member_of,
     number,
     one_of,
@@ -37,9 +37,10 @@ from revcompile.compiler.partition import partition
 from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
-from revcompile.errors import InputError, InversionError, RevcompileWarning
+from revcompile.errors import InputError, InversionError, warn
 from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
 from revcompile.inspect.tables import invertibility_table, most_frequent_refusals, summary_text
+from revcompile.inspect.views import block_of
 from revcompile.interop import huggingface
 from revcompile.ir.module_tree import looks_trained
 from revcompile.ir.policy import Policy
@@ -102,6 +103,7 @@ class ReversibleModule(Reversible):
         return original_model(self, self)
 
 
+@known_keywords("reversify")
 def reversify(
     model: nn.Module,
     example_inputs: Any = None,
@@ -220,6 +222,7 @@ def _reversified(
     return net, compared
 
 
+@known_keywords("petrafy")
 def petrafy(
     model: nn.Module,
     num_stages: int,
@@ -283,7 +286,7 @@ def petrafy(
         leaf_modules=leaf_modules,
         tolerance=tolerance,
     )
-    _refuse_state_in_python(net.rewired)
+    _refuse_state_in_python(net.rewired, "petrafy")
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
     method = choose("petra_stashed" if net.rewired.policy.averaged else "petra")
     workload = Workload(
@@ -399,13 +402,13 @@ def _refuse_reversible(model: Any, caller: str) -> None:
         )
 
 
-def _refuse_state_in_python(rewired: Rewired) -> None:
-    """Stages compute a module again in backward, which would advance its state once more."""
+def _refuse_state_in_python(rewired: Rewired, caller: str) -> None:
+    """Backward computes a module again, which would advance its state once more."""
     if rewired.stateful:
         raise InputError(
-            f"petrafy: {rewired.stateful[0]}, and what it computes depends on that. Stages run "
-            "modules again in their backward pass, micro-batches later: keep the state in a buffer "
-            "(self.register_buffer), or outside the model"
+            f"{caller}: {rewired.stateful[0]}, and what it computes depends on that. The backward "
+            "pass runs modules again: keep the state in a buffer (self.register_buffer), or "
+            "outside the model"
         )
 
 
@@ -419,31 +422,25 @@ def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
         "reversify": "training it keeps all activations, as training the original does",
         "petrafy": "every stage keeps its inputs and computes the rest again",
     }
-    warnings.warn(
+    warn(
         f"{caller}: nothing in {rewired.name} became reversible, so {effect[caller]}. Why: {why}",
-        RevcompileWarning,
-        stacklevel=3,
     )
 
 
 def _warn_of_another_function(rewired: Rewired, caller: str) -> None:
-    warnings.warn(
+    warn(
         f"{caller}: {rewired.name} looks trained, but this policy makes a new two-stream "
         "model of it, which computes another function and has to be trained. Pass "
         "policy='pretrained' to keep what the model computes",
-        RevcompileWarning,
-        stacklevel=4,
     )
 
 
 def _warn_of_hooks(net: ReversibleModule, caller: str) -> None:
     for path in net._inlined_hooks:
-        warnings.warn(
+        warn(
             f"{caller}: {path} has hooks, but its forward is part of the captured graph now: what "
             "they computed was traced, and they will not run again. Register hooks on the layers "
             f"inside {path}, or keep it whole with leaf_modules=[{path!r}]",
-            RevcompileWarning,
-            stacklevel=4,
         )
 
 
@@ -456,6 +453,7 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
             net.train()
         report = _inversion_report(net, args, kwargs, net.tolerance)
     if not report.ok:
+        _refuse_state_in_python(net.rewired, caller)
         name, error = report.worst
         if net.rewired.policy.averaged and error == float("inf"):
             raise InversionError(
@@ -468,7 +466,16 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
             f"{caller}: {name} reconstructs its input only to {error:.1e} "
             f"(tolerance {report.tolerance:.1e}), so gradients behind it would be wrong. "
             "Its branch is much larger than the stream it is added to, or it is not a function "
-            "of its input, or batch norms see too few samples of the example; give an example with "
-            "a larger batch, scale the branch down, keep its module as one piece with "
-            f"leaf_modules=[...], or accept the error with tolerance={error * 2:.0e}"
+            "of its input (it counts, or reads torch.is_grad_enabled()), or batch norms see too "
+            "few samples of the example; give an example with a larger batch, scale the branch "
+            "down, keep the whole block, shortcut included, as one piece with "
+            f"leaf_modules=[{_block_path(net.rewired, name)}], or accept the error with "
+            f"tolerance={error * 2:.0e}"
         )
+
+
+def _block_path(rewired: Rewired, name: str) -> str:
+    """The module around a coupling and its shortcut, for `leaf_modules`."""
+    coupling = next(segment for segment in rewired.couplings if segment.name == name)
+    block = block_of(rewired, coupling)
+    return repr(block.path) if block is not None and block.path else "..."

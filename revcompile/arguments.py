@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import inspect
 import math
 import numbers
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from torch.utils.data import DataLoader
 from revcompile.errors import InputError
 
 Kind = TypeVar("Kind", bound=enum.Enum)
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 MethodName = Literal[
     "backprop",
@@ -46,6 +49,31 @@ PolicyName = Literal["paper", "pretrained", "same_parameters"]
 CheckName = Literal["full", "fast", "off"]
 CostName = Literal["analytic", "measured"]
 OverlapName = Literal["auto", "on", "off"]
+
+
+def known_keywords(
+    caller: str, others: Mapping[str, str] | None = None
+) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """A function that names the nearest keyword if it is given one that it does not have.
+
+    `others` are names that belong elsewhere, and how to write them there.
+    """
+
+    def decorated(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        own = {name: name for name in inspect.signature(function).parameters if name != "self"}
+        words = {**(others or {}), **own}
+
+        @functools.wraps(function)
+        def checked(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            for name in (name for name in kwargs if name not in own):
+                near = difflib.get_close_matches(name, words, 1)
+                hint = f"did you mean {words[near[0]]}?" if near else f"use {', '.join(own)}"
+                raise TypeError(f"{caller}: there is no argument {name!r}; {hint}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 def check_model(caller: str, model: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class RevcompileError(Exception):
     """Base of all errors raised on purpose by revcompile.
@@ -70,6 +73,14 @@ class RankError(RevcompileError, RuntimeError):
 
 class RevcompileWarning(UserWarning):
     """Something works, but not as the user is likely to expect."""
+
+
+def warn(message: str) -> None:
+    """Warn, at the line outside the package that has called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("revcompile."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RevcompileWarning, stacklevel=level)
 
 
 class TrainerStoppedError(RevcompileError, RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Never
 
@@ -18,6 +19,7 @@ from revcompile.arguments import (
     check_stage_list,
     file_path,
     flag,
+    known_keywords,
     member_of,
 )
 from revcompile.compiler.cost import Workload
@@ -202,6 +204,10 @@ class StagedModel(StageReport):
         flag("net.to_pipeline_stages", "reversible", reversible)
         return pipeline_stages(self._partition, target, reversible)
 
+    @known_keywords(
+        "net.trainer",
+        {each.name: f"options=TrainerOptions({each.name}=...)" for each in fields(TrainerOptions)},
+    )
     def trainer(
         self,
         optimizer: OptimizerFactory,

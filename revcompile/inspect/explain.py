@@ -12,14 +12,13 @@ from typing import Final
 from revcompile.errors import InputError
 from revcompile.inspect.formatting import bytes_of, plural, size
 from revcompile.inspect.tables import short_range, text_width
-from revcompile.inspect.views import modules_of
+from revcompile.inspect.views import block_of, modules_of
 from revcompile.ir.program import Part, Partition, StageProgram
 from revcompile.ir.types import (
     PATH,
     SOURCE,
     Coupling,
     Opaque,
-    Residual,
     ResidualKind,
     Rewired,
     Segment,
@@ -128,7 +127,7 @@ class _Explainer:
         self.piece = part.pieces[place]
         self.rewired: Rewired = partition.rewired
         self.graph = self.piece.graph
-        self.block = self._block()
+        self.block = block_of(self.rewired, self.piece)
 
     def explain(self) -> PieceExplanation:
         return PieceExplanation(
@@ -138,14 +137,6 @@ class _Explainer:
             rewired=tuple(self._rewired()),
             placed=tuple(self._placed()),
         )
-
-    def _block(self) -> Residual | None:
-        """The residual block that the piece was made of, recognised by the names of its nodes."""
-        names = {node.name for node in self.graph.nodes if node.op.startswith("call")}
-        for block in self.rewired.residuals:
-            if names & {*block.branch}:
-                return block
-        return None
 
     # -- found --------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from revcompile.inspect.formatting import bytes_of
 from revcompile.ir.program import Part, Partition, Port, StageMemory, StageProgram
-from revcompile.ir.types import PATH, Coupling, Rewired, Segment, TensorType
+from revcompile.ir.types import PATH, Coupling, Residual, Rewired, Segment, TensorType
 from revcompile.schedule import delay, window
 
 
@@ -132,6 +132,12 @@ def modules_of(piece: Segment) -> tuple[str, ...]:
     called = (node for node in piece.graph.nodes if node.op.startswith("call"))
     paths = (str(node.meta.get(PATH, "")) for node in called)
     return tuple(dict.fromkeys(path for path in paths if path))
+
+
+def block_of(rewired: Rewired, piece: Segment) -> Residual | None:
+    """The residual block that a piece was made of, recognised by the names of its nodes."""
+    names = {node.name for node in piece.graph.nodes if node.op.startswith("call")}
+    return next((block for block in rewired.residuals if names & {*block.branch}), None)
 
 
 def refusals_by_reason(rewired: Rewired) -> dict[str, list[str]]:

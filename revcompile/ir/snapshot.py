@@ -76,6 +76,9 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         match self.kind:
+            case Kind.MODULE if type(self.before) is type(self.now):
+                kind = type(self.now).__name__
+                return f"{self.where} was replaced by another {kind}, which has its own weights"
             case Kind.PARAMETER | Kind.BUFFER:
                 return f"{self.where} was replaced"
             case Kind.MEMBERS:

@@ -6,14 +6,13 @@ up for the delay. Convolutional nets learn much better from them. docs/results.m
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Final
 
 import torch
 from torch import fx, nn
 
-from revcompile.errors import RevcompileWarning
+from revcompile.errors import warn
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import Rewired
@@ -91,12 +90,10 @@ def warn_of_delay(trainer: Trainer) -> None:
         problems.append("and backward uses other weights than forward did")
     remedy = _remedy(plain[0] if plain else None, _STASHED if has_others else None, is_far)
     enough = window(method, len(programs), 0, trainer._settings.accumulation_steps) - 1
-    warnings.warn(
+    warn(
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
         f"{', '.join(problems)}: expect it to learn much less than by backprop. Use {remedy}; or "
         f"accumulation_steps={enough}, with smaller micro-batches, for at most one update of delay",
-        RevcompileWarning,
-        stacklevel=3,
     )
 
 

@@ -42,6 +42,11 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
         lambda net: setattr(net, "drop", nn.Identity()),
         "drop was a Dropout and is an Identity now",
     ),
+    "module of the same class": (
+        Kind.MODULE,
+        lambda net: setattr(net, "last", nn.Linear(4, 4)),
+        "last was replaced by another Linear, which has its own weights",
+    ),
     "new module": (
         Kind.MEMBERS,
         lambda net: net.last.add_module("x", nn.Identity()),

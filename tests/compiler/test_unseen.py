@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import revcompile
 from revcompile import TrainerOptions
 from revcompile.compiler.capture import capture
-from revcompile.errors import CaptureError, ModifiedError
+from revcompile.errors import CaptureError, InputError, InversionError, ModifiedError
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 
@@ -91,6 +91,34 @@ def test_a_custom_function_stays_in_a_module_of_its_own(function: Any) -> None:
     with pytest.raises(CaptureError, match=expected) as caught:
         capture(CustomFunction(function), X)
     assert "submodule" in str(caught.value) and "test_unseen.py" in str(caught.value)
+
+
+def test_a_custom_function_is_of_the_module_that_calls_it() -> None:
+    """Not of the one that is given its result."""
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.after = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(Tripled.apply(x))  # type: ignore[no-any-return, no-untyped-call]
+
+    with pytest.raises(CaptureError, match=r"in \(top level\): the custom .* Calls\.forward\]"):
+        capture(Calls(), X)
+    assert capture(nn.Sequential(Calls()), X).leaf_modules == ("0",)
+
+
+def test_a_generator_of_the_models_own_is_refused() -> None:
+    class Draws(Block):
+        def effect(self, h: Tensor) -> Tensor:
+            return h + torch.rand(h.shape, generator=self.generator)  # type: ignore[call-overload]
+
+    block = Draws()
+    block.generator = torch.Generator()
+    with pytest.raises(CaptureError, match=r"in 0: .* leave out generator=.* Draws\.fo") as caught:
+        capture(nn.Sequential(block), X)
+    assert "leaf module" not in str(caught.value)
 
 
 def test_a_custom_function_without_gradients_is_part_of_the_graph() -> None:
@@ -310,6 +338,24 @@ def test_counting_in_an_attribute_of_a_child_is_seen(kind: type[Block]) -> None:
         capture(kind(), X, check="off")
     captured = capture(nn.Sequential(kind(), Block()), X, check="off")
     assert captured.leaf_modules == ("0",)
+
+
+def test_a_counter_in_a_branch_is_told_to_be_a_buffer() -> None:
+    """The branch is a leaf module already."""
+
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(h) * self.calls
+
+    block = Block()
+    block.l = Counts(6, 6)
+    with pytest.raises(InputError, match=r"^reversify: 0\.l: .* counts .* register_buffer"):
+        revcompile.reversify(nn.Sequential(block, Block()), X)
+    with pytest.raises(InversionError, match=r"it counts, .* leaf_modules=\['0'\]"):
+        revcompile.reversify(nn.Sequential(block, Block()), X, leaf_modules=[Counts])
 
 
 def test_what_is_remembered_in_a_child_is_no_counter() -> None:

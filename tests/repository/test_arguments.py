@@ -121,6 +121,23 @@ def test_options_of_petrafy(options: dict[str, Any], said: str) -> None:
         revcompile.petrafy(Block(), **given)
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda net: revcompile.petrafy(Block(), stages=2), "'stages'; did you mean num_stages"),
+        (lambda net: revcompile.reversify(Block(), X, epochs=2), "'epochs'; use model, example_in"),
+        (lambda net: net.trainer(None, accumulate_steps=2), "did you mean accumulation_steps"),
+        (
+            lambda net: net.trainer(None, check_finit=True),
+            r"net.trainer: .* did you mean options=TrainerOptions\(check_finite=...\)",
+        ),
+    ],
+)
+def test_unknown_keywords(staged: StagedModel, call: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        call(staged)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     assert revcompile.petrafy(Block(), numpy.int64(1), X).num_stages == 1  # type: ignore[arg-type]
 
@@ -157,7 +174,7 @@ def raising(argument: Any) -> Any:
         ({"measure_reconstruction_every": 0}, "measure_reconstruction_every=0; expected a whole"),
         ({"seed": "a"}, "seed='a'; use a whole number"),
         ({"lr_schedule": 3}, "lr_schedule: expected a function, called once a stage, got int"),
-        ({"param_groups": 3}, "param_groups: expected a function, called once a stage, got int"),
+        ({"param_groups": 3}, "called once a stage, got int; write e.g. param_groups=lambda named"),
         ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
         ({"method": "backprop", "in_flight_per_stage": 2}, "has a fixed order"),
         ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
@@ -182,6 +199,14 @@ def raising(argument: Any) -> Any:
         (
             {"param_groups": lambda named: None},
             r"stage 0: .* got None; return a list of dicts",
+        ),
+        (
+            {"param_groups": lambda named: [{"params": [p for _, p in named]}] * 2},
+            "more than one parameter group; .* hold every parameter once, e.g. lambda named",
+        ),
+        (
+            {"param_groups": lambda named: [{"parms": [p for _, p in named]}]},
+            "a group has no 'params', but 'parms'; return a list of dicts",
         ),
         ({"param_groups": lambda named: [1]}, "expected parameter groups, got .*; return a list"),
         ({"param_groups": raising}, "param_groups, stage 0: it raised KeyError: 'weight'"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -76,21 +76,26 @@ def capture(
     level = Check.parse(check)
     _refuse_hooks(model)
     example = make_example(model, example_inputs, example_kwargs)
+    advice = _ADVICE
     try:
         captured, problem = _checked(model, example, requested_leaves(model, leaf_modules), level)
     except Untraceable as error:
         problem = f"tracing stopped in {error}"
+        advice = advice if error.leaf_helps else ""
     else:
         if problem is None:
             return captured
         problem = f"the graph is not the model: {problem}"
-    raise CaptureError(
-        f"capture: {type(model).__name__} could not be captured: {problem}\n"
-        "What helps: make the module that cannot be traced a leaf module with "
-        "leaf_modules=['its.path'] (or its class); fix optional arguments by passing them in "
-        "example_inputs / example_kwargs; move control flow that depends on data into a "
-        "submodule of its own."
-    )
+    name = type(model).__name__
+    raise CaptureError(f"capture: {name} could not be captured: {problem}{advice}")
+
+
+_ADVICE: Final = (
+    "\nWhat helps: make the module that cannot be traced a leaf module with "
+    "leaf_modules=['its.path'] (or its class); fix optional arguments by passing them in "
+    "example_inputs / example_kwargs; move control flow that depends on data, or a custom "
+    "autograd function, into a submodule of its own."
+)
 
 
 def _checked(

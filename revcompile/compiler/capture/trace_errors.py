@@ -41,6 +41,7 @@ class Untraceable(Exception):
         source: `file:line` of the user's code.
         has_state: the module's next call computes something else, and no buffer holds that state.
         by_batch: control flow depends on the batch size.
+        leaf_helps: a leaf module may do it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Untraceable(Exception):
         source: str,
         has_state: bool = False,
         by_batch: bool = False,
+        leaf_helps: bool = True,
     ) -> None:
         super().__init__(f"{path or '(top level)'}: {cause} [{source}]")
         self.path = path
@@ -57,6 +59,7 @@ class Untraceable(Exception):
         self.source = source
         self.has_state = has_state
         self.by_batch = by_batch
+        self.leaf_helps = leaf_helps
 
 
 class BatchDependent(TraceError):
@@ -93,6 +96,7 @@ def describe_failure(path: str, error: Exception) -> Untraceable:
         _source(error),
         has_state=isinstance(error, PythonState),
         by_batch=isinstance(error, BatchDependent),
+        leaf_helps=not isinstance(error, Rejected),
     )
 
 

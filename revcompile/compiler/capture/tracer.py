@@ -216,6 +216,13 @@ class Tracer(ShapedTracer):
         if isinstance(a, ShapedProxy):
             self._refuse_custom_function(a)
             return a.node
+        if isinstance(a, torch.Generator):
+            raise Rejected(
+                "the forward pass draws from a torch.Generator of its own, whose numbers backward "
+                "could not draw again; leave out generator=, and draw from torch's default "
+                "generator, which torch.manual_seed seeds",
+                self.root.get_submodule(self._path),
+            )
         if isinstance(a, torch.Size):
             return tuple(self.create_arg(n) for n in a)
         if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
@@ -246,7 +253,8 @@ class Tracer(ShapedTracer):
         for leaf in pytree.tree_leaves(result):
             name = custom_function(leaf)
             if name is not None and name not in _CHECKPOINTING:
-                raise TraceError(f"the custom autograd function {name}")
+                owner = self.root.get_submodule(self._path)
+                raise UntracedEffect(f"the custom autograd function {name}", owner)
 
     # -- modules ------------------------------------------------------------------------------
 
@@ -256,6 +264,7 @@ class Tracer(ShapedTracer):
         if not path:  # the model itself
             return module._call_impl(*args, **kwargs)
         self._refuse_foreign_rng()
+        self._refuse_custom_function((args, kwargs))
         outer, self._path = self._path, path
         try:
             if self._path in self._leaf_paths or is_leaf(module):

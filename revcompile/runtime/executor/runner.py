@@ -5,13 +5,12 @@ from __future__ import annotations
 import enum
 import logging
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
-from revcompile.errors import NonFiniteError, RevcompileWarning
+from revcompile.errors import NonFiniteError, warn
 from revcompile.runtime.executor.boundary import StepInputs
 from revcompile.runtime.executor.captured_steps import CapturedSteps, has_flags
 from revcompile.runtime.executor.executor import StageExecutor
@@ -115,22 +114,18 @@ class GraphRunner:
             self._reported += self._captured.reports.collect(wait=True)
         self.is_on, self._captured = False, None
         use_no_slots(self._executors)
-        warnings.warn(
+        warn(
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
             "Pass backend='eager' to silence this warning",
-            RevcompileWarning,
-            stacklevel=6,
         )
 
     def _warn(self, why: str, advice: str) -> None:
         """Say once that steps are not captured for a while."""
         if why not in self._warned:
             self._warned.add(why)
-            warnings.warn(
+            warn(
                 f"backend={self._backend.value!r}: while {why}, steps are run one action at a "
                 f"time; {advice}",
-                RevcompileWarning,
-                stacklevel=7,
             )
 
     def step(

@@ -141,4 +141,10 @@ class Cases:
                 self._cases.insert(0, case)
                 return case.rewired, values
         assert remaining is not None
-        raise remaining.error(name, "Compile it again with example inputs of this case.")
+        advice = "Compile it again with example inputs of this case."
+        if remaining.is_flag:
+            advice = (
+                "Models are always captured with gradients enabled: call this one so as well, or "
+                "move what reads it into a submodule, which then is called as it is."
+            )
+        raise remaining.error(name, advice)

@@ -60,6 +60,11 @@ class Mismatch:
         """Whether it is about members, which capturing the model again does not follow."""
         return isinstance(self.expected, Member) or isinstance(self.found, Member)
 
+    @property
+    def is_flag(self) -> bool:
+        """Whether it is about a flag of torch."""
+        return self.expression.startswith("torch.")
+
     def error(self, where: str, advice: str) -> GuardError:
         return GuardError(
             f"{where}: {self}. The forward pass reads it in Python, so the captured graph may be "

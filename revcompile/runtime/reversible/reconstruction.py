@@ -170,10 +170,12 @@ class ReconstructionCheck:
         message = (
             f"{self._name} reconstructs its input only to {error:.1e} "
             f"(tolerance {limit:.1e}){when}, so its gradients {effect}. "
-            "Parameters that are written through .data between forward and backward cause this. "
-            "Otherwise revcompile.check_invertible(net, x) shows which block loses the precision; "
-            "keep the streams in float32, lower the scale of that branch or the learning rate, or "
-            "raise tolerance="
+            "Most likely its branches have become too large for this precision: "
+            "revcompile.check_invertible(net, x) shows which; keep the streams in float32, lower "
+            "the scale of that branch or the learning rate, or raise tolerance=. A branch that "
+            "computes something else when it runs again (it counts, or reads "
+            "torch.is_grad_enabled()) and parameters written through .data between forward and "
+            "backward cause this, too"
         )
         if not is_small:
             raise InversionError(message)

@@ -174,6 +174,11 @@ class LossHead:
             remedy = "check that the target fits the output"
             if target is None:
                 remedy = "no target was given: call trainer.step(x, y), or use another loss"
+            elif "in-place" in str(error):
+                remedy = (
+                    "it changes the output in place, which is a leaf of autograd here; use "
+                    "operations that return a new tensor (sub for sub_), or output.clone() first"
+                )
             raise InputError(
                 f"loss, {where}: it raised {type(error).__name__}: {error}\n"
                 f"  output: {described(output)}\n  target: {described(target)}\n"

@@ -83,8 +83,9 @@ class StageGuard:
 
 def changed_in_flight(change: Change) -> str:
     return (
-        f"{change}, but micro-batches are in flight, which are computed again in backward, with "
-        "what it was. Undo the change, call trainer.flush(), and then make it"
+        f"{change}, but micro-batches are in flight. Backward computes their forward pass again, "
+        "which needs the value from before. Undo the change, call trainer.flush(), and change it "
+        "then"
     )
 
 

@@ -39,6 +39,14 @@ OptimizerFactory = Callable[[Any], Optimizer | Sequence[Optimizer]]
 """Makes an optimizer, or several, from a list of parameters or of parameter groups."""
 ScheduleFactory = Callable[[Any], LRScheduler]
 """Makes the learning-rate schedule of an optimizer, which is stepped at every update."""
+EXAMPLES: Final = {
+    "param_groups": "lambda named: [{'params': [p for _, p in named], 'weight_decay': 0.0}]",
+    "lr_schedule": "lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)",
+}
+"""What to write for an argument that is a function."""
+_GROUPS_ADVICE: Final = (
+    f"return a list of dicts that hold every parameter once, e.g. {EXAMPLES['param_groups']}"
+)
 ParamGroups = Callable[[list[tuple[str, nn.Parameter]]], Iterable[Mapping[str, Any]]]
 """Makes torch's parameter groups from a stage's named parameters."""
 
@@ -60,9 +68,13 @@ def build_optimizer(
     given: Any = [p for _, p in named]
     if groups is not None:
         given = _grouped(where, groups, named)
-    order = "net.trainer(optimizer, loss) takes the function that makes an optimizer first"
-    what = "parameters" if groups is None else "what param_groups= returned"
-    with _explaining(where, "optimizer", "the factory", f"it was given {what}; {order}"):
+    hint = (
+        "it was given parameters; net.trainer(optimizer, loss) takes the function that makes an "
+        "optimizer first"
+    )
+    if groups is not None:
+        hint = f"it was given what param_groups= returned: {_GROUPS_ADVICE}"
+    with _explaining(where, "optimizer", "the factory", hint):
         returned = factory(given)
     optimizer = _combined(where, returned, advice)
     for part in elementary(optimizer):
@@ -121,18 +133,21 @@ def _check_optimizer(where: str, optimizer: Optimizer, advice: str) -> None:
 def _grouped(
     where: str, groups: ParamGroups, named: list[tuple[str, nn.Parameter]]
 ) -> list[dict[str, Any]]:
-    advice = (
-        "return a list of dicts, e.g. lambda named: [{'params': [p for _, p in named], "
-        "'weight_decay': 0.0}]"
-    )
-    hint = f"it is given a stage's [(name, parameter), ...]; {advice}"
+    hint = f"it is given a stage's [(name, parameter), ...]; {_GROUPS_ADVICE}"
     with _explaining(where, "param_groups", "it", hint):
         returned = groups(named)
     as_list = list(returned) if isinstance(returned, Iterable) else None
     if as_list is None or not all(isinstance(group, Mapping) for group in as_list):
         raise InputError(
-            f"param_groups, {where}: expected parameter groups, got {kind_of(returned)}; {advice}"
+            f"param_groups, {where}: expected parameter groups, got {kind_of(returned)}; "
+            f"{_GROUPS_ADVICE}"
         )
+    for group in as_list:
+        if "params" not in group:
+            keys = ", ".join(map(repr, group)) or "nothing"
+            raise InputError(
+                f"param_groups, {where}: a group has no 'params', but {keys}; {_GROUPS_ADVICE}"
+            )
     return [dict(group) for group in as_list]
 
 
@@ -154,7 +169,7 @@ def _check_schedule(where: str, optimizer: Optimizer, schedule: Any) -> None:
         raise InputError(
             f"lr_schedule, {where}: expected a function from an optimizer to a "
             f"torch.optim.lr_scheduler, got {kind_of(schedule)} from it; write e.g. "
-            "lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)"
+            f"lr_schedule={EXAMPLES['lr_schedule']}"
         )
     # By parameter groups: it may be the schedule of one of several optimizers of the stage.
     own = {id(group) for group in optimizer.param_groups}

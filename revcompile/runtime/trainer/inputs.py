@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, warn
 from revcompile.ir.program import Partition
 from revcompile.ir.signature import bind
 from revcompile.ir.types import TensorType
@@ -22,10 +21,9 @@ from revcompile.runtime.stage.slots import when_copied
 
 def warn_if_larger_than_planned(planned: int, samples: int) -> None:
     if samples > planned:
-        warnings.warn(
+        warn(
             f"memory_budget=: planned for micro-batches of {planned} samples, but one has "
             f"{samples} and takes more memory; set TrainerOptions(microbatch_size={samples})",
-            stacklevel=4,
         )
 
 

@@ -22,7 +22,12 @@ from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
 from revcompile.runtime.stage.loss import Loss, LossHead, LossScale, scaling_of
 from revcompile.runtime.stage.module_guards import TreeGuard
-from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
+from revcompile.runtime.stage.optimizers import (
+    EXAMPLES,
+    OptimizerFactory,
+    ParamGroups,
+    ScheduleFactory,
+)
 from revcompile.runtime.stage.stage import Fuse, Sample, Stage
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Order, mean_delay
@@ -108,11 +113,11 @@ class Settings:
             number("net.trainer", "clip_grad_norm", self.clip_grad_norm, hint)
         if not is_int(self.seed):
             raise InputError(f"seed={self.seed!r}; use a whole number")
-        for name in ("lr_schedule", "param_groups"):
+        for name, example in EXAMPLES.items():
             if (given := getattr(self, name)) is not None and not callable(given):
                 raise InputError(
                     f"{name}: expected a function, called once a stage, got "
-                    f"{type(given).__name__}; see help(net.trainer)"
+                    f"{type(given).__name__}; write e.g. {name}={example}"
                 )
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise InputError(

@@ -286,7 +286,7 @@ def test_changes_of_the_structure_are_taken_back_and_refused() -> None:
     head, x = net.head, torch.randn(3, 4)
     expected = net(x)
     with pytest.raises(
-        OriginalMethodError, match=r"reset_classifier: head was a Linear and is a Linear now"
+        OriginalMethodError, match=r"reset_classifier: head was replaced by another Linear"
     ):
         net.reset_classifier(10)
     with pytest.raises(OriginalMethodError, match=r"add_block: the model was given other members"):

@@ -148,7 +148,9 @@ class Row:
     """Refused is the micro-batch, which counts; else the step, which changes nothing."""
 
 
-IN_FLIGHT: Final = " now, but micro-batches are in flight"
+IN_FLIGHT: Final = (
+    r" now, but micro-batches are in flight\. Backward computes .* Undo the change, call "
+)
 TABLE: Final[dict[str, Row]] = {
     "mode of a norm": Row(
         lambda m, o: set_to(m.blocks[1].norm, "training", False),

@@ -93,6 +93,7 @@ def test_a_wrong_call_says_how_to_call_and_changes_nothing(call: Call, said: str
         (lambda o, y: o.sum().detach(), "does not depend on the model's output"),
         (lambda o, y: torch.complex(o.sum(), o.sum()), "expected a real number"),
         (lambda o, y: _backward(o.square().sum()), "without calling backward"),
+        (lambda o, y: o.mul_(2).sum(), r"changes the output in place.* output\.clone\(\)"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_named(loss: Any, said: str) -> None:
