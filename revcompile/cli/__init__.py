@@ -44,7 +44,14 @@ examples:
 
 
 class _Help(argparse.HelpFormatter):
-    """Wraps each paragraph to the terminal's width; those with indented lines stay as written."""
+    """Wraps each paragraph to the terminal's width; those with indented lines stay as written.
+
+    Defaults are shown, unless an option is left out by default.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        is_shown = action.option_strings and action.default not in (None, False, argparse.SUPPRESS)
+        return f"{action.help}{' (default: %(default)s)' if is_shown else ''}"
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text

@@ -26,9 +26,11 @@ _BAR = 30
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--batch-size", type=count, default=8, metavar="B", help="(default: 8)")
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")
-    parser.add_argument("--steps", type=count, default=3, help="that are timed (default: 3)")
+    parser.add_argument(
+        "--batch-size", type=count, default=8, metavar="B", help="samples in a step"
+    )
+    parser.add_argument("--device", default="cpu", help="e.g. cuda")
+    parser.add_argument("--steps", type=count, default=3, help="how many are timed")
 
 
 def run(args: argparse.Namespace) -> int:

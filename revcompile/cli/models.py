@@ -52,20 +52,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default="paper",
         choices=("paper", "pretrained", "same_parameters"),
-        help="how to rewire (default: paper)",
+        help="how to rewire",
     )
 
 
 def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> None:
     """Add the options for stages and method; without a default, --stages is required."""
-    if_left_out = "" if default is None else f" (default: {default})"
     parser.add_argument(
         "--stages",
         type=count,
         default=default,
         required=default is None,
         metavar="N",
-        help=f"how many stages to cut it into{if_left_out}",
+        help="how many stages to cut it into",
     )
     names = ", ".join(METHODS)
     parser.add_argument("--method", metavar="NAME", help=f"{names} (default: petra)")
@@ -76,7 +75,7 @@ def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> N
         help="micro-batches in flight for each later stage: 1 (default) or more; 2 is the paper's",
     )
     parser.add_argument(
-        "--weights", choices=[kind.value for kind in Weights], help="that passes use"
+        "--weights", choices=[kind.value for kind in Weights], help="which weights backward uses"
     )
     parser.add_argument(
         "--microbatch-size",

@@ -1,10 +1,10 @@
 """Predict throughput, memory, delay and efficiency on a cluster, for PETRA and other methods.
 
-The model is cut into one stage a device; where there are more devices than stages, whole pipelines
-are replicated and gradients averaged. All methods are compared with the same number of samples to
-an update; PETRA, which need not wait for them, also with an update after every micro-batch. Times
-come from counted work on devices of the given figures, or with --cost measured from this machine.
-Slow links need more micro-batches in flight: the least --in-flight-per-stage that hides them is
+The model is cut into one stage per device. If there are more devices than stages, the whole
+pipeline is replicated, and gradients are averaged. All methods are compared at the same number of
+samples per update; PETRA is also shown with an update after every micro-batch. Times are computed
+from counted work and the speed of a device; with --cost measured, work is timed on this machine.
+Slow links need more micro-batches in flight: the smallest --in-flight-per-stage that hides them is
 chosen, and the delay it costs is shown. "zero-bubble" is an optimistic bound, not a schedule.
 """
 
@@ -36,39 +36,43 @@ _NEARLY: Final = 1.02
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--devices", type=count, required=True, metavar="N")
+    cluster.add_argument("--devices", type=count, required=True, metavar="N", help="how many")
     cluster.add_argument("--link", type=bandwidth, default="100Gbps", help="between two devices")
     cluster.add_argument("--latency", type=seconds, default="10us", help="of a link")
-    cluster.add_argument("--flops", type=rate, default="400T", help="that a device reaches")
-    cluster.add_argument("--memory-bandwidth", type=rate, default="3.3T", help="bytes a second")
+    cluster.add_argument("--flops", type=rate, default="400T", help="FLOPs per second")
+    cluster.add_argument("--memory-bandwidth", type=rate, default="3.3T", help="bytes per second")
     cluster.add_argument(
-        "--memory-budget", type=size, help="of a device, e.g. 80GB: the cut must fit"
+        "--memory-budget", type=size, help="what a device can hold, e.g. 80GB; cuts must fit it"
     )
     training = parser.add_argument_group("the training")
     training.add_argument(
         "--microbatch-size", type=count, default=32, help="samples per micro-batch"
     )
-    training.add_argument("--stages", type=count, help="default: as many as there are segments")
+    training.add_argument("--stages", type=count, help="(default: one for each segment)")
     training.add_argument(
-        "--accumulation-steps", type=count, help="micro-batches to an update (default: 4 a stage)"
+        "--accumulation-steps", type=count, help="micro-batches per update (default: 4 per stage)"
     )
     training.add_argument(
-        "--in-flight-per-stage", type=float, help="of PETRA, 1 or more: sets what is in flight"
+        "--in-flight-per-stage",
+        type=float,
+        help="micro-batches in flight for each later stage, 1 or more (default: what links need)",
     )
-    training.add_argument("--methods", help="comma between (petra,1f1b,gpipe,zero-bubble)")
+    training.add_argument(
+        "--methods", help="names with commas between (default: petra,1f1b,gpipe,zero-bubble)"
+    )
     training.add_argument(
         "--optimizer", choices=tuple(_STATE), default="sgd", help="sgd (with momentum) or adamw"
     )
     training.add_argument(
         "--kept-input-dtype",
         choices=tuple(_BUFFERS),
-        help="how inputs are kept that cannot be rebuilt",
+        help="data type of the inputs that stages keep (default: unchanged)",
     )
     parser.add_argument(
         "--cost",
         choices=("analytic", "measured"),
         default="analytic",
-        help="counted work on devices of these figures, or times of this machine",
+        help="analytic: work is counted; measured: work is timed on this machine",
     )
     parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
 

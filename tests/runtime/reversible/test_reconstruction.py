@@ -42,7 +42,7 @@ def test_whichever_call_it_is_a_wrong_reconstruction_stops_the_training(calls: i
     for _ in range(calls):
         train(net)
     blow_up(net)
-    with pytest.raises(InversionError, match=r"blocks\.0 \.\. blocks\.3 reconstruct.*precision.*\.data"):
+    with pytest.raises(InversionError, match=r"blocks\.3 reconstruct.*precision.*\.data"):
         train(net)
 
 
