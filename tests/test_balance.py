@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -100,37 +100,3 @@ def test_the_random_cases_are_of_every_kind() -> None:
 def test_sums_that_differ_by_rounding_are_equal() -> None:
     assert 0.1 + 0.2 > 0.3
     assert balance([0.3, 0.1, 0.2, 0.0], 3, traffic=[0, 0, 5, 0, 0]) == (1, 3, 4)
-
-
-def bounded(costs: Sequence[float], bound: float) -> int:
-    """Fewest parts whose sums are less than `bound`: fill each as far as it goes."""
-    parts, filled = 1, 0.0
-    for cost in costs:
-        filled += cost
-        if filled >= bound:
-            parts, filled = parts + 1, cost
-    return parts
-
-
-def test_three_hundred_items_in_forty_parts() -> None:
-    rng = random.Random(0)
-    costs = [rng.lognormvariate(0, 1) for _ in range(300)]
-    ends = balance(costs, 40)
-    assert ends is not None
-    assert len(ends) == 40
-    assert ends[-1] == 300
-    assert all(start < end for _, start, end in spans(ends))
-    found = largest(costs, ends)
-    assert max(costs) < found, "else the bound check below would be void"
-    assert bounded(costs, found * (1 - 1e-9)) > 40
-    # Windows grow towards the first part; a cut costs what a table says.
-    prices = [rng.random() for _ in range(301)]
-    limited = balance(
-        costs,
-        40,
-        allowed=lambda part, start, end: (end - start) * (40 - part) <= 270,
-        traffic=prices,
-    )
-    assert limited is not None
-    assert all((end - start) * (40 - part) <= 270 for part, start, end in spans(limited))
-    assert largest(costs, limited) >= found

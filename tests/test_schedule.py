@@ -160,12 +160,6 @@ def test_tied_parameters_travel_at_updates() -> None:
     assert text(actions("petra", 2, 3, ties=[Tie(0, 1)])) == PETRA_TIED
 
 
-def test_ties_have_no_order_and_count_once() -> None:
-    ties = [Tie(0, 1), Tie(0, 2), Tie(1, 2)]
-    shuffled = [ties[2], ties[0], ties[1], ties[0]]
-    assert actions("petra", 3, 4, ties=ties) == actions("petra", 3, 4, ties=shuffled)
-
-
 def test_methods_are_the_three_choices_of_the_table() -> None:
     rows = {
         m.name: (m.order.value, m.in_flight_per_stage, m.keep, m.weights) for m in METHODS.values()
@@ -221,21 +215,6 @@ def test_delay_counts_updates_not_microbatches(
     for stage, listed in enumerate(lists):
         seen = max(between(listed, m).count(Op.UPDATE) for m in range(12, 60))
         assert seen == delay(method, 6, stage, accumulation_steps)
-
-
-def test_one_tick_of_the_papers_order_is_equation_5() -> None:
-    # Forward of micro-batch m + 2(J-1-j), backward of m, with nothing in between; then update.
-    lists = actions(choose("petra", in_flight_per_stage=2), stages=4, microbatches=12)
-    for stage, listed in enumerate(lists):
-        ticks = [a for a in listed if a.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE)]
-        ahead = 2 * (4 - 1 - stage)
-        for m in range(12 - ahead):
-            forward = ticks.index(Action(Op.FORWARD, m + ahead))
-            assert list(map(str, ticks[forward : forward + 3])) == [
-                f"F{m + ahead}",
-                f"B{m}",
-                f"U{m}",
-            ]
 
 
 def test_windows() -> None:
@@ -475,15 +454,6 @@ def test_time_waits_for_links_and_for_the_slowest_stage() -> None:
     assert ends["0:U0"] == timeline.makespan == 40.5
 
 
-def test_methods_are_looked_up_by_name() -> None:
-    assert choose("petra") is METHODS["petra"]
-    assert choose(METHODS["dsp"], in_flight_per_stage=1).in_flight_per_stage == 1
-    with pytest.raises(InputError, match="'petro' does not exist; did you mean 'petra'"):
-        choose("petro")
-    with pytest.raises(InputError, match=r"use one of: backprop, .*, dni"):
-        choose("xyz")
-
-
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_a_full_pipeline_advances_as_by_injecting(accumulation_steps: int) -> None:
     ties = [Tie(0, 2), Tie(1, 3)]
@@ -495,17 +465,6 @@ def test_a_full_pipeline_advances_as_by_injecting(accumulation_steps: int) -> No
         injected.inject()
         advanced.advance()
         assert advanced.state() == injected.state()
-
-
-def test_only_continuous_methods_have_another_order() -> None:
-    with pytest.raises(
-        InputError, match="'gpipe' has a fixed order; leave out in_flight_per_stage"
-    ):
-        choose("gpipe", in_flight_per_stage=1)
-    with pytest.raises(InputError, match="'backprop' has a fixed order"):
-        choose("backprop", in_flight_per_stage=2)
-    with pytest.raises(InputError, match="in_flight_per_stage='2'; use a number, at least 1"):
-        choose("petra", in_flight_per_stage="2")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("in_flight_per_stage", [0.99, 0, -1, math.inf, math.nan])

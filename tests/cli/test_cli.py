@@ -166,23 +166,6 @@ def test_ctrl_c_is_a_line(called: Called, monkeypatch: pytest.MonkeyPatch) -> No
     assert called("coverage", MODEL) == (130, "", "revcompile coverage: stopped\n")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "inspect resnet18 --stages 9",
-        "inspect resnet18 --stages 9 --program 3",
-        "coverage resnet18",
-        "plan resnet18 --devices 64 --memory-budget 9B",
-    ],
-)
-def test_tables_fit_80_columns(
-    command: str, called: Called, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    out = called(*command.split())[1]
-    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
-
-
 # -- inspect --------------------------------------------------------------------------------------
 
 
@@ -262,31 +245,6 @@ def test_draw_writes_what_it_is_asked_for(called: Called, tmp_path: Path) -> Non
     argv = ("draw", MODEL, "--stages", "2", "--out", str(files[0]), "--schedule", str(files[1]))
     assert in_json(called, *argv) == {"written": [str(file) for file in files]}
     assert all("<svg" in file.read_text() for file in files)
-
-
-@pytest.mark.parametrize(
-    ("options", "first"),
-    [
-        ((), "PETRA, 1F1B order"),
-        (("--in-flight-per-stage", "2"), "PETRA, paper order"),
-        (("--method", "pipedream"), "pipedream"),
-        (
-            ("--weights", "stashed", "--in-flight-per-stage", "2"),
-            "petra_stashed, in_flight_per_stage=2",
-        ),
-        (("--policy", "pretrained"), "petra_stashed"),
-    ],
-)
-def test_the_method_of_the_command_line_is_drawn_first(
-    called: Called, tmp_path: Path, options: tuple[str, ...], first: str
-) -> None:
-    file = tmp_path / "time.svg"
-    argv = ("draw", MODEL, "--stages", "2", "--schedule", str(file), *options)
-    assert called(*argv)[0] == 0
-    drawn = file.read_text()
-    labels = [first, "PETRA, 1F1B order", "PETRA, paper order", "GPipe", "backprop"]
-    at = [drawn.index(f">{label}<") for label in dict.fromkeys(labels)]
-    assert at[0] == min(at)
 
 
 def test_plan_compares_methods_on_a_cluster(called: Called) -> None:

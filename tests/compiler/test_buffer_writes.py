@@ -176,15 +176,6 @@ def test_reversible_steps_move_buffers_once(kind: type[nn.Module]) -> None:
     assert any(got[name].any() for name, _ in net.named_buffers())
 
 
-@pytest.mark.parametrize("kind", [InPlaceBefore, AssignedBefore])
-def test_buffers_that_see_only_the_input_are_the_originals(kind: type[nn.Module]) -> None:
-    model, batches = made(kind)
-    net = revcompile.reversify(copy.deepcopy(model), batches[0])
-    trained(net, batches)
-    trained(model, batches)
-    torch.testing.assert_close(dict(net.named_buffers()), dict(model.named_buffers()))
-
-
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("method", ["petra", "backprop"])
 def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: str) -> None:
@@ -214,24 +205,6 @@ def test_buffer_used_in_every_block_cannot_be_cut() -> None:
     model, batches = made(AssignedInTheLoop)
     with pytest.raises(InputError, match="writes into its buffer mean, which is used from"):
         revcompile.petrafy(model, 6, example_inputs=batches[0])
-
-
-class BeforeLayers(Net):
-    """No shortcuts: layers that are one piece each, behind the buffer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        self.mean.mul_(0.9).add_(h.detach().mean(0))
-        h = h - self.mean
-        for layer in self.layers:
-            h = torch.tanh(layer(h))
-        return self.head(h)
-
-
-def test_layers_behind_a_buffer_may_be_in_other_stages() -> None:
-    model, batches = made(BeforeLayers)
-    net = revcompile.petrafy(model, 6, example_inputs=batches[0])
-    assert len(net._partition.parts) == 6
 
 
 class Clamps(Net):

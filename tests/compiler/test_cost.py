@@ -16,7 +16,6 @@ from revcompile.compiler.cost import piece_costs, segment_costs, sum_costs
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
 from revcompile.ir.types import Cost, Opaque, Rewired, Segment
-from revcompile.schedule import Keep
 
 WORD = 4  # bytes of a float32
 
@@ -87,14 +86,6 @@ def test_a_tied_parameter_counts_once() -> None:
     model.g.weight = model.f.weight
     found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="same_parameters"))
     assert [cost.parameters for cost in found] == [32, 72, 16, 18]
-
-
-def test_frozen_modules_stay_in_eval_mode() -> None:
-    """Batch norm saves batch statistics only if it computes them."""
-    model = Small()
-    model.norm.eval()
-    found = segment_costs(rewired_of(model, torch.randn(5, 3), policy="same_parameters"))[2]
-    assert found.saved == WORD * 5 * (8 + 8)
 
 
 @functools.cache
@@ -219,33 +210,6 @@ def test_measuring_changes_nothing(training: bool, how: str, device: str) -> Non
     assert [cost.saved for cost in found] == [cost.saved for cost in counted]
 
 
-class Moded(nn.Module):
-    """A residual block of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.f, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(x) + self.inner(x)
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_model_in_eval_mode_is_measured_in_train_mode(frozen: bool) -> None:
-    model = Moded().eval()
-    if frozen:
-        model.train().inner.eval()
-    net = revcompile.reversify(model, torch.randn(2, 4), check="off")
-    modes: dict[str, set[bool]] = {}
-    for name in ("f", "inner"):
-        layer = net.get_submodule(name)
-        layer.register_forward_pre_hook(
-            lambda module, _, name=name: modes.setdefault(name, set()).add(module.training)
-        )
-    piece_costs(net.rewired, pieces_of(net.rewired), net.rewired.body.types, "measured")
-    assert modes == {"f": {True}, "inner": {not frozen}}
-
-
 class Looking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -262,29 +226,6 @@ def test_what_looks_at_numbers_is_counted_on_real_ones() -> None:
     net = revcompile.petrafy(model, 2, x, check="off", leaf_modules=[Looking])
     assert sum(cost.flops for part in net._partition.parts for cost in part.costs) == 4 * 2 * 66
     assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_updates_are_measured_where_a_parameter_is_used_first() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.f, self.g = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.head = nn.Linear(4, 2).requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in (self.f, self.g, self.f):
-                x = x + layer(x).tanh()
-            return self.head(x)
-
-    rewired = rewired_of(Shared(), torch.randn(2, 4))
-    pieces = pieces_of(rewired)
-    found = piece_costs(rewired, pieces, rewired.body.types, "measured")
-    trained = [cost.trained > 0 for cost in found]
-    assert sum(trained) == 2
-    assert [cost.update > 0 for cost in found] == trained
-    assert sum_costs(found).update == pytest.approx(sum(cost.update for cost in found))
-    spent = [one.work(cost, Keep.INPUT, False) for one, cost in zip(pieces, found, strict=True)]
-    assert spent == [c.forward + c.backward + c.update for c in found]
 
 
 def test_measuring_needs_a_real_device() -> None:

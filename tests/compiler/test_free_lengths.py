@@ -155,62 +155,6 @@ def test_a_size_of_one_block_that_the_next_one_reads(
     _train(kind().double(), *sizes)
 
 
-class Conditions(nn.Module):
-    """Its Python code needs real numbers; it returns two values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        if float(mean.detach().abs().sum()) > 1e9:
-            mean = mean / 2
-        return self.first(mean) * scale, self.second(mean)
-
-
-class Conditioned(nn.Module):
-    """A size is read behind a leaf module that has an input without a batch size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conditions, self.scale = Conditions(), nn.Parameter(torch.randn(WIDTH))
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, gate in zip(
-            self.layers, (*self.conditions(x.mean(1), self.scale), None), strict=True
-        ):
-            x = x + torch.tanh(layer(x)) + (0 if gate is None else gate[:, None])
-            x = 2 * x if x.shape[1] > 20 else x
-        return x
-
-
-class Averaging(nn.Module):
-    """A size is read behind a norm that counts batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
-        for layer in self.layers:
-            x = 2 * x if x.shape[1] > 20 else x
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [(Conditioned, [(2, 6), (5, 6)]), (Averaging, [(2, 6), (3, 9)])]
-)
-def test_a_size_behind_a_module_that_needs_real_numbers(
-    kind: type[nn.Module], sizes: list[tuple[int, int]]
-) -> None:
-    torch.manual_seed(0)
-    _train(kind().double(), *sizes)
-
-
 class Positions(nn.Module):
     """As T5: the first branch makes a bias and a scale for all, of its own size, type, device."""
 

@@ -51,13 +51,6 @@ def test_sums_become_a_part_of_their_branch() -> None:
     assert not targets & {coupling_ops.plus, coupling_ops.minus}
 
 
-def test_the_first_block_of_a_chain_rebuilds_nothing() -> None:
-    net = _net()
-    program = net._programs(net.method)[3]
-    forward, backward = Fusion(_same).fuse(program.forward, program.backward, net.model)
-    assert _calls(forward) == ["compiled_0_and_sum"] and _calls(backward) == ["compiled_0"]
-
-
 def test_both_directions_or_neither() -> None:
     """A result that backward reads elsewhere too is written to memory, in forward as well."""
     net = _net()

@@ -88,28 +88,6 @@ def test_what_was_found_is_right_or_refused(name: str) -> None:
     assert report.discarded is None and not report.findings, described(FOUND[name], report)
 
 
-@pytest.mark.parametrize(("seed", "index"), [(11, 764), (11, 772), (12, 88)])
-def test_nets_that_outgrow_their_precision_are_stopped(seed: int, index: int) -> None:
-    """One update makes branches 1e17 times their stream: nothing of the input can be rebuilt."""
-    report = examine(net_of(seed, index), phases=["reversify"])
-    assert report.discarded is None and not report.findings, described(net_of(seed, index), report)
-    assert [(r.check, r.reason.split(":")[0]) for r in report.refusals] == [
-        ("reversify, chained", "InversionError")
-    ]
-
-
-def test_steps_are_compared_from_equal_weights() -> None:
-    """`frexp` jumps at powers of two: weights that differ by a rounding of the step before do."""
-    report = examine(net_of(12, 809), phases=["reversify"])
-    assert report.discarded is None and not report.findings and not report.refusals
-
-
-def test_a_tie_that_reconstruction_breaks_is_explained_by_rounding() -> None:
-    """Two numbers are exactly 0.5; one is rebuilt as 0.5 - 1e-16, and `max` picks the other."""
-    report = examine(net_of(103, 964), phases=["reversify"])
-    assert report.discarded is None and not report.findings and not report.refusals
-
-
 # -- the grammar ----------------------------------------------------------------------------------
 
 

@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import revcompile
 from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.check import run_graph
 from revcompile.compiler.capture.memory import is_effect
 from revcompile.errors import CaptureError
-from revcompile.ir.ops import out_of_place, writes_self
+from revcompile.ir.ops import writes_self
 
 Forward = Callable[["Net", Tensor], Tensor]
 
@@ -26,9 +25,7 @@ class Net(nn.Module):
     def __init__(self, forward: Forward) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.relu, self.silu = nn.ReLU(inplace=True), nn.SiLU(inplace=True)
-        self.drop, self.same = nn.Dropout(0.5, inplace=True), nn.Identity()
-        self.flat, self.idle = nn.Flatten(), nn.Dropout(0.0)
+        self.relu, self.same, self.idle = nn.ReLU(inplace=True), nn.Identity(), nn.Dropout(0.0)
         self._forward = (forward,)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,19 +37,9 @@ def relu_after_identity(net: Net, x: Tensor) -> Tensor:
     return x + net.a(net.relu(net.same(x)))
 
 
-def silu_after_identity(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    return y + net.a(net.silu(net.same(y)))
-
-
 def relu_after_its_own_type(net: Net, x: Tensor) -> Tensor:
     y = net.b(x)
     return y + net.a(net.relu(y.to(y.dtype)))
-
-
-def dropout_after_identity(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    return y + net.a(net.drop(net.same(y)))
 
 
 def relu_on_a_view(net: Net, x: Tensor) -> Tensor:
@@ -60,28 +47,10 @@ def relu_on_a_view(net: Net, x: Tensor) -> Tensor:
     return net.a(net.relu(y.view(-1, 2, 4)).flatten(1)) + y
 
 
-def relu_on_a_layers_view(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x).view(-1, 2, 4)
-    return net.a(net.relu(net.flat(y))) + y.reshape(-1, 8)
-
-
-def relu_on_a_transpose(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    net.relu(y.t())
-    return net.a(y) + y
-
-
 def relu_on_a_slice(net: Net, x: Tensor) -> Tensor:
     y = net.b(x)
     torch.relu_(y[:, :4])
     return net.a(y)
-
-
-def functional_relu(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    alias = y.view_as(y)
-    F.relu(alias, inplace=True)
-    return net.a(y) + alias
 
 
 def chunk_written_without_gradient(net: Net, x: Tensor) -> Tensor:
@@ -100,31 +69,11 @@ def part_assigned(net: Net, x: Tensor) -> Tensor:
     return net.a(y) + y
 
 
-def chunks_read_after_a_write(net: Net, x: Tensor) -> Tensor:
-    y = torch.ones_like(x)
-    halves = y.chunk(2, -1)
-    y[:, :2].mul_(2.0)
-    return net.a(x * torch.cat(halves, -1) + halves[0].sum())
-
-
-def write_through_an_alias_of_cat(net: Net, x: Tensor) -> Tensor:
-    both = torch.cat((net.a(x), net.b(x)), -1)
-    alias = net.idle(both).view(both.shape)
-    alias.add_(1.0)
-    return both[:, :8] * both[:, 8:]
-
-
 def write_a_column(net: Net, x: Tensor) -> Tensor:
     y = net.b(x)
     row = y[0]
     y[:, 0] = x[:, 1]
     return net.a(y) + row
-
-
-def scale_the_first(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    y[..., :3].mul_(x[..., :3])
-    return net.a(y) + y
 
 
 def nested_views(net: Net, x: Tensor) -> Tensor:
@@ -148,26 +97,12 @@ def add_on_the_stream(net: Net, x: Tensor) -> Tensor:
     return h * skip
 
 
-def add_to_a_value_used_before(net: Net, x: Tensor) -> Tensor:
-    h = net.a(x)
-    before = h.sum(-1, keepdim=True)
-    h += 1.0
-    return net.b(h) + before
-
-
 def index_methods(net: Net, x: Tensor) -> Tensor:
     y = net.b(x)
     index = torch.tensor([0, 2], device=x.device)
     y.index_add_(1, index, x[:, :2]).index_fill_(1, index[:1], 2.0)
     y.masked_fill_(x > 1.0, 0.5)
     y.scatter_(1, torch.zeros_like(x[:, :1], dtype=torch.long), x[:, 1:2])
-    return net.a(y)
-
-
-def copies(net: Net, x: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    y[:, 2:].copy_(net.b(x)[:, 2:])
-    y.view(-1, 2, 4)[:, 0].fill_(0.25)
     return net.a(y)
 
 
@@ -211,13 +146,6 @@ def result_nobody_names(net: Net, x: Tensor) -> Tensor:
     return net.a(x) * mask + torch.empty(8, dtype=x.dtype).normal_()
 
 
-def flags_in_place(net: Net, x: Tensor) -> Tensor:
-    mask = x > 0
-    mask |= x < -1
-    mask &= x < 2
-    return net.a(x).masked_fill(mask, 0.0)
-
-
 def add_of_another_type(net: Net, x: Tensor) -> Tensor:
     y = net.b(x).float()
     y += x
@@ -240,10 +168,8 @@ FORWARDS = [
 
 
 SEEN_IN_VIEWS = (
-    *(relu_on_a_view, relu_on_a_layers_view, relu_on_a_transpose, relu_on_a_slice),
-    *(functional_relu, chunk_written_without_gradient, chunks_read_after_a_write),
-    *(write_through_an_alias_of_cat, write_a_column, scale_the_first, nested_views),
-    *(base_of_an_expanded_tensor, copies, detached_write),
+    *(relu_on_a_view, relu_on_a_slice, chunk_written_without_gradient, write_a_column),
+    *(nested_views, base_of_an_expanded_tensor, detached_write),
 )
 """Write to memory that is read afterwards as another view."""
 
@@ -311,54 +237,6 @@ def test_reversible_blocks_with_in_place_layers() -> None:
     torch.testing.assert_close(gradients(net, x), gradients(reference, x), rtol=1e-10, atol=1e-10)
 
 
-class Converting(nn.Module):
-    """A block, and an in-place layer on a conversion that is none in float32."""
-
-    def __init__(self, to_float: bool) -> None:
-        super().__init__()
-        self.stem, self.layer, self.last = (nn.Linear(8, 8) for _ in range(3))
-        self.silu, self.to_float = nn.SiLU(inplace=True), to_float
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        h = h + torch.tanh(self.layer(h))
-        return h + self.last(self.silu(h.float() if self.to_float else h.to(h.dtype)))
-
-
-def test_a_conversion_that_is_none_by_precision_alone_is_not_another_name() -> None:
-    """Under autocast streams are float32 and layers bfloat16: types of values differ."""
-    x = torch.randn(3, 8)
-    with pytest.raises(CaptureError, match="read afterwards; write out of place"):
-        revcompile.reversify(Converting(True), x)
-    net = revcompile.reversify(Converting(False), x)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = net(x)
-    torch.testing.assert_close(low.float(), net(x), rtol=0.1, atol=0.1)
-
-
-class Plain(nn.Module):
-    """Nothing here is rewired: the branch has no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.relu, self.same = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Identity()
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        h = h + torch.sin(self.relu(self.same(h)))
-        return self.head(h)
-
-
-@pytest.mark.parametrize("policy", ["paper", "same_parameters"])
-def test_model_that_is_not_rewired_stays_what_it_is(policy: str) -> None:
-    torch.manual_seed(0)
-    x, model = torch.randn(3, 8, dtype=torch.float64), Plain().double()
-    net = revcompile.reversify(copy.deepcopy(model), x, policy=policy)
-    assert not net.rewired.couplings
-    torch.testing.assert_close(gradients(net, x), gradients(model, x), rtol=1e-12, atol=1e-12)
-
-
 def test_check_sees_a_layer_that_writes_where_others_read() -> None:
     """What the old check missed: it let the layer write, and rewiring did not."""
     captured = capture(Net(relu_after_identity), torch.randn(3, 8))
@@ -398,53 +276,11 @@ def test_what_cannot_be_rewritten_anywhere_is_refused_with_path_and_line() -> No
         capture(Around(), torch.randn(3, 8))
 
 
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.zeros(8))
-
-    def forward(self) -> Tensor:
-        return self.table
-
-
-class WritesToATable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.leaf = Table()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - self.leaf().add_(1)
-
-
-def test_writing_into_state_that_a_leaf_hands_out_is_refused() -> None:
-    with pytest.raises(CaptureError, match="add_ writes to state that leaf returns"):
-        capture(WritesToATable(), torch.randn(3, 8), leaf_modules=["leaf"])
-
-
 def test_only_methods_with_an_underscore_write() -> None:
     names = [name for name in dir(torch.Tensor) if not name.startswith("_")]
     assert [name for name in names if writes_self(name) and not name.endswith("_")] == []
     rest = [name for name in names if name.endswith("_") and not writes_self(name)]
     assert rest == ["requires_grad_"]
-
-
-class Sorted(nn.Module):
-    """`sort` has an overload for lists that sorts in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values, order = self.layer(x).sort(-1)
-        return x + values * order
-
-
-def test_sort_is_not_in_place() -> None:
-    model, x = Sorted().double(), torch.randn(3, 4).double()
-    captured = capture(model, x)
-    assert not captured.graph.find_nodes(op="call_function", target=out_of_place)
-    assert torch.equal(revcompile.reversify(model, x)(x), model(x))
 
 
 def test_stages_are_not_cut_before_a_layer_that_overwrites_its_input() -> None:

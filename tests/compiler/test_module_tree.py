@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.memory import is_effect
-from revcompile.compiler.find import find
 from revcompile.ir.module_tree import copy_module
 from revcompile.ir.random_numbers import draws_random
 from revcompile.ir.types import TYPE, TensorType
@@ -77,34 +75,6 @@ def test_random_operations_are_known_by_their_tag(node: fx.Node, expected: bool)
 )
 def test_writes_are_known_by_their_schema(node: fx.Node, expected: bool) -> None:
     assert is_effect(node) is expected
-
-
-class Gain(nn.Module):
-    """A layer scale by another name."""
-
-    def __init__(self, power: int) -> None:
-        super().__init__()
-        self.weight, self.power = nn.Parameter(torch.full((8,), 0.5)), power
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight if self.power == 1 else x**self.power * self.weight
-
-
-class ScaledShortcut(nn.Module):
-    def __init__(self, power: int) -> None:
-        super().__init__()
-        self.gain = Gain(power)
-        self.branch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gain(x) + self.branch(x)
-
-
-@pytest.mark.parametrize(("power", "blocks"), [(1, 1), (2, 0)])
-def test_a_scaled_shortcut_is_known_by_what_it_computes(power: int, blocks: int) -> None:
-    net = nn.Sequential(nn.Linear(8, 8), ScaledShortcut(power), nn.Linear(8, 8))
-    captured = capture(net, torch.randn(2, 8), leaf_modules=[Gain])
-    assert len(find(captured).residuals) == blocks
 
 
 # -- copies ---------------------------------------------------------------------------------------

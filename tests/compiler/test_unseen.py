@@ -177,26 +177,6 @@ def test_data_that_a_branch_assigns_is_as_it_was_when_the_branch_is_run_again() 
         torch.testing.assert_close(gradients(net), gradients(stored))
 
 
-# -- buffers that are replaced --------------------------------------------------------------------
-
-
-class Counted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("ema", torch.zeros(6))
-        self.register_buffer("table", None)
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.count = self.count + 1
-        return torch.tanh(h)
-
-
-def test_compiling_leaves_assigned_buffers_alone() -> None:
-    net = revcompile.reversify(nn.Sequential(Counted(), Block(), Counted()), X)
-    assert int(net.get_buffer("0.count")) == int(net.get_buffer("2.count")) == 0
-
-
 # -- buffers that are written later ---------------------------------------------------------------
 
 
@@ -243,16 +223,6 @@ def test_a_buffer_that_is_written_late_is_an_error_and_then_right(
         torch.testing.assert_close(gradients(net), gradients(stored))
 
 
-def test_a_buffer_that_only_training_changes_is_learned_when_training_begins() -> None:
-    branches = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(3)]
-    net = revcompile.reversify(Chain(*branches), X)
-    stored = copy.deepcopy(net)
-    stored.reversible = False
-    for training in (False, True, True):
-        net.train(training), stored.train(training)
-        torch.testing.assert_close(gradients(net), gradients(stored))
-
-
 class CountedNorm(nn.Module):
     """A layer kept whole, with a batch norm and a buffer that every call changes."""
 
@@ -295,17 +265,8 @@ class ByType(Block):
         return h * 2 if h.dtype is torch.float64 else h
 
 
-class ByTypeOfName(Block):
-    def effect(self, h: Tensor) -> Tensor:
-        kind = h.dtype
-        if kind is not torch.float64:
-            return h
-        return h * 2
-
-
-@pytest.mark.parametrize("kind", [ByType, ByTypeOfName])
-def test_a_type_compared_by_identity_decides_and_is_a_guard(kind: type[Block]) -> None:
-    model = kind().double()
+def test_a_type_compared_by_identity_decides_and_is_a_guard() -> None:
+    model = ByType().double()
     captured = capture(model, X.double(), check="full")
     assert any("dtype" in guard.expression for guard in captured.guards.train.sizes[0].guards)
     net = revcompile.reversify(model, X.double())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -60,11 +60,6 @@ class Hidden(nn.Module):
         return self.pack(self.ada(x).chunk(BLOCKS, -1))
 
 
-class Pair(NamedTuple):
-    first: Tensor
-    rest: tuple[Tensor, Tensor]
-
-
 @dataclasses.dataclass
 class Record:
     first: Tensor
@@ -81,16 +76,6 @@ class DictOfAModule(Conditioned):
         found = self.ada(x)
         gates = found["gates"]
         return gates[0] * found["scale"], gates[1]["inner"][0], gates[-1]["inner"][1]
-
-
-class NamedTupleOfAModule(Conditioned):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ada = Hidden(lambda c: Pair(c[0], (c[1], c[2])))
-
-    def condition(self, x: Tensor) -> Any:
-        found = self.ada(x)
-        return found.first, found.rest[0], found[1][1]
 
 
 class DataclassOfAModule(Conditioned):
@@ -125,10 +110,7 @@ class LastStates(Conditioned):
         return cells.unbind(0)
 
 
-STRUCTURES = (
-    *(Chunk, Maximum, DictOfAModule, NamedTupleOfAModule),
-    *(DataclassOfAModule, ReadWhole, LastStates),
-)
+STRUCTURES = (*(Chunk, Maximum, DictOfAModule, DataclassOfAModule, ReadWhole, LastStates),)
 
 
 def made(kind: type[nn.Module]) -> nn.Module:
@@ -219,18 +201,6 @@ def test_items_of_structured_values_get_their_gradients_in_stages(kind: type[nn.
     assert_staged_equals_autograd(net, example(4), squares, ("petra", "backprop"))
 
 
-def test_what_no_grad_computes_passes_no_gradient_through_its_items() -> None:
-    class Quiet(Chunk):
-        def condition(self, x: Tensor) -> Any:
-            with torch.no_grad():
-                return self.ada(x).chunk(BLOCKS, -1)
-
-    net = revcompile.reversify(made(Quiet), example(), check="full")
-    found = gradients(net, example())
-    assert not found.get("grad ada.weight", torch.zeros(1)).any()
-    assert found["grad layers.0.weight"].any()
-
-
 class RecordOutput(Conditioned):
     """A dataclass that nobody has registered with pytree, from inside a module kept whole."""
 
@@ -244,26 +214,13 @@ class RecordOutput(Conditioned):
         return self.head(x), self.ada(x)
 
 
-class MaximumOutput(RecordOutput):
-    def forward(self, x: Tensor) -> Any:
-        output, record = super().forward(x)
-        return Record(output, {"b": record.first}), record.rest["b"].max(1)
-
-
 def of_record(output: Any, target: Tensor) -> Tensor:
     head, record = output
     return (head**2).sum() + (record.first * record.rest["b"]).sum() + target.sum()
 
 
-def of_maximum(output: Any, target: Tensor) -> Tensor:
-    record, largest = output
-    assert isinstance(record, Record)
-    return (record.first**2).sum() + record.rest["b"].sum() + largest.values.sum() + target.sum()
-
-
-@pytest.mark.parametrize(("kind", "loss"), [(RecordOutput, of_record), (MaximumOutput, of_maximum)])
-def test_structured_results_are_what_they_were_and_train(kind: Any, loss: Any) -> None:
-    model = made(kind)
+def test_structured_results_are_what_they_were_and_train() -> None:
+    model, loss = made(RecordOutput), of_record
     net = revcompile.petrafy(model, 3, example(), check="full", leaf_modules=["ada"])
     expected, actual = model(example()), net.to_module()(example())
     assert [type(part) for part in expected] == [type(part) for part in actual]
@@ -350,27 +307,3 @@ def test_a_complex_loss_is_refused_by_name() -> None:
     trainer = net.trainer(Recorder, lambda output, target: output.sum(), method="backprop")
     with pytest.raises(revcompile.RevcompileError, match="expected a real number, got complex128"):
         trainer.step(example(), torch.zeros(1))
-
-
-def test_complex_values_are_checkpointed_in_flight(tmp_path: Any) -> None:
-    def trained(folder: Any, steps: range, load: bool) -> dict[str, Tensor]:
-        net = revcompile.petrafy(spectrum(), 4, example(), check="off")
-        trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), squares)
-        if load:
-            trainer.load(folder)
-        for _ in steps:
-            trainer.step(example(), torch.zeros(1))
-        if not load:
-            trainer.save(folder)
-            for _ in range(2):
-                trainer.step(example(), torch.zeros(1))
-        trainer.flush()
-        file = net.save_weights(tmp_path / "weights.safetensors")
-        net.load_weights(file)
-        return dict(net.to_module().state_dict())
-
-    expected = trained(tmp_path / "run", range(3), load=False)
-    actual = trained(tmp_path / "run", range(2), load=True)
-    assert expected["filter"].is_complex()
-    for name, want in expected.items():
-        assert torch.equal(actual[name], want), name

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from browser import chromium
-from drawn import compiled, four_hundred
+from drawn import compiled
 
 from revcompile.inspect.drawing.page import page
 from revcompile.inspect.source import code_text
@@ -20,28 +20,17 @@ def browser() -> Iterator[Any]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("pages")
-    pictures = {
-        "tower": compiled("tower", 3).picture(),
-        "halves": compiled("tower", 2).picture(),
-        "deep": four_hundred(),
-    }
-    for name, facts in pictures.items():
-        (folder / f"{name}.html").write_text(page(facts), encoding="utf-8")
-    return {name: folder / f"{name}.html" for name in pictures}
-
-
 @pytest.fixture
-def tab(browser: Any, files: dict[str, Path]) -> Iterator[Any]:
+def tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """The tower's page, as it opens from a disk; whatever goes wrong in it fails the test."""
     one = browser.new_page(viewport={"width": 1200, "height": 900})
     problems: list[str] = []
     one.on("pageerror", lambda error: problems.append(str(error)))
     one.on("console", lambda said: problems.append(said.text))
     one.on("request", lambda asked: problems.append(asked.url) if fetched(asked.url) else None)
-    one.goto(files["tower"].as_uri())
+    file = tmp_path / "tower.html"
+    file.write_text(page(compiled("tower", 3).picture()), encoding="utf-8")
+    one.goto(file.as_uri())
     yield one
     one.close()
     assert problems == []
@@ -68,22 +57,6 @@ def test_a_stage_opens_into_its_code(tab: Any) -> None:
     assert "F0 SY0" in tab.locator("#panel-3").inner_text()
     tab.click("#stage-1")
     assert tab.locator("#details").is_hidden()
-
-
-def test_boxes_of_the_graph_open(tab: Any, files: dict[str, Path]) -> None:
-    tab.goto(files["halves"].as_uri())
-    tab.click("#stage-0")
-    tab.click("text=Graph")
-    boxes, closed = tab.locator("#panel-1 [data-key]"), tab.locator("#panel-1 rect").count()
-    assert boxes.count() > 1
-    height = "document.querySelector('#panel-1 svg').getBoundingClientRect().height"
-    before = tab.evaluate(height)
-    boxes.first.click()
-    assert boxes.first.get_attribute("aria-expanded") == "true"
-    assert tab.locator("#panel-1 rect").count() > closed
-    assert tab.evaluate(height) > before
-    tab.keyboard.press("Enter")  # the box has the focus
-    assert tab.locator("#panel-1 rect").count() == closed
 
 
 def test_a_module_is_found_and_its_code_is_marked(tab: Any) -> None:
@@ -119,11 +92,3 @@ def test_everything_can_be_done_with_the_keyboard(tab: Any) -> None:
 
 def focused(tab: Any) -> str:
     return str(tab.evaluate("document.activeElement.id"))
-
-
-def test_a_page_of_four_hundred_blocks_opens(browser: Any, files: dict[str, Path]) -> None:
-    tab = browser.new_page()
-    tab.goto(files["deep"].as_uri())
-    tab.click("#stage-7")
-    assert tab.locator("#details h2").inner_text().startswith("Stage 7: ")
-    tab.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 
 import pytest
@@ -58,13 +57,6 @@ def test_boundaries_windows_and_delays_are_the_methods() -> None:
     assert facts[-1].sent_bytes == 10 * 5 * 4
     assert facts[0].sends == ("2×f32[B,4,8,8]",)
     assert facts[0].sent_bytes == 2 * 10 * 4 * 8 * 8 * 4
-
-
-def test_memory_grows_with_the_batch() -> None:
-    small, large = resnet().facts(microbatch_size=2), resnet().facts(microbatch_size=8)
-    for one, four in zip(small, large, strict=True):
-        assert four.working == 4 * one.working and four.buffers == 4 * one.buffers
-    assert [stage.memory for stage in small] == [held.total for held in resnet().memory(2)]
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -133,30 +125,6 @@ def test_a_table_appears_once_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # -- one stage ------------------------------------------------------------------------------------
-
-
-def test_code_has_the_paths_of_its_pieces_as_comments() -> None:
-    stage = next(s for s in resnet().stages if "blocks.1" in {p.name for p in s.part.pieces})
-    functions = _functions(stage.code)
-    assert "# F of blocks.1, " in functions["blocks_1"]
-    for name in ("forward", "inverse", "backward"):
-        assert any(line.endswith("  # blocks.1") for line in functions[name].splitlines()), name
-
-
-def _functions(code: str) -> dict[str, str]:
-    tree = ast.parse(code)
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return {f.name: ast.get_source_segment(code, f) or "" for f in functions}
-
-
-def test_a_stage_that_is_reversible_as_a_whole_shows_its_inverse_apart() -> None:
-    for stage in (*resnet().stages, *vit().stages):
-        functions = {piece.name.replace(".", "_") for piece in stage.part.pieces}
-        names = [name for name in _functions(stage.code) if name not in functions]
-        expected = (
-            ["forward", "inverse", "backward"] if stage.reversible else ["forward", "backward"]
-        )
-        assert names == expected
 
 
 def test_the_program_is_the_action_list_in_words() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
-from drawn import compiled, groups, shown
+from drawn import groups, shown
 from paths import ROOT
 
-from revcompile.inspect.drawing import costs_of, draw_schedule
 from revcompile.inspect.drawing.timeline import METHODS, dry_runs, timeline_svg
 from revcompile.schedule import Costs, Op, actions, choose, dry_run
 
@@ -57,15 +55,6 @@ def test_boxes_stand_where_the_dry_run_puts_them() -> None:
     left = min(starts)
     drawn = sorted({round((x - left) / scale, 1) for x in starts})
     assert set(first) <= set(drawn)
-
-
-def test_a_models_own_costs_can_be_drawn(tmp_path: Path) -> None:
-    net = compiled("tower", 3)
-    costs = costs_of(net.partition)
-    assert costs.forward == tuple(sum(c.forward for c in p.costs) for p in net.partition.parts)
-    file = draw_schedule(costs, tmp_path / "timeline.svg", title="tower")
-    title = "tower, 3 stages: schedules at the same costs"
-    assert title in shown(ET.fromstring(file.read_text(encoding="utf-8")))
 
 
 def test_the_picture_in_the_documents_is_up_to_date() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from helpers import gradients, worst
 from torch import Tensor
-from torch.nn import functional as F
 
 import revcompile
 from revcompile.errors import InputError, OriginalMethodError
@@ -128,22 +127,6 @@ def test_a_model_is_of_its_original_s_class_and_takes_what_trainers_pass() -> No
         torch.save(net, kept)
         again = torch.load(io.BytesIO(kept.getvalue()), weights_only=False)
         assert torch.equal(again(**call).logits, model(**call).logits)
-
-
-def test_attention_without_padding_has_no_mask() -> None:
-    net = revcompile.reversify(_grouped(), None, _call(2, 8), policy="pretrained", check="off")
-    attention = [
-        node.kwargs
-        for coupling in net.rewired.couplings
-        for node in coupling.branch.nodes
-        if node.target is F.scaled_dot_product_attention
-    ]
-    assert len(attention) == 1
-    for given in attention:
-        assert given["is_causal"] and given["enable_gqa"] and given["attn_mask"] is None
-    with torch.autograd.graph.save_on_cpu():  # the same graph for another length
-        net.train()(**_call(2, 12)).loss.backward()
-    assert len(net._cases._cases) == 1
 
 
 def test_a_loss_in_chunks() -> None:

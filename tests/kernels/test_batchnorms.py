@@ -124,43 +124,6 @@ def test_a_step_equals_stored_activations(kernels: list[str]) -> None:
     assert kernels.count("bn_relu_backward") == 12
 
 
-def test_statistics_of_a_layer_that_is_called_twice(kernels: list[str]) -> None:
-    """Each call's own, in both backward passes of one graph."""
-    net, x = _net()
-    shared = net.get_submodule("blocks.0.1")
-    for name in ("blocks.0.4", "blocks.1.1"):
-        parent, _, child = name.rpartition(".")
-        net.get_submodule(parent)._modules[child] = shared
-    with torch.autocast("cpu", torch.bfloat16):
-        out = net(x).float().square().sum()
-        out.backward(retain_graph=True)
-        out.backward()
-    assert kernels.count("bn_relu_forward") == 6 and kernels.count("bn_relu_forward as known") == 12
-
-
-def test_layers_outside_of_chains(kernels: list[str]) -> None:
-    torch.manual_seed(0)
-    stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-    x = torch.randn(2, 3, 8, 8).to(memory_format=LAST)
-    net = revcompile.reversify(
-        nn.Sequential(stem, _Convs(1)), x, policy="same_parameters", check="off"
-    )
-    net = net.train().to(memory_format=LAST)
-    with torch.autocast("cpu", torch.bfloat16):
-        gradients(net, x)
-    once = [
-        "bn_relu_forward",
-        "bn_relu_forward",
-        "bn_relu_forward as known",
-        "bn_relu_backward",
-        "bn_relu_backward",
-    ]
-    assert kernels == once, "the stem's, and one of the block's; its last ReLU stays outside"
-    assert int(net.get_submodule("0.1").num_batches_tracked) == 1
-    net.eval()(x)
-    assert kernels == once
-
-
 def test_what_there_is_no_kernel_for(kernels: list[str]) -> None:
     x = torch.randn(2, 8, 6, 6).to(memory_format=LAST).bfloat16()
     layer, relu = nn.BatchNorm2d(8), nn.ReLU()

@@ -90,19 +90,9 @@ def _vit(**options: Any) -> nn.Module:
     return model
 
 
-def _swin() -> nn.Module:
-    model: nn.Module = timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=28, depths=(2,), num_heads=(1,), embed_dim=8
-    )
-    return model
-
-
-@pytest.mark.parametrize(("make", "size"), [(_vit, 16), (_swin, 28)])
-def test_no_bit_of_a_step_changes(
-    make: Callable[[], nn.Module], size: int, kernels: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = torch.randn(2, 3, size, size)
-    net = revcompile.reversify(make(), x, check="off").train()
+def test_no_bit_of_a_step_changes(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 3, 16, 16)
+    net = revcompile.reversify(_vit(), x, check="off").train()
     twin = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(net, x)
@@ -116,17 +106,6 @@ def test_no_bit_of_a_step_changes(
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-
-
-def test_a_step_equals_stored_activations(kernels: list[str]) -> None:
-    x = torch.randn(2, 3, 16, 16)
-    net = revcompile.reversify(_vit(drop_path_rate=0.4), x, check="off").train()
-    stored = copy.deepcopy(net)
-    stored.reversible = False
-    with torch.autocast("cpu", torch.bfloat16):
-        deviation, where = worst(gradients(stored, x), gradients(net, x))
-    assert deviation == 0.0, where
-    assert kernels.count("layer_norm_backward") == kernels.count("layer_norm_backward added") == 4
 
 
 class _Readers(nn.Module):
@@ -264,26 +243,6 @@ def _replaced(model: nn.Module, x: Tensor) -> list[bool]:
 )
 def test_only_norms_whose_readers_all_cast(read: Callable[..., Tensor], expected: bool) -> None:
     assert _replaced(_Branch(read), torch.randn(2, 4, 8)) == [expected]
-
-
-class _Called(nn.Module):
-    """A norm that is no module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (8,), self.weight, bias=self.bias, eps=1e-6)
-
-
-def test_a_functional_norm_counts_too(kernels: list[str]) -> None:
-    model, x = _Branch(READERS[0][1], _Called()), torch.randn(2, 4, 8)
-    assert _replaced(model, x) == [True]
-    net = revcompile.reversify(model, x, check="off").train()
-    with torch.autocast("cpu", torch.bfloat16):
-        gradients(net, x)
-    assert kernels == ["layer_norm_forward", "layer_norm_forward", "layer_norm_backward added"]
 
 
 def test_which_layers_are_layer_norms() -> None:

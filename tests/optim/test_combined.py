@@ -15,11 +15,8 @@ from training import (
     batches,
     feed,
     fresh,
-    groups_of,
     same,
     seeded,
-    through_a_file,
-    weights,
 )
 
 from revcompile.errors import InputError
@@ -57,24 +54,6 @@ def test_without_delay_each_does_what_it_does_alone() -> None:
             optimizer.step(), optimizer.zero_grad(), schedule.step()
     for name, value in net.to_module().state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name])
-
-
-def test_a_flushed_state_moves_to_other_stages_by_name() -> None:
-    first, other = fresh(Plain, 4), fresh(Plain, 2)
-    trainers = [net.trainer(both, F.cross_entropy, lr_schedule=falling) for net in (first, other)]
-    feed(trainers[0], batches(8))
-    trainers[0].flush()
-    state = trainers[0].state_dict()
-    trainers[1].load_state_dict(through_a_file(state))
-    assert same(weights(first), weights(other))
-    loaded = trainers[1].state_dict()
-    assert loaded["optimizer"].keys() == state["optimizer"].keys()
-    assert same(loaded["optimizer"]["stem.weight"], state["optimizer"]["stem.weight"])
-    rates = [{n: g["lr"] for g in groups_of(s) for n in g["params"]} for s in (state, loaded)]
-    assert rates[0]["layers.1.weight"] == rates[1]["layers.1.weight"] < 0.05
-    feed(trainers[1], batches(3))
-    with pytest.raises(InputError, match=r"has torch\.optim\.sgd\.SGD, but the state is of anoth"):
-        fresh(Plain, 2).trainer(lambda p: SGD(p, 0.1), F.cross_entropy).load_state_dict(state)
 
 
 @pytest.mark.parametrize(

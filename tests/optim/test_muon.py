@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -116,23 +115,6 @@ def test_training_goes_on_from_a_state_dict(name: str, dtype: torch.dtype) -> No
     for seed in (2, 3):
         pairs = zip(step(optimizer, seed), step(resumed, seed), strict=True)
         assert all(torch.equal(p, q) for p, q in pairs)
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-@pytest.mark.parametrize("name", LATE)
-def test_copies_know_of_the_delay(name: str, how: Callable[[Any], Any]) -> None:
-    torch.manual_seed(0)
-    optimizer = LATE[name](nn.Linear(3, 4).parameters())
-    tell(optimizer, 2.0)
-    step(optimizer, 1)
-    other = how(optimizer)
-    for seed in (2, 3):
-        pairs = zip(step(optimizer, seed), step(other, seed), strict=True)
-        assert all(torch.equal(p, q) for p, q in pairs)
-    if name != "several":
-        other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    tell(other, 3.0)
-    assert [member.delay for member in members(optimizer)] == [2.0]  # type: ignore[attr-defined]
 
 
 def tell(optimizer: Any, delay: float) -> None:
@@ -294,56 +276,6 @@ def test_matrices_of_any_shape(shape: tuple[int, ...]) -> None:
     assert not weight.any()
     step(optimizer, 0)
     assert weight.all() and weight.isfinite().all()
-
-
-def test_a_state_of_other_groups_is_refused_before_anything_is_loaded() -> None:
-    """One group cannot have the settings of several."""
-    tokens = torch.randint(11, (4, 6))
-    loss = nn.CrossEntropyLoss()
-
-    def trainer_of(groups: Any) -> Any:
-        net = revcompile.petrafy(Tower(), 2, tokens, check="off")
-        return net.trainer(
-            DelayAwareMuon,
-            lambda output, target: loss(output.flatten(0, 1), target.flatten()),
-            param_groups=groups,
-        )
-
-    def split(named: Any) -> list[dict[str, Any]]:
-        kinds = [[p for _, p in named if p.ndim == 2], [p for _, p in named if p.ndim < 2]]
-        even, odd = kinds[0][::2], kinds[0][1::2]
-        groups = [{"params": even}, {"params": odd, "max_drift": 0.1}, {"params": kinds[1]}]
-        return [group for group in groups if group["params"]]
-
-    for groups, message in (
-        (split, "saved with max_drift=0.0075 and with max_drift=0.1"),
-        (muon_groups(Tower()), "saved with use_muon=False and with use_muon=True"),
-    ):
-        saved = trainer_of(groups)
-        saved.step(tokens, tokens)
-        saved.flush()
-        trainer = trainer_of(None)
-        before = [p.detach().clone() for p in trainer.model.parameters()]
-        with pytest.raises(ValueError, match=message):
-            trainer.load_state_dict(saved.state_dict())
-        assert all(map(torch.equal, before, trainer.model.parameters()))
-        trainer_of(groups).load_state_dict(saved.state_dict())
-
-
-def test_error_feedback_around_it_limits_the_drift_as_well() -> None:
-    def moved(wrap: bool, drift: float | None, attribute: str) -> float:
-        weight = nn.Parameter(torch.eye(4))
-        optimizer: Any = DelayAwareMuon([weight], lr=1.0, max_drift=drift)
-        optimizer = ErrorFeedback(optimizer) if wrap else optimizer
-        setattr(optimizer, attribute, 3.0)
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        return float((weight.detach() - torch.eye(4)).norm())
-
-    for attribute in ("delay", "predicted_delay"):
-        own = moved(False, 0.1, attribute)
-        assert moved(True, 0.1, attribute) == pytest.approx(own, rel=1e-5)
-        assert moved(True, None, attribute) > 2 * own
 
 
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "1f1b"])

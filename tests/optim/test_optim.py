@@ -51,18 +51,6 @@ def test_without_delay_it_is_nesterov_momentum() -> None:
     assert_close(found, _follow(torchs, twins, 60), rtol=0, atol=1e-13)
 
 
-def test_momentum_may_change_as_in_torch() -> None:
-    """As one-cycle schedules change it: what is kept is the distance to go."""
-    params = _parameters()
-    twins = copy.deepcopy(params)
-    pair = DelayAwareSGD(params, 0.1, 0.95), SGD(twins, 0.1, 0.95, nesterov=True)
-    for optimizer, mine in zip(pair, (params, twins), strict=True):
-        _follow(optimizer, mine, 20)
-        optimizer.param_groups[0]["momentum"] = 0.85
-        _follow(optimizer, mine, 20)
-    assert_close(params, twins, rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("make", [DelayAwareSGD, DelayAwareAdamW])
 def test_means_of_low_precision_parameters_do_not_freeze(make: Callable[..., Any]) -> None:
     """A mean over 820 updates moves by less than bfloat16 can tell."""
@@ -155,35 +143,6 @@ def _nesterov(params: Any) -> Optimizer:
 def test_with_a_lead_it_stays_calm(delay: int) -> None:
     calm = _reach(lambda p: DelayAwareSGD(p, 1.0), delay, 4.0, 1000 * (1 + delay))
     assert calm < 1e-3 and _reach(_nesterov, delay, 4.0) == float("inf")
-
-
-@pytest.mark.parametrize("make", [DelayAwareSGD, DelayAwareAdamW])
-def test_a_parameter_that_joins_later(make: Callable[..., Any]) -> None:
-    """As if it had an optimizer of its own."""
-    params = _parameters()
-    twins = copy.deepcopy(params)
-    both, first, last = make(params, lr=0.1), make(twins[:2], lr=0.1), make(twins[2:], lr=0.1)
-    for optimizer in (both, first, last):
-        optimizer.delay = 2.0
-    for step in range(30):
-        for p, twin, grad in zip(params, twins, _gradients(step, params), strict=True):
-            p.grad, twin.grad = grad.clone(), grad.clone()
-        if step < 10:
-            params[2].grad = twins[2].grad = None
-        for optimizer in (both, first, last):
-            optimizer.step()
-    assert_close(params, twins, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("delay", [0.0, 2.0])
-def test_without_momentum(delay: float) -> None:
-    params = _parameters()
-    optimizer = DelayAwareAdamW(params, 0.1, betas=(0.0, 0.999))
-    optimizer.delay = delay
-    assert all(p.isfinite().all() for p in _follow(optimizer, params, 20))
-    params, twins = _parameters(), _parameters()
-    found = _follow(DelayAwareSGD(params, 0.1, momentum=0.0), params, 20)
-    assert_close(found, _follow(SGD(twins, 0.1), twins, 20), rtol=0, atol=1e-13)
 
 
 def test_settings_that_make_no_sense() -> None:

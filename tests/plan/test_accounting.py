@@ -71,9 +71,7 @@ COSTS = tuple(
     for i in range(len(PIECES))
 )
 STREAM = BATCH * 10 * 4  # bytes of one wide stream
-NARROW = BATCH * 4 * 4  # and of one behind "up"
 IMAGE = BATCH * 7 * 4
-MIDDLE = BATCH * 5 * 4
 
 
 def saved(first: int, *rest: int) -> int:
@@ -92,41 +90,11 @@ def model(
 PETRA = choose("petra")
 
 
-def test_the_last_stage_keeps_the_graphs_of_its_opaque_runs_too() -> None:
-    memory = model(PETRA).stage(3, 4, 7)
-    assert memory.buffers == MIDDLE + 2 * NARROW
-    # The head's graph is gone when the couplings before it are rebuilt.
-    assert memory.working == saved(4) + max(saved(5), saved(6))
-
-
 def test_the_first_stage_can_ask_the_dataset_again() -> None:
     assert model(PETRA).stage(0, 0, 2).buffers == 0
     assert model(PETRA, first_input_free=False).stage(0, 0, 2).buffers == 4 * IMAGE
     # only the model's input is free: what the stage made itself is not
     assert model(PETRA).stage(0, 0, 4).buffers == 4 * 2 * STREAM
-
-
-SIDED = (
-    opaque("stem", "x", "a0 b0 mid"),
-    coupling("c1", "a0 b0", "a1 b1", sides="mid"),
-    coupling("c2", "a1 b1", "a2 b2", sides="mid"),
-    opaque("head", "a2 b2", "y"),
-)
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "kept"),
-    [
-        (1, 2, 0),  # c2 reads it too: the next stage sends it back
-        (2, 3, MIDDLE),
-        (1, 3, MIDDLE),
-        (0, 3, MIDDLE),  # made in the stage itself
-        (1, 4, MIDDLE + 2 * STREAM),  # and the head keeps its input
-    ],
-)
-def test_couplings_keep_sides_that_do_not_come_back(start: int, end: int, kept: int) -> None:
-    whole = MemoryModel(SIDED, TYPES, COSTS[:4], 4, Workload(PETRA, BATCH))
-    assert whole.stage(0, start, end).buffers == 4 * kept
 
 
 def test_a_stage_that_keeps_its_graph_has_one_for_every_micro_batch_in_flight() -> None:

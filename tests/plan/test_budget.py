@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -22,8 +21,7 @@ import revcompile
 import tests.plan.test_stage_memory as models
 from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError
-from revcompile.ir.program import Partition, StageMemory
-from revcompile.plan import budget as budgets
+from revcompile.ir.program import Partition
 from revcompile.plan.budget import (
     Choice,
     MemoryPlan,
@@ -93,20 +91,6 @@ def test_no_plan_that_fits_is_faster(layout: str, workload: Workload) -> None:
         assert max(found.peaks) <= limit
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_more_memory_never_means_more_work(layout: str) -> None:
-    stage_to_rank = LAYOUTS[layout] or tuple(range(5))
-    found = [
-        plan_memory(cut(), limit, PETRA, stage_to_rank) for limit in limits(PETRA, stage_to_rank)
-    ]
-    work = [plan.work for plan in found]
-    assert work == sorted(work, reverse=True)
-    assert work[-1] < work[0]
-    # The last stage is opaque, and keeps its graph in any case.
-    assert found[-1].keeps[:4] == (G,) * 4
-    assert found[-1].work == pytest.approx(0.75 * found[-1].full_work)
-
-
 def test_a_budget_is_used_to_the_byte() -> None:
     stage_to_rank = (0,) * 5
     small = least(PETRA, stage_to_rank)
@@ -123,52 +107,6 @@ def test_a_budget_too_small_names_the_stage_and_what_to_do() -> None:
         assert part in said
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"microbatch_size": 9},
-        {"optimizer_copies": 1.1},
-        {"method": choose("petra", in_flight_per_stage=1.2)},
-        {"accumulation_steps": 4},
-    ],
-    ids=str,
-)
-def test_what_takes_more_memory_leaves_less_to_keep(more: dict[str, Any]) -> None:
-    plain = plan_memory(cut(), limits(PETRA, (0,) * 5)[11], PETRA, (0,) * 5)
-    other = plan_memory(cut(), plain.memory(0), dataclasses.replace(PETRA, **more), (0,) * 5)
-    assert other.work > plain.work
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_plan_of_made_up_stages_is_faster(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where what is held and what is needed at work have nothing to do with each other."""
-    draw = random.Random(seed)
-    offered = [
-        [
-            Choice(
-                stage, keep, StageMemory(buffers=draw.randrange(9), working=draw.randrange(9)), w
-            )
-            for keep, w in ((N, 4.0), (I, 4.0), (G, 3.0 + draw.random()))
-        ]
-        for stage in range(5)
-    ]
-    monkeypatch.setattr(budgets, "choices", lambda *_: offered)
-    for stage_to_rank in ((0,) * 5, (0, 1, 0, 1, 1)):
-        for limit in range(0, 50, 5):
-            fitting = [
-                sum(choice.work for choice in chosen)
-                for chosen in itertools.product(*offered)
-                if all(held <= limit for held in devices(chosen, PETRA, stage_to_rank))
-            ]
-            if fitting:
-                found = plan_memory(cut(), limit, PETRA, stage_to_rank)
-                assert found.work == pytest.approx(min(fitting))
-                assert max(found.peaks) <= limit
-            else:
-                with pytest.raises(InputError, match="however little is kept"):
-                    plan_memory(cut(), limit, PETRA, stage_to_rank)
-
-
 def test_methods_that_say_what_is_kept_take_no_budget() -> None:
     net = models.staged("vgg")
     for method in ("backprop", "ddg", "pipedream", "gpipe"):
@@ -183,15 +121,6 @@ def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
 
 
 # -- what people see ------------------------------------------------------------------------------
-
-
-def test_the_summary_says_what_is_kept() -> None:
-    net = models.staged("vit")
-    plan = net.memory_plan("100MiB", microbatch_size=8)
-    assert net.summary(microbatch_size=8, memory_budget="100MiB").endswith(str(plan))
-    assert "stage 1 (device 1) keeps its graph" in str(plan)
-    facts = net.facts(microbatch_size=8, memory_budget="100MiB")
-    assert [stage.buffers for stage in facts] == [c.memory.buffers for c in plan.chosen]
 
 
 def test_a_plan_of_uneven_devices_says_how_to_even_them() -> None:
@@ -287,10 +216,3 @@ def test_graphs_hold_what_they_have_saved_and_where_they_begin_and_end(name: str
         assert choice.keep is G
         predicted = choice.memory.buffers + choice.memory.ends
         assert 0.75 * predicted <= held.buffers <= 1.01 * predicted, choice
-
-
-@pytest.mark.parametrize("name", models.MODELS)
-def test_and_what_was_predicted_is_used(name: str) -> None:
-    plan, watch, own = watched(name, 1.0)
-    assert plan.work == pytest.approx(0.75 * plan.full_work)
-    assert watch.peak + own >= 0.8 * plan.memory(0)

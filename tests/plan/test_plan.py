@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,13 @@ from torch import nn
 
 import revcompile
 from revcompile.compiler.cost import Workload
-from revcompile.compiler.partition import partition
 from revcompile.errors import InputError
-from revcompile.ir.program import Partition
 from revcompile.ir.types import Rewired
 from revcompile.plan.cluster import (
     Cluster,
     Device,
     NetworkLink,
     TimeModel,
-    stage_times,
 )
 from revcompile.plan.forecast import Forecast, better_stages, plan_cluster
 from revcompile.plan.learning import cost_of_delay
@@ -38,7 +34,6 @@ from revcompile.schedule import (
     hiding_in_flight,
     period,
     window,
-    zero_bubble_period,
 )
 
 # -- steady states --------------------------------------------------------------------------------
@@ -122,15 +117,6 @@ def test_the_chosen_alpha_is_the_least_that_hides_the_links(link: float) -> None
         )
 
 
-@pytest.mark.parametrize("update", [0.1, 4.0, 40.0])
-def test_the_zero_bubble_bound_lies_between_drained_methods_and_no_bubbles(update: float) -> None:
-    costs = drawn(6, link=0.2, update=update, seed=5)
-    work = [f + b + u / 12 for f, b, u in zip(*_work(costs), strict=True)]
-    bound = zero_bubble_period(costs, 12)
-    assert max(work) <= bound < period("1f1b", costs, 12)
-    assert bound < period("gpipe", costs, 12)
-
-
 def _work(costs: Costs) -> tuple[tuple[float, ...], ...]:
     return costs.forward, costs.backward, costs.update
 
@@ -159,10 +145,6 @@ def planned(devices: int, link: NetworkLink = FAST, **options: Any) -> dict[str,
     return {one.method: one for one in found}
 
 
-def cut(stages: int) -> Partition:
-    return plan_cluster(rewired(), Cluster(stages, FAST, SLOW_DEVICE), PETRA, stages=stages)[0]
-
-
 def test_every_method_is_forecast_on_the_same_stages() -> None:
     found = planned(4, stages=4)
     assert set(found) == {"petra", "1f1b", "gpipe", "zero-bubble (bound)"}
@@ -173,31 +155,6 @@ def test_every_method_is_forecast_on_the_same_stages() -> None:
     # PETRA computes forward twice, but has no bubbles; GPipe keeps every graph of a group.
     assert petra.efficiency > drained.efficiency
     assert petra.memory < drained.memory < gpipe.memory
-
-
-def test_methods_are_compared_with_the_same_samples_to_an_update() -> None:
-    _, found = plan_cluster(rewired(), Cluster(4, FAST, SLOW_DEVICE), PETRA, accumulation_steps=6)
-    assert [(one.method, one.accumulation_steps) for one in found] == [
-        ("petra", 6),
-        ("petra", 1),
-        ("1f1b", 6),
-        ("gpipe", 6),
-        ("zero-bubble (bound)", 6),
-    ]
-    assert [one.delay for one in found] == [1, 3, 0, 0, 0]
-
-
-def test_an_update_costs_time_that_accumulation_shares_out() -> None:
-    cluster = Cluster(4, FAST, SLOW_DEVICE)
-    seldom, always = plan_cluster(rewired(), cluster, PETRA, methods=["petra"])[1]
-    assert always.updating == pytest.approx(
-        16 * seldom.updating * seldom.period / always.period, rel=1e-6
-    )
-    adam = replace(cluster, time=TimeModel.on(Device(flops=1e9, bandwidth=1e9), 2))
-    assert plan_cluster(rewired(), adam, PETRA, methods=["petra"])[1][1].updating > always.updating
-    # What accumulation saves in updates it loses in part to sums of gradients.
-    free = replace(cluster, time=replace(SLOW_DEVICE, sum_speed=float("inf")))
-    assert plan_cluster(rewired(), free, PETRA, methods=["petra"])[1][0].period < seldom.period
 
 
 def test_the_better_number_of_stages_is_found() -> None:
@@ -263,21 +220,6 @@ def test_with_a_memory_limit_the_fastest_cut_that_fits_is_taken() -> None:
     assert planned(8, memory_budget=1000)["petra"].fits is False
 
 
-@pytest.mark.parametrize("stages", [2, 3, 6])
-def test_a_plan_fits_where_petrafy_finds_a_cut_that_does(stages: int) -> None:
-    workload = replace(PETRA, microbatch_size=1024)
-
-    def least(budget: int | None) -> Forecast:
-        cluster = Cluster(stages, FAST, SLOW_DEVICE)
-        options: dict[str, Any] = {"stages": stages, "methods": ["petra"]}
-        return plan_cluster(rewired(), cluster, workload, memory_budget=budget, **options)[1][1]
-
-    budget = int(0.95 * least(None).memory)
-    partition(rewired(), stages, workload, memory_budget=budget)
-    found = least(budget)
-    assert found.fits and found.memory <= budget
-
-
 def test_within_a_memory_budget_fewer_micro_batches_are_in_flight() -> None:
     far = {"link": NetworkLink(bandwidth=1e12, latency=0.01), "stages": 3, "accumulation_steps": 1}
     roomy = planned(3, **far)["petra"]
@@ -289,31 +231,6 @@ def test_within_a_memory_budget_fewer_micro_batches_are_in_flight() -> None:
     )
     assert 1 < tight.in_flight_per_stage < roomy.in_flight_per_stage
     assert planned(3, **far, memory_budget=1000)["petra"].in_flight_per_stage == 1
-
-
-def test_averaging_over_slow_links_is_counted_but_is_no_work() -> None:
-    fast, slow = (
-        planned(8, NetworkLink(bandwidth), stages=1)["petra"] for bandwidth in (1e12, 1e6)
-    )
-    assert slow.throughput < 0.5 * fast.throughput
-    assert slow.efficiency < 0.5 * fast.efficiency
-    assert (fast.bottleneck, slow.bottleneck) == ("stage 0", "averaging")
-    cluster = Cluster(8, NetworkLink(1e6), SLOW_DEVICE)
-    seldom = plan_cluster(rewired(), cluster, PETRA, stages=1, accumulation_steps=100)[1][0]
-    assert seldom.throughput > 2 * slow.throughput
-
-
-def test_costs_grow_with_the_batch_and_kept_graphs_are_not_computed_again() -> None:
-    def costs(method: str, microbatch_size: int) -> Costs:
-        workload = Workload(choose(method), microbatch_size)
-        return stage_times(cut(3), workload, SLOW_DEVICE, NetworkLink(1e9))
-
-    small, large, kept = costs("petra", 4), costs("petra", 8), costs("1f1b", 4)
-    assert large.forward == pytest.approx([2 * time for time in small.forward])
-    assert kept.backward[0] == pytest.approx(2 / 3 * small.backward[0])
-    # A stage that ends in a coupling gets its outputs back beside their gradients.
-    assert small.link_backward == pytest.approx([2 * time for time in small.link_forward])
-    assert kept.link_backward == pytest.approx(kept.link_forward)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from revcompile.errors import InputError, RevcompileWarning
 from revcompile.runtime.executor.runner import Backend
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.stage.activations import BUFFER_DTYPES
+from revcompile.runtime.stage.loss import LossScale
 from revcompile.schedule import METHODS, Keep
 
 
@@ -182,6 +183,10 @@ def raising(argument: Any) -> Any:
         ({"lr_schedule": ReduceLROnPlateau}, "needs a metric at every step"),
         ({"param_groups": lambda named: []}, "stage 0: .* empty parameter list; .* param_groups= "),
         ({"param_groups": lambda named: [{"params": [p for _, p in named[1:]]}]}, "it lacks 0.f.w"),
+        ({"loss_scale": "automatic"}, "loss_scale='automatic'"),
+        ({"loss_scale": 0}, r"init_scale=0\.0 cannot work"),
+        ({"loss_scale": "dynamic", "check_finite": False}, "has to look for them"),
+        ({"loss_scale": "dynamic", "method": "dni"}, "'dni' predicts gradients"),
         ({"clip_grad_norm": "a"}, "clip_grad_norm='a'; use a positive norm"),
         ({"clip_grad_norm": 0.0}, "use a positive norm"),
         ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
@@ -275,6 +280,8 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
             lambda net: revcompile.reversify(nn.Linear(4, 4, device="meta"), X),
             r"different devices, cpu and meta; move one of them: example_inputs=x\.to\('meta'\)",
         ),
+        (lambda net: LossScale(growth_factor=1.0), "LossScale: growth_factor="),
+        (lambda net: LossScale(growth_interval=0), "LossScale: growth_interval="),
         (lambda net: net.to_pipeline_stages("gpu"), "device='gpu' does not exist"),
         (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),
         (lambda net: revcompile.check_invertible(net, X), r"pass its module, net\.to_module\(\)"),

@@ -23,8 +23,9 @@ def _vit(**options: object) -> torch.nn.Module:
     )
 
 
+@pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("name", ["vit", "resnet18", "swin"])
-def test_gradients_equal_stored_activations_with_dropout(name: str) -> None:
+def test_gradients_equal_stored_activations_with_dropout(name: str, overlap: str) -> None:
     torch.manual_seed(0)
     if name == "vit":
         model = _vit(drop_path_rate=0.3, proj_drop_rate=0.2, pos_drop_rate=0.1)
@@ -38,11 +39,12 @@ def test_gradients_equal_stored_activations_with_dropout(name: str) -> None:
     size = 56 if name == "swin" else 64
     model = model.double().cuda()
     x = torch.randn(4, 3, size, size, dtype=torch.float64, device="cuda")
-    net = revcompile.reversify(model, x, check="full").train()
+    net = revcompile.reversify(model, x, check="full", overlap=overlap).train()
     reference = copy.deepcopy(net)
     reference.reversible = False
-    deviation, where = worst(gradients(reference, x), gradients(net, x))
-    assert deviation < 1e-10, where
+    for _ in range(3):
+        deviation, where = worst(gradients(reference, x), gradients(net, x))
+        assert deviation < 1e-10, where
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import xml.etree.ElementTree as ET
 
 import torch
@@ -16,7 +15,6 @@ from revcompile.compiler.lower import lower
 from revcompile.inspect.drawing import picture
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.picture import Picture
-from revcompile.inspect.views import StageView
 from revcompile.ir.program import Partition, StageProgram
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -74,20 +72,6 @@ def compiled(model: str, stages: int) -> Compiled:
     net, inputs = examples[model]
     staged = revcompile.petrafy(net, num_stages=stages, example_inputs=inputs)
     return Compiled(staged._partition, lower(staged._partition, staged.method))
-
-
-@functools.cache
-def four_hundred() -> Picture:
-    """A picture of 400 blocks: the stages of a smaller model over and over."""
-    few = compiled("tower", 2).picture()
-    stages = itertools.cycle(few.stages)
-    found: list[StageView] = []
-    blocks = 0
-    while blocks < 400:
-        stage = dataclasses.replace(next(stages), index=len(found))
-        found.append(stage)
-        blocks += len(stage.blocks)
-    return dataclasses.replace(few, stages=tuple(found))
 
 
 def parsed(facts: Picture) -> ET.Element:

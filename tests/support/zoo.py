@@ -85,16 +85,6 @@ class Mlp(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-@specimen(lambda n: (torch.randn(n, 8), torch.randn(n, 8), torch.randn(8)))
-class SeveralInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-        return self.mlp(x) * scale + y
-
-
 @specimen(rows)
 class OptionalMask(nn.Module):
     def __init__(self) -> None:
@@ -150,18 +140,6 @@ class ListLoop(nn.Module):
         return torch.stack(taken).sum(0)
 
 
-@specimen(tokens)
-class AttentionBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.attention(y, y, y, need_weights=False)[0]
-
-
 def encoder(norm_first: bool, batch_first: bool) -> nn.Module:
     layer = nn.TransformerEncoderLayer(
         8, 2, 16, dropout=0.1, norm_first=norm_first, batch_first=batch_first
@@ -182,25 +160,6 @@ def PreNormEncoder() -> nn.Module:
 def SequenceFirstEncoder() -> nn.Module:
     """The batch is the second dimension, and a mask has the size of the first."""
     return encoder(norm_first=True, batch_first=False)
-
-
-@specimen(image)
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 8, 3, 2, 1)])
-        self.up = nn.ModuleList([nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(7, 3, 3, padding=1)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for down in self.down:
-            skips.append(x)
-            x = F.relu(down(x))
-        for up in self.up:
-            skip = skips.pop()
-            x = F.interpolate(x, size=skip.shape[-2:])
-            x = up(torch.cat([x, skip], dim=1))
-        return x
 
 
 @specimen(rows)
@@ -406,30 +365,6 @@ class FunctionalDropout(nn.Module):
         return x + F.dropout(self.mlp(x), p=0.3, training=self.training)
 
 
-class SkipSometimes(nn.Module):
-    """timm's DropPath under another name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        mask = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.7)
-        mask.div_(0.7)
-        return x * mask
-
-
-@specimen(tokens)
-class OwnDropPath(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
-        self.skips = nn.ModuleList(SkipSometimes() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block, skip in zip(self.blocks, self.skips, strict=True):
-            x = x + skip(block(x))
-        return x
-
-
 class NoiseOutside(nn.Module):
     """Draws into a tensor that exists before the graph sees it."""
 
@@ -443,18 +378,6 @@ def Noise() -> nn.Module:
 
 
 # -- regions -------------------------------------------------------------------------------------
-
-
-@specimen(rows)
-class NoGradRegion(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.target = Mlp(), Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            centre = self.target(x).mean(0)
-        return self.mlp(x) - centre * x
 
 
 class Precise(nn.Module):
@@ -480,28 +403,6 @@ class Coarse(nn.Module):
 @specimen(rows)
 def AutocastRegions() -> nn.Module:
     return nn.Sequential(Mlp(), Precise(), Coarse())
-
-
-class Straight(torch.autograd.Function):
-    """Rounds forward, and passes the gradient straight back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0]
-
-
-class Round(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Straight.apply(x)
-
-
-@specimen(rows)
-def CustomFunction() -> nn.Module:
-    return nn.Sequential(Mlp(), Round(), Mlp())
 
 
 @specimen(rows)
@@ -566,24 +467,6 @@ class WritesIntoItsInput(nn.Module):
         x.clamp_(-1.0, 1.0)
         x[:, 0] = 0.0
         return self.mlp(x)
-
-
-@specimen(image)
-class InPlaceLayers(nn.Module):
-    """The shortcut reads what an in-place activation has overwritten."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.conv = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
-        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        y = self.conv(self.relu(x))
-        x = x + y
-        kept = self.drop(x)
-        kept += 1.0
-        return x + kept
 
 
 # -- control flow --------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pickle
 import random
-import re
 import shutil
 import signal
 import sys
@@ -44,7 +42,7 @@ import revcompile
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, save_checkpoint
 from revcompile.runtime.checkpoint.training import merged_state
-from revcompile.runtime.checkpoint.tree import StoredTensor, encode_tree
+from revcompile.runtime.checkpoint.tree import encode_tree
 from revcompile.runtime.checkpoint.weights import load_weights
 
 RUNS: Final[dict[str, dict[str, Any]]] = {
@@ -156,44 +154,6 @@ def test_a_drained_checkpoint_moves_to_other_stages_methods_and_modules(tmp_path
         output = module.eval()(torch.cat([x for x, _ in data]))
         loss = nn.functional.cross_entropy(output, torch.cat([y for _, y in data]))
         assert float(loss.detach()) == pytest.approx(expected.loss, rel=1e-12)
-
-
-def test_a_checkpoint_with_something_in_flight_stays_with_its_stages(tmp_path: Path) -> None:
-    trainer = trainer_of(fresh(Net, 4))
-    feed(trainer, batches(3))
-    trainer.save(tmp_path)
-    others = [trainer_of(fresh(Net, 2)), trainer_of(fresh(Net, 4), in_flight_per_stage=2)]
-    for other in others:
-        before, generator = other.state_dict(), torch.get_rng_state()
-        torch.rand(1)
-        with pytest.raises(InputError, match=re.escape("trainer.save(folder, drain=True)")):
-            other.load(tmp_path)
-        assert same(other.state_dict(), before)
-        assert not torch.equal(torch.get_rng_state(), generator)
-
-
-def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = started("stashed weights")
-    feed(trainer, batches(4))
-    trainer.save(tmp_path)
-    file = fresh().save_weights(tmp_path / "weights.safetensors")
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("unpickled")
-
-    for owner, name in [
-        (pickle, "loads"),
-        (pickle, "load"),
-        (pickle, "Unpickler"),
-        (torch, "load"),
-        (torch.serialization, "load"),
-    ]:
-        monkeypatch.setattr(owner, name, refuse)
-    trainer.load(tmp_path)
-    fresh().load_weights(tmp_path)
-    fresh().load_weights(file)
-    names = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
-    assert names == {".json", ".safetensors", ""}  # the last is `latest`
 
 
 # -- the folder -----------------------------------------------------------------------------------
@@ -451,26 +411,7 @@ def test_when_one_rank_fails_all_do_and_nothing_changes(
     assert len(checkpoint.trees()) == 3
 
 
-def test_ranks_that_share_no_folder_are_told(tmp_path: Path) -> None:
-    def save(rank: int, gather: Gather) -> Path:
-        return save_checkpoint(tmp_path / f"{rank}", {}, step=1, rank=rank, gather=gather)
-
-    for error in run_ranks(2, save):
-        assert "rank 1: there is no" in str(error) and "one folder that they share" in str(error)
-
-
 # -- what is in the files -------------------------------------------------------------------------
-
-
-def test_names_are_the_models(tmp_path: Path) -> None:
-    trainer = trainer_of(fresh(), adam)
-    feed(trainer, batches(4))
-    stored = pytree.tree_leaves(Checkpoint(trainer.save(tmp_path)).trees())
-    names = {leaf.name for leaf in stored if isinstance(leaf, StoredTensor)}
-    assert {"model.stem.weight", "model.first.running_mean"} <= names
-    assert {"optimizer.head.bias.exp_avg", "optimizer.head.bias.step"} <= names
-    assert "model.blocks.0.up.weight" in names
-    assert "model.blocks.3.up.weight" not in names  # the same tensor
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from training import momentum
 
 from revcompile import TrainerOptions
-from revcompile.cli import main
 from revcompile.runtime.stage.slots import StaticBuffers
 from revcompile.schedule import window
 from tests.plan.test_stage_memory import BATCH, CPU, SIZE, staged
@@ -69,13 +66,3 @@ def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
     assert [plain, half] == [3 * batch, 2 * batch]
     summary = net.summary(BATCH, kept_input_dtype=torch.bfloat16)
     assert "petra, inputs in bfloat16, micro-batches" in " ".join(summary.split())
-
-
-def test_the_planner_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
-    found: dict[str, Any] = {}
-    for buffers in ("", "--kept-input-dtype=bf16"):
-        arguments = ["plan", "resnet18", "--devices=4", "--methods=petra", "--json"]
-        assert main([*arguments, *filter(None, [buffers])]) == 0
-        found[buffers] = json.loads(capsys.readouterr().out)["forecasts"][0]["memory"]
-    plain, half = found.values()
-    assert half < plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from contextlib import nullcontext
 from typing import Any
@@ -11,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import SCHEDULES, Net, adam, fresh, momentum, settings_of, weights
+from training import Net, adam, fresh, momentum, settings_of, weights
 
 import revcompile
 from revcompile import TrainerOptions
-from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor import captured_steps
 from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
+from tests.runtime.executor.test_captured import SETTINGS as ON_CPU
 from tests.runtime.executor.test_captured import Loose, even
 from tests.runtime.executor.test_updates import CASES, OPTIMIZERS, assert_alike
 from tests.runtime.executor.test_updates import trained as trained_with
@@ -49,21 +48,8 @@ def off_by(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sgd": {},
-    "adam": {"optimizer": adam},
-    "accumulation_steps": {"accumulation_steps": 3},
-    "paper order": {"in_flight_per_stage": 2},
+    **{name: settings for name, settings in ON_CPU.items() if "dtype" not in settings},
     "steps without updates": {"in_flight_per_stage": 2, "accumulation_steps": 2},
-    "paper order, accumulated": {"in_flight_per_stage": 2, "accumulation_steps": 3},
-    "in between": {"in_flight_per_stage": 1.5, "accumulation_steps": 2},
-    "backprop, accumulated": {"method": "backprop", "accumulation_steps": 2},
-    "schedule": {"lr_schedule": SCHEDULES["cosine"]},
-    "clipped": {"clip_grad_norm": 0.1},
-    "unchecked": {"check_finite": False},
-    "backprop": {"method": "backprop"},
-    "stashed": {"method": "petra_stashed"},
-    "stashed, accumulated": {"method": "petra_stashed", "accumulation_steps": 2, "optimizer": adam},
-    "predicted": {"weights": "predicted"},
     "predicted, after a start without delay": {"weights": "predicted", "synchronous_updates": 2},
 }
 
@@ -152,28 +138,6 @@ def test_updates_are_restored_where_a_batch_was_bad(name: str, case: str) -> Non
     assert_alike(found, trained_with(name, "eager", case, "cuda"), 1e-7)
 
 
-def test_a_loaded_state_of_an_optimizer_is_used() -> None:
-    found = []
-    for backend in ("eager", "cudagraphs"):
-        net, trainer = net_and_trainer(backend, optimizer=adam)
-        optimizers = [executor.updater.optimizer for executor in trainer._executors]
-        data = even(40)
-        for batch in data[:14]:
-            trainer.step(*batch)
-        saved = [copy.deepcopy(o.state_dict()) for o in optimizers if o is not None]
-        for batch in data[14:25]:
-            trainer.step(*batch)
-        for optimizer, state in zip(optimizers, saved, strict=True):
-            assert optimizer is not None
-            optimizer.load_state_dict(state)
-        for batch in data[25:]:
-            trainer.step(*batch)
-        assert trainer._runner.is_active == (backend == "cudagraphs")
-        trainer.flush()
-        found.append(weights(net))
-    assert off_by(*found) < 1e-6
-
-
 def test_leaving_and_coming_back() -> None:
     found = []
     for backend in ("eager", "cudagraphs"):
@@ -192,19 +156,6 @@ def test_leaving_and_coming_back() -> None:
         trainer.flush()
         found.append(weights(net))
     assert off_by(*found) < 1e-6
-
-
-def test_a_bad_batch_is_left_out_and_reported_late() -> None:
-    net, trainer = net_and_trainer("cudagraphs")
-    reported: list[NonFiniteError] = []
-    for index, (x, y) in enumerate(even(40)):
-        try:
-            trainer.step(x * float("nan") if index == 25 else x, y)
-        except NonFiniteError as error:
-            reported.append(error)
-    trainer.flush()
-    assert [error.microbatch for error in reported] == [25]
-    assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
 
 
 def test_a_loss_that_waits_for_the_device_is_not_captured() -> None:

@@ -150,17 +150,6 @@ def test_a_pipeline_that_is_drained_at_any_moment(name: str) -> None:
     alike(Shared, name, run)
 
 
-@pytest.mark.parametrize("name", ["petra", "clipped", "stashed", "reversible"])
-def test_a_state_taken_at_any_moment(name: str) -> None:
-    def run(training: Training) -> bool:
-        for steps in (3, 4, 5, 6):
-            is_captured = training.steps(steps)
-            training.restart()
-        return is_captured
-
-    alike(Shared, name, run)
-
-
 @pytest.mark.parametrize("name", ["petra", "clipped", "paper order", "backprop"])
 def test_parameters_without_gradients_in_some_stages(name: str) -> None:
     """What no stage differentiates is never updated, and does not decay."""

@@ -165,29 +165,7 @@ def assert_alike(found: Any, there: Any, tolerance: float) -> None:
             assert mine == other
 
 
-@pytest.mark.usefixtures("as_on_a_device")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_single_precision_and_single_numbers(name: str) -> None:
-    found = []
-    for is_on_device in (False, True):
-        updater = updated(OPTIMIZERS[name])
-        if is_on_device:
-            updater.use_device()
-        for step in range(5):
-            updater.apply({n: (p.detach() + step).sin() for n, p in updater.parameters.items()})
-        found.append((list(updater.parameters.values()), updater.state_dict()))
-    assert_alike(*found, 1e-6)  # type: ignore[call-arg]
-
-
 # -- counters -------------------------------------------------------------------------------------
-
-
-def updated(make: Callable[[Any], Optimizer]) -> Updater:
-    """After one update."""
-    parameters = {"weight": nn.Parameter(torch.ones(2)), "scale": nn.Parameter(torch.ones(()))}
-    updater = Updater("here", parameters, make)
-    updater.apply({name: torch.ones_like(p) for name, p in parameters.items()})
-    return updater
 
 
 @pytest.mark.usefixtures("as_on_a_device")
@@ -210,39 +188,6 @@ def test_updates_do_not_depend_on_which_of_them_are_captured(name: str) -> None:
         trainer.flush()
         found.append((weights(net), trainer.state_dict()["optimizer"]))
     assert same(*found)
-
-
-def test_counters_have_one_place_and_go_back_to_the_host() -> None:
-    updater = updated(OPTIMIZERS["nadam"])
-    state = updater.optimizer.state[updater.parameters["weight"]]
-    vars(updater).update(ON_DEVICE)
-    places = []
-    for _ in range(2):  # a captured step holds the addresses
-        updater.count_on_device()
-        places.append([state[name].data_ptr() for name in ("step", "mu_product")])
-        state["step"].add_(1), state["mu_product"].mul_(0.5)
-        saved = updater.state_dict()
-        updater.load_state_dict(saved["state"], {}, None)
-        state = updater.optimizer.state[updater.parameters["weight"]]
-    assert places[0] == places[1]
-    assert (float(state["step"]), state["step"].dtype) == (3, torch.float64)
-    updater.count_on_device(), updater.stay_on_host()
-    assert all(state[name]._base is None for name in ("step", "mu_product"))
-    assert state["step"].dtype == state["mu_product"].dtype == torch.float32
-
-
-@pytest.mark.parametrize(("capturable", "counted"), [(False, "cpu"), (True, "meta")])
-def test_counters_are_loaded_where_optimizers_keep_them(capturable: bool, counted: str) -> None:
-    make = functools.partial(torch.optim.NAdam, capturable=capturable)
-    weight = nn.Parameter(torch.ones(2, device="meta"))
-    updater, saved = (
-        Updater("here", {"weight": weight}, make),
-        updated(OPTIMIZERS["nadam"]).state_dict(),
-    )
-    updater.load_state_dict(saved["state"], {"weight": {"capturable": capturable}}, None)
-    found = {key: value.device.type for key, value in updater.optimizer.state[weight].items()}
-    averages = {"exp_avg": "meta", "exp_avg_sq": "meta"}
-    assert found == {"step": counted, "mu_product": counted, **averages}
 
 
 # -- parts ----------------------------------------------------------------------------------------

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import timm
 import torch
-from helpers import gradients, worst
+from helpers import worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from revcompile.kernels import exact_sum as grid
-from revcompile.kernels import triton_kernels as kernels
-from revcompile.runtime.reversible import overlap
 from revcompile.runtime.reversible.overlap import Overlap
 from tests.support.measuring import capture_step
 from tests.support.stacks import KINDS, Sizes, batch_of
@@ -42,44 +38,6 @@ def _step(net: nn.Module, x: Tensor, y: Tensor) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         loss = F.cross_entropy(net(x), y)
     loss.backward()
-
-
-def test_torch_does_not_warn_of_what_is_intended() -> None:
-    net = _stack("transformer", "on")
-    batch = batch_of("transformer", SIZES, torch.device("cuda"))
-    overlap._has_warned = False
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            _step(net, *batch)
-    assert not [str(w.message) for w in seen if "AccumulateGrad" in str(w.message)]
-
-
-@pytest.mark.parametrize("name", ["vit", "swin", "resnet"])
-def test_gradients_equal_stored_activations_with_dropout(name: str) -> None:
-    torch.manual_seed(0)
-    if name == "resnet":
-        model = timm.create_model("resnet26", num_classes=7, drop_path_rate=0.3)
-        size = 64
-    elif name == "swin":
-        size = 56
-        model = timm.create_model(
-            "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 4), num_heads=(2, 4),
-            embed_dim=24, drop_path_rate=0.3, num_classes=7,
-        )  # fmt: skip
-    else:
-        size = 32
-        model = timm.create_model(
-            "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=6, num_classes=7,
-            drop_path_rate=0.3, proj_drop_rate=0.2,
-        )  # fmt: skip
-    x = torch.randn(4, 3, size, size, dtype=torch.float64, device="cuda")
-    net = revcompile.reversify(model.double().cuda(), x, check="off", overlap="on").train()
-    reference = copy.deepcopy(net)
-    reference.reversible = False
-    for _ in range(3):
-        deviation, where = worst(gradients(reference, x), gradients(net, x))
-        assert deviation < 1e-10, where
 
 
 @pytest.mark.parametrize("kind", ["transformer", "conv"])
@@ -194,27 +152,6 @@ def test_stochastic_depth_is_repeated_in_a_recording() -> None:
         assert worst(*found)[0] < 1e-2
         norms.append(float(net.get_parameter("blocks.3.mlp.fc1.weight").grad.norm()))
     assert len(set(norms)) == 4, "every replay draws its own masks"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_kernel_adds_as_torch_does(dtype: torch.dtype) -> None:
-    layouts: list[Callable[[Tensor], Tensor]] = [
-        lambda x: x,
-        lambda x: x.to(memory_format=torch.channels_last),
-    ]
-    for lay in layouts:
-        stream = lay(torch.randn(64, 33, 31, 29, device="cuda"))
-        addend = lay(torch.randn(64, 33, 31, 29, device="cuda")).to(dtype)
-        g = grid.make_grid(stream, addend.float())
-        stream = grid.rounded(stream, g)
-        assert kernels.fits(stream, addend) and kernels.works_on(stream.device)
-        want = stream + grid.rounded(addend.float(), g)
-        with torch.no_grad():
-            there = grid.add(stream, addend, g)
-            assert torch.equal(there, want)
-            assert there.stride() == stream.stride()
-            assert torch.equal(grid.subtract(there, addend, g), stream)
-            assert torch.equal(grid._generated("+")(stream, addend, g), want)
 
 
 def test_backward_inside_autocast() -> None:

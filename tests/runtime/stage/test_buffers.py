@@ -8,16 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import plain_sgd, same, through_a_file, weights
+from training import plain_sgd, same, weights
 
 import revcompile
 from revcompile import TrainerOptions
-from revcompile.compiler.lower import fusion
-from revcompile.compiler.lower.fusion import Fusion
 from revcompile.errors import InputError
-from revcompile.runtime.executor.captured_steps import CapturedSteps
-from revcompile.runtime.executor.graphs import EagerReplay
-from revcompile.runtime.executor.messages import MessageKind
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import FULL, even, is_active, made
 
@@ -37,23 +32,6 @@ def test_inputs_wait_in_fewer_bits() -> None:
         assert {value.dtype for value in kept(trainer)} == {dtype or torch.float32}
         ends.append(weights(net))
     assert not same(*ends)
-
-
-@pytest.mark.parametrize("after", [None, torch.float16])
-@pytest.mark.parametrize("before", [None, torch.bfloat16, torch.float16])
-def test_a_run_goes_on_with_other_buffers(before: Any, after: Any) -> None:
-    """What is in flight has been rounded already."""
-    data = [(x.float(), y) for x, y in even(FULL)]
-    found = []
-    for buffers in (before, after):
-        _, first = made("eager", dtype=torch.float32, kept_input_dtype=before)
-        for batch in data:
-            first.step(*batch)
-        net, second = made("eager", dtype=torch.float32, kept_input_dtype=buffers)
-        second.load_state_dict(through_a_file(first.state_dict()))
-        second.flush()
-        found.append(weights(net))
-    assert same(*found)
 
 
 class Mixed(nn.Module):
@@ -130,69 +108,6 @@ def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
         torch.testing.assert_close(found[0][name], value, rtol=0.02, atol=0.02)
     with pytest.raises(InputError, match=r"gradient_message_dtype=torch\.float16"):
         made("eager", gradient_message_dtype=torch.float16)
-
-
-class Convolved(nn.Module):
-    """Shortcuts, one of them projected."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(3, 4, 1), nn.Linear(8, 3)
-        self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(8, 8, 1)
-        self.down = nn.Sequential(nn.Conv2d(4, 8, 2, 2), nn.ReLU(), nn.Conv2d(8, 8, 1))
-        self.shortcut = nn.Conv2d(4, 8, 2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = x + torch.relu(self.first(x))
-        x = self.down(x) + self.shortcut(x)
-        x = x + torch.relu(self.second(x))
-        return self.head(x.mean((2, 3)))
-
-
-def _compiled(in_flight_per_stage: float) -> tuple[dict[str, Tensor], Trainer]:
-    """Weights after some captured steps with compiled programs; what waits is with the trainer."""
-    torch.manual_seed(0)
-    net = revcompile.petrafy(Convolved(), 5, torch.zeros(4, 3, 4, 4), check="off")
-    trainer = net.trainer(
-        *(plain_sgd, F.cross_entropy),
-        autocast=torch.bfloat16,
-        backend="static",
-        options=TrainerOptions(
-            in_flight_per_stage=in_flight_per_stage,
-            kept_input_dtype=torch.bfloat16,
-            gradient_message_dtype=torch.bfloat16,
-        ),
-    )
-    runner = trainer._runner
-    runner._captured = CapturedSteps(
-        *(trainer._executors, runner._loss_head, trainer._schedule, EagerReplay()),
-        fuse=Fusion(lambda function: function).fuse,
-    )
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(12 if in_flight_per_stage == 1 else 24):
-        x = torch.randn(4, 3, 4, 4, generator=generator)
-        trainer.step(x, torch.zeros(4, dtype=torch.long))
-    assert runner.is_active
-    runner.leave()
-    return weights(net), trainer
-
-
-@pytest.mark.parametrize("in_flight_per_stage", [1, 2])
-def test_what_was_rounded_is_sent_and_read_as_it_is_stored(
-    in_flight_per_stage: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would be rounded again for the layers that read it, to the same numbers."""
-    found = []
-    for reads in (True, False):
-        if not reads:
-            monkeypatch.setattr(fusion, "_as_stored", lambda node: node)
-            monkeypatch.setattr(fusion, "with_copy", lambda value, copy: value)
-        trained, trainer = _compiled(in_flight_per_stage)
-        sent = trainer._transport.queues[2, 1, MessageKind.DY][0].values.values()
-        assert {value.dtype for value in sent} == {torch.bfloat16}
-        found.append(trained)
-    assert same(*found)
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.float8_e4m3fn, "offload"])

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from training import (
     METHODS,
@@ -23,7 +22,6 @@ from training import (
 )
 
 from revcompile.runtime.stage import stage
-from revcompile.runtime.stage.weights import CastWeights
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import Loose
 
@@ -46,17 +44,6 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
             return made(**settings)
 
     return make
-
-
-def test_fused_optimizers_are_followed(plain: Callable[..., Trainer]) -> None:
-    """Their updates change no version counter."""
-
-    def fused(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
-
-    trainers = [make(optimizer=fused) for make in (plain, made)]
-    expected, found = ([trainer.step(*batch).loss for batch in DATA] for trainer in trainers)
-    assert found == expected
 
 
 CASES: Final = [
@@ -129,16 +116,3 @@ def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
         losses += feed(trainer, DATA[5:])
         found.append((losses, trainer.model.state_dict()))
     assert same(*found)
-
-
-def test_gradients_are_laid_out_as_their_weights() -> None:
-    """Fused optimizers refuse any other layout."""
-    shape = (2, 3, 4, 4)
-    conv = nn.Parameter(torch.zeros(shape).to(memory_format=torch.channels_last))
-    own = {"conv": conv, "norm": nn.Parameter(torch.zeros(3)), "frozen": torch.zeros(3)}
-    given = {"conv": torch.randn(shape).bfloat16(), "norm": torch.randn(3), "frozen": None}
-    found = CastWeights(own, ["conv"], torch.bfloat16).like_weights(given)
-    assert found["norm"] is given["norm"] and found["frozen"] is None
-    assert found["conv"] is not None and given["conv"] is not None
-    assert torch.equal(found["conv"], given["conv"].float())
-    assert found["conv"].stride() == conv.stride()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
 import training
 from helpers import worst
 from torch import Tensor
@@ -92,7 +91,7 @@ def written_out(
 @pytest.mark.parametrize(
     ("name", "plan"), [("resnet", "all"), ("vit", "turns"), ("skips", "mixed"), ("words", "all")]
 )
-def test_activations_of_the_forward_and_the_latest_parameters(
+def test_activations_of_forward_and_the_latest_parameters(
     name: str, plan: str, in_flight_per_stage: float, accumulation_steps: int
 ) -> None:
     expected = written_out(name, PLANS[plan], in_flight_per_stage, accumulation_steps)
@@ -158,22 +157,6 @@ def test_values_go_back_only_to_stages_that_rebuild() -> None:
     assert [len(streams(program.sends_back)) for program in programs] == [0, 2, 0, 0]
 
 
-# -- autocast -------------------------------------------------------------------------------------
-
-
-def test_low_precision_gradients_are_those_of_casts_made_anew() -> None:
-    """With still parameters: autocast's own casts in backprop, one copy an update here."""
-    found = []
-    for method, keeps in (("backprop", (G, G, G, G)), ("petra", PLANS["all"])):
-        record = spine.Recorded(spine.standing_still)
-        net = training.fresh(training.Plain, dtype=torch.float32)
-        trainer = keeping(net, keeps, record, method=method, autocast=torch.bfloat16)
-        training.feed(trainer, training.batches(6, dtype=torch.float32))
-        trainer.flush()
-        found.append(record.gradients({id(p): n for n, p in trainer.named_parameters()}))
-    assert training.same(*found)
-
-
 # -- replay_context --------------------------------------------------------------------------------
 #
 # Net has dropout, batch norms and a layer that two distant stages share; every fifth micro-batch is
@@ -213,18 +196,6 @@ def test_what_is_in_flight_stays_with_stages_that_keep_the_same() -> None:
     one.flush()
     other.load_state_dict(one.state_dict())
     assert training.same(one.model.state_dict(), other.model.state_dict())
-
-
-def test_parameters_may_be_written_to_between_steps() -> None:
-    """As by a user who clamps weights: backward has what they are then."""
-    clamped, clean = pair(PLANS["all"])
-    for trainer in (clamped, clean):
-        training.feed(trainer, training.batches(3))
-    with torch.no_grad():
-        for parameter in clamped.model.parameters():
-            parameter.clamp_(-99, 99)  # changes nothing but versions
-    more = training.batches(4, seed=2)
-    assert training.feed(clamped, more) == training.feed(clean, more)
 
 
 def test_captured_steps_are_not_for_graphs_in_flight() -> None:

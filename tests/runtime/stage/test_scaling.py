@@ -26,14 +26,13 @@ from training import (
     fresh,
     plain_sgd,
     same,
-    through_a_file,
     trainer_of,
     weights,
 )
 
-from revcompile.errors import InputError, NonFiniteError
+from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.messages import Message
-from revcompile.runtime.stage.loss import LOWEST, LossScale, unscaled
+from revcompile.runtime.stage.loss import LOWEST, LossScale
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.trainer.test_trainer import Deep
 
@@ -134,12 +133,6 @@ def test_small_gradients_survive_float16() -> None:
     assert worst(expected, lost)[0] > 0.5
 
 
-def test_float16_is_divided_by_scales_that_it_cannot_hold() -> None:
-    scaled = {"w": torch.full((2,), 1024.0, dtype=torch.float16)}
-    found = unscaled(scaled, torch.tensor(2.0**17, dtype=torch.float64))["w"]
-    assert found.dtype is torch.float16 and found.tolist() == [2.0**-7] * 2
-
-
 # -- overflows ------------------------------------------------------------------------------------
 
 
@@ -219,22 +212,6 @@ def test_a_scale_that_stays_forgives_nothing() -> None:
     assert trainer.metrics.loss_scale == 64
 
 
-def test_a_step_that_fails_reports_overflows_all_the_same() -> None:
-    """As one whose loss is not finite."""
-    found, (x, y) = [], batches(1)[0]
-    for bad, error in (((x, None), InputError), ((x * torch.nan, y), NonFiniteError)):
-        trainer = trainer_of(fresh(Plain), loss_scale=EAGER)
-        overflowing(trainer, 1, [4])
-        feed(trainer, batches(7))
-        before = trainer.state_dict()["stages"][1]["scaling"]
-        assert before["overflow"] == 2.0**18  # not reported yet
-        with pytest.raises(error):
-            trainer.step(*bad)
-        stages = trainer.state_dict()["stages"]
-        found.append([stages[index]["scaling"] for index in range(4)])
-    assert found[0] == found[1] and found[0][1]["overflow"] != before["overflow"]
-
-
 # -- float16, everywhere the same -----------------------------------------------------------------
 
 HALF: Final[dict[str, Any]] = {
@@ -260,51 +237,3 @@ def test_ranks_scale_as_one_process(tmp_path: Path) -> None:
         expected = final(net, trainer)
         for found in results:
             assert same(found[number]["state"], expected), run
-
-
-def test_other_stages_take_the_scale_over() -> None:
-    trainer = trainer_of(fresh(Plain, 4), loss_scale=EAGER)
-    overflowing(trainer, 0, [7])
-    feed(trainer, batches(8))
-    trainer.flush()
-    assert trainer.metrics.loss_scale == 2.0**19
-    other = trainer_of(fresh(Plain, 2), loss_scale=EAGER)
-    other.load_state_dict(through_a_file(trainer.state_dict()))
-    assert other.step(*batches(1)[0]).loss_scale == 2.0**18
-
-
-def test_a_run_begins_and_ends_to_scale_its_loss() -> None:
-    """What is in flight has the scale it was given."""
-    found = []
-    for scales in [(None, None, None), (None, EAGER, 32.0), (EAGER, None, "dynamic")]:
-        state: dict[str, Any] | None = None
-        for number, scale in enumerate(scales):
-            net = fresh(Net)
-            trainer = trainer_of(net, accumulation_steps=2, loss_scale=scale)
-            if state is not None:
-                trainer.load_state_dict(state)
-            feed(trainer, batches(7, seed=number))
-            state = through_a_file(trainer.state_dict())
-        assert scale != 32.0 or trainer.metrics.loss_scale == 32.0
-        trainer.flush()
-        found.append(weights(net))
-    assert same(found[0], found[1]) and same(found[0], found[2])
-
-
-# -- arguments ------------------------------------------------------------------------------------
-
-
-def test_bad_arguments() -> None:
-    net = fresh(Plain)
-    for settings, said in [
-        ({"loss_scale": "automatic"}, "loss_scale='automatic'"),
-        ({"loss_scale": 0}, r"init_scale=0\.0 cannot work"),
-        ({"loss_scale": "dynamic", "check_finite": False}, "has to look for them"),
-        ({"loss_scale": "dynamic", "method": "dni"}, "'dni' predicts gradients"),
-        ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
-    ]:
-        with pytest.raises(InputError, match=said):
-            trainer_of(net, **settings)
-    for field, value in [("growth_factor", 1.0), ("backoff_factor", 1.0), ("growth_interval", 0)]:
-        with pytest.raises(InputError, match=f"LossScale: {field}="):
-            LossScale(**{field: value})

@@ -16,7 +16,6 @@ from training import (
     momentum,
     same,
     settings_of,
-    through_a_file,
     weights,
 )
 from transcription import Message, Stage, Transcription
@@ -105,40 +104,6 @@ def test_predicted_weights_are_used_forward(
 
 
 STEPS = [batch for batch in batches(26) if len(batch[0]) == 4]
-
-
-class PartlyFrozen(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer.bias.requires_grad_(False)
-
-
-@pytest.mark.parametrize("method", ["petra_stashed", "ddg"])
-def test_stashed_weights_are_copies_of_what_is_trained(method: str) -> None:
-    """Frozen ones are themselves, in checkpoints too; as if they were copied."""
-    ends = []
-    for backend in ("eager", "static") if method == "petra_stashed" else ("eager",):
-        net = fresh(PartlyFrozen)
-        trainer = net.trainer(momentum, F.cross_entropy, method=method, backend=backend)
-        feed(trainer, STEPS[:6])
-        if method == "petra_stashed":
-            state = through_a_file(trainer.state_dict())
-            versions = [v for stage in state["stages"].values() for v in stage["versions"]]
-            saved = {name for version in versions for name in version}
-            assert saved and all(net.model.get_parameter(name).requires_grad for name in saved)
-            net = fresh(PartlyFrozen)
-            trainer = net.trainer(momentum, F.cross_entropy, method=method, backend=backend)
-            trainer.load_state_dict(state)
-        feed(trainer, STEPS[6:9])
-        stages = [executor.stage for executor in trainer._executors]
-        copies = [(stage.parameters, copy) for stage in stages for copy in stage.stashed()]
-        assert copies
-        for parameters, copy in copies:
-            assert all((copy[n] is p) != p.requires_grad for n, p in parameters.items())
-        trainer.flush()
-        ends.append(weights(net))
-    assert same(ends[0], ends[-1])
 
 
 def test_the_delay_is_compensated_once() -> None:
