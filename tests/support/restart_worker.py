@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ class End:
     rank: int
     step: int
     signal: int = signal.SIGKILL
+    after: float | None = None
+    """Seconds after this step, or the first one after it, has begun; else in its update."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,12 @@ def schedule(optimizer: Any) -> lr_scheduler.LRScheduler:
 
 
 def doom(end: End | None, step: int) -> None:
-    """See to it that this rank ends in the middle of this step, if it is the one."""
-    if end is not None and step == end.step and str(end.rank) == os.environ.get("RANK"):
+    """See to it that this rank ends in this step, or shortly after, if it is the one."""
+    if end is None or step < end.step or str(end.rank) != os.environ.get("RANK"):
+        return
+    if end.after is not None:
+        threading.Timer(end.after, os.kill, (os.getpid(), end.signal)).start()
+    elif step == end.step:
         register_optimizer_step_pre_hook(lambda *_: os.kill(os.getpid(), end.signal))
 
 

@@ -132,7 +132,7 @@ class CapturedSteps:
         """
         if not self._is_full(schedule, alike):
             return False
-        if not self._is_in_slots():
+        if not (self.is_active or self._is_in_slots()):  # captured steps leave all of it there
             self._renew_slots()
             return False
         if self._numbers.have_changed():

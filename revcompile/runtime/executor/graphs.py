@@ -183,11 +183,6 @@ class CudaGraphReplay(EagerReplay):
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         for each in generators:
             graph.register_generator_state(each)
-        # Autograd's thread frees a graph shortly after its gradients are there. Nodes of parameters
-        # that it still held would belong to the stream of eager steps, which is not captured; after
-        # one more backward pass the thread holds none.
-        last = torch.zeros((), device=self.device, requires_grad=True)
-        torch.autograd.grad(last * 1, last)
         context = torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local")
         try:
             with context:

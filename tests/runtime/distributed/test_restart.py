@@ -8,10 +8,12 @@ and optimizer state. Learning rates follow a schedule, and every batch is change
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -89,6 +91,48 @@ def test_after_a_kill_every_step_is_the_undisturbed_runs(
     assert [one.code for one in ended] == [0] * ranks
     first = max(step for step in course.saves if step <= ends[0].step)
     assert_steps([one.lines for one in ended], expected, first)
+
+
+KILLS: Final = int(os.environ.get("REVCOMPILE_KILLS", "8"))
+"""How many ranks are killed at random, four in each course."""
+_COURSES: Final = [
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("seed", range(-(-KILLS // 4)))
+@pytest.mark.parametrize("device", _COURSES)
+def test_after_kills_at_any_moment_every_step_is_the_undisturbed_runs(
+    tmp_path: Path, device: str, seed: int
+) -> None:
+    """Also while a checkpoint is written, which is done after every second step."""
+    chance = random.Random(seed)
+    method, accumulated = chance.choice(["petra", "1f1b", "ddg"]), chance.choice([1, 2, 3])
+    run = Run("resnet", method, accumulation_steps=accumulated, steps=20, device=device)
+    course, ranks = Course(run, saves=tuple(range(2, 20, 2))), chance.choice([2, 4])
+    expected = {line["step"]: line for line in undisturbed(course, tmp_path / "alone")[1:-1]}
+    first, killed = 0, 0
+    for is_last in (False, False, False, False, True):
+        after = 0.3 * chance.random() ** 2
+        end = End(chance.randrange(ranks), first + chance.randrange(3), after=after)
+        doomed = dataclasses.replace(course, end=None if is_last else end)
+        ended = on_ranks(doomed, ranks, tmp_path / "ranks")
+        codes = [one.code for one in ended]
+        killed += -signal.SIGKILL in codes
+        assert not is_last or codes == [0] * ranks
+        for one in ended:
+            begun = [line["from"] for line in one.lines if "from" in line]
+            assert all(step >= first and step % 2 == 0 for step in begun)
+            for line in (line for line in one.lines if "step" in line):
+                other = expected[line["step"]]
+                if device == "cpu":
+                    assert line["digests"].items() <= other["digests"].items(), line
+                close = pytest.approx(other["loss"], rel=0 if device == "cpu" else 1e-3)
+                assert line["loss"] is None or line["loss"] == close
+        first = max([first, *begun])
+    assert killed
+    print(f"{killed} ranks killed")
 
 
 @pytest.mark.parametrize("step", [6, 12], ids=["in the middle", "in the last steps"])
