@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from revcompile.cli.models import add_model, add_stages, load, staged
 from revcompile.cli.output import say, say_json
@@ -16,6 +16,12 @@ from revcompile.errors import InputError
 if TYPE_CHECKING:
     from revcompile.inspect.code import CompiledStage
     from revcompile.staged import StagedModel
+
+
+_FACTS: Final = (
+    *("index", "pieces", "modules", "reversible", "opaque", "parameters", "work_share"),
+    *("flops_share", "sends", "sent_bytes", "window", "delay", "batch"),
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +64,11 @@ def _facts(net: StagedModel, microbatch_size: int | None) -> dict[str, object]:
     return {
         "model": rewired.name,
         "method": net.method.name,
-        "stages": [dataclasses.asdict(stage) for stage in net.facts(microbatch_size)],
+        "stages": [
+            {name: getattr(stage, name) for name in _FACTS}
+            | {"memory": dataclasses.asdict(stage.memory) | {"total": stage.memory.total}}
+            for stage in net.facts(microbatch_size)
+        ],
         "ties": [
             {"owner": tie.owner, "holder": tie.holder, "parameters": list(names)}
             for tie, names in net._partition.ties.items()

@@ -19,18 +19,23 @@ class ActionList(tuple[Action, ...]):
 
     texts: Mapping[Op, str]
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> list[str]:
+        """A line for each micro-batch that enters."""
         lines: list[list[str]] = [[]]
         for action, before in zip(self, (None, *self), strict=False):
             last = None if before is None else before.op
             enters = action.op is Op.RECV_X or (action.op is Op.FORWARD and last is not Op.RECV_X)
             if enters and lines[-1]:
                 lines.append([])
-            # Folded between two actions, not inside of one.
-            lines[-1].append(self._text(action).replace(" ", "\N{NO-BREAK SPACE}"))
+            lines[-1].append(self._text(action))
+        return [" · ".join(line) for line in lines]
+
+    def __str__(self) -> str:
         wrapper = TextWrapper(text_width(), subsequent_indent=" " * 4, break_on_hyphens=False)
-        folded = "\n".join(wrapper.fill(" · ".join(line)) for line in lines)
-        return folded.replace("\N{NO-BREAK SPACE}", " ")
+        # Folded between two actions, not inside of one.
+        joined = (line.replace(" ", "\xa0").replace("\xa0·\xa0", " · ") for line in self.lines)
+        return "\n".join(map(wrapper.fill, joined)).replace("\xa0", " ")
 
     def _text(self, action: Action) -> str:
         peer = "" if action.peer is None else f" stage {action.peer}"

@@ -10,22 +10,26 @@ from textwrap import TextWrapper
 from typing import Final
 
 from revcompile.errors import InputError
-from revcompile.inspect.formatting import bytes_of, plural, size
-from revcompile.inspect.tables import short_range, text_width
-from revcompile.inspect.views import block_of, modules_of
-from revcompile.ir.program import Part, Partition, StageProgram
+from revcompile.inspect.formatting import plural, share, size
+from revcompile.inspect.tables import counted_span, text_width
+from revcompile.inspect.views import (
+    BlockView,
+    ModelView,
+    StageView,
+    block_of,
+    modules_of,
+    tensors,
+)
 from revcompile.ir.types import (
     PATH,
     SOURCE,
     Coupling,
     Opaque,
     ResidualKind,
-    Rewired,
-    Segment,
     TensorType,
 )
 from revcompile.ir.weight_expansion import WeightExpansion
-from revcompile.schedule import Keep, delay, window
+from revcompile.schedule import Keep
 
 _OWN: Final = str(Path(__file__).parent.parent)
 _SHAPES: Final = {
@@ -78,65 +82,42 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(partition: Partition, programs: Sequence[StageProgram], path: str) -> Explanation:
-    """Explain what the compiler did with a module.
-
-    Args:
-        partition: The stages.
-        programs: A program for each.
-        path: Path of a module, or the name of a piece.
+def explain(view: ModelView, path: str) -> Explanation:
+    """Explain what the compiler did with a module, or with a piece of that name.
 
     Raises:
         InputError: if nothing has that name.
     """
     pieces = tuple(
-        _Explainer(partition, program, part, place).explain()
-        for part, program in zip(partition.parts, programs, strict=True)
-        for place, piece in enumerate(part.pieces)
-        if _concerns(piece, path)
+        _Explainer(view, stage, block).explain()
+        for stage in view.stages
+        for block in stage.blocks
+        if block.name == path or any(_within(module, path) for module in modules_of(block.piece))
     )
     if not pieces:
-        raise InputError(_unknown(partition, path))
+        known = [name for stage in view.stages for name in (*stage.pieces, *stage.modules)]
+        near = difflib.get_close_matches(path, [*dict.fromkeys(known)], 3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see print(net)"
+        raise InputError(f"explain: no part of {view.name} is called {path!r}; {hint}")
     return Explanation(path, pieces)
-
-
-def _concerns(piece: Segment, path: str) -> bool:
-    """Does the piece run code of the module, or is it named so?"""
-    return piece.name == path or any(_within(module, path) for module in modules_of(piece))
 
 
 def _within(path: str, outer: str) -> bool:
     return f"{path}.".startswith(f"{outer}.")
 
 
-def _unknown(partition: Partition, path: str) -> str:
-    pieces = [piece for part in partition.parts for piece in part.pieces]
-    known = dict.fromkeys(piece.name for piece in pieces)
-    known |= dict.fromkeys(module for piece in pieces for module in modules_of(piece))
-    near = difflib.get_close_matches(path, list(known), 3)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see print(net)"
-    return f"explain: no part of {partition.rewired.name} is called {path!r}; {hint}"
-
-
 class _Explainer:
     """Writes the explanation of one piece."""
 
-    def __init__(self, partition: Partition, program: StageProgram, part: Part, place: int) -> None:
-        self.partition, self.program = partition, program
-        self.part, self.place = part, place
-        self.piece = part.pieces[place]
-        self.rewired: Rewired = partition.rewired
+    def __init__(self, view: ModelView, stage: StageView, shown: BlockView) -> None:
+        self.view, self.stage, self.shown = view, stage, shown
+        self.rewired, self.piece = view.rewired, shown.piece
         self.graph = self.piece.graph
         self.block = block_of(self.rewired, self.piece)
 
     def explain(self) -> PieceExplanation:
-        return PieceExplanation(
-            piece=self.piece.name,
-            stage=self.part.index,
-            found=tuple(self._found()),
-            rewired=tuple(self._rewired()),
-            placed=tuple(self._placed()),
-        )
+        lines = (tuple(part()) for part in (self._found, self._rewired, self._placed))
+        return PieceExplanation(self.piece.name, self.stage.index, *lines)
 
     # -- found --------------------------------------------------------------------------------
 
@@ -202,40 +183,32 @@ class _Explainer:
     # -- placed -------------------------------------------------------------------------------
 
     def _placed(self) -> Iterator[str]:
-        part, program = self.part, self.program
-        stages, method = program.stages, program.method
-        names = [piece.name for piece in part.pieces]
+        stage, program, shown = self.stage, self.stage.program, self.shown
         yield (
-            f"stage {part.index} of {stages} ({short_range(names)}), piece {self.place + 1} of "
-            f"{len(names)}"
+            f"stage {stage.index} of {program.stages} ({counted_span(stage.pieces)}), piece "
+            f"{stage.blocks.index(shown) + 1} of {len(stage.blocks)}"
         )
-        if part.costs:
-            cost = part.costs[self.place]
-            works = [self.partition.works(one) for one in self.partition.parts]
-            share = works[part.index][self.place] / (sum(map(sum, works)) or 1.0)
-            yield f"{cost.parameters:,} parameters, {100 * share:.1f} % of the model's work"
+        work = share(shown.work, self.view.work)
+        yield f"{shown.cost.parameters:,} parameters, {work} of the model's work"
         yield f"reads {self._values(self.piece.inputs)}"
         yield f"gives {self._values(self.piece.outputs)}"
-        late = delay(method, stages, part.index)
-        yield f"{self._keeps()}"
-        yield f"its gradients are {plural(late, 'update')} late, at accumulation_steps=1"
+        yield self._keeps()
+        yield f"its gradients are {plural(stage.delay, 'update')} late, at accumulation_steps=1"
 
     def _values(self, names: Sequence[str]) -> str:
-        kinds = ((name, self.partition.types.get(name)) for name in names)
+        kinds = ((name, self.view.partition.types.get(name)) for name in names)
         shown = [f"{name} {kind}" for name, kind in kinds if isinstance(kind, TensorType)]
         return ", ".join(shown) or "sizes only"
 
     def _keeps(self) -> str:
         """What is kept between forward and backward for the unit the piece belongs to."""
-        program = self.program
-        unit = next(unit for unit in program.units if self.piece in unit.pieces)
-        in_flight = window(program.method, program.stages, self.part.index)
-        count = f"{in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
+        units = self.stage.program.units
+        unit = next(unit for unit in units if self.piece in unit.pieces)
+        count = f"{self.stage.window} micro-batch{'es' * (self.stage.window != 1)} in flight"
         if unit.keep is Keep.NOTHING:
             return f"with {count} it keeps nothing: backward inverts it"
         if unit.keep is Keep.GRAPH:
             return f"with {count} its graph is kept"
-        kinds = (self.partition.types.get(name) for name in self.part.inputs)
-        read = sum(bytes_of(kind, None) for kind in kinds if isinstance(kind, TensorType))
-        whole = f" ({size(read)} each)" if len(program.units) == 1 else ""
+        read = sum(kind.nbytes(None) for kind in tensors(self.stage.program.inputs))
+        whole = f" ({size(read)} each)" if len(units) == 1 else ""
         return f"with {count} the input of {unit.name} is kept{whole}; backward recomputes from it"

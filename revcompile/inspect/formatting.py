@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from revcompile.ir.types import TensorType
 from revcompile.units import format_size
@@ -46,11 +47,6 @@ def shape(kind: TensorType) -> str:
     return str(kind)[str(kind).index("[") :].replace(", ", ",")
 
 
-def bytes_of(kind: TensorType | None, batch: int | None) -> int:
-    """Bytes of a value at a batch size, or at the example's; 0 for plain values."""
-    return 0 if kind is None else kind.nbytes(batch)
-
-
 def counted(kinds: Sequence[TensorType]) -> tuple[str, ...]:
     """Several tensors, equal ones once: `2×f32[B,64,56,56]`."""
     counts = Counter(f"{dtype(kind)}{shape(kind)}" for kind in kinds)
@@ -67,16 +63,21 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def common_start(paths: Iterable[Sequence[str]]) -> list[str]:
+    """The names with which all paths begin."""
+    together = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    return [names[0] for names in together]
+
+
 def span(names: Sequence[str]) -> str:
     """The first and the last of several paths, without their common start in the second.
 
-    >>> span(["blocks.1.mlp", "blocks.2.attn", "blocks.2.mlp"])
-    'blocks.1.mlp – 2.mlp'
+    >>> span(["blocks.1.mlp", "blocks.2.attn", "blocks.2.mlp"]), span(["layer1.0", "layer1.1"])
+    ('blocks.1.mlp – 2.mlp', 'layer1.0 – layer1.1')
     """
+    first, last = (name.rpartition(": ")[2] for name in (names[0], names[-1]))
     if len(names) == 1:
-        return names[0]
-    first, last = names[0].split("."), names[-1].split(".")
-    same = 0
-    while same < min(len(first), len(last)) - 1 and first[same] == last[same]:
-        same += 1
-    return f"{names[0]} – {'.'.join(last[same:])}"
+        return first
+    shared = common_start([first.split("."), last.split(".")[:-1]])
+    numbered = last.rpartition(".")[2].isdigit()  # "layer1.0 – 1" would be unclear
+    return f"{first} – {last if numbered else '.'.join(last.split('.')[len(shared) :])}"

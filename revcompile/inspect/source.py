@@ -9,13 +9,13 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, Final
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from revcompile.inspect.formatting import common_start
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.coupling_ops import HELPERS
 from revcompile.ir.program import (
@@ -273,8 +273,7 @@ def _slice(index: ast.expr) -> ast.expr:
 def _common_parent(graph: fx.Graph) -> str:
     """How the node names of layers begin that are all in one module: `layer1_0_`."""
     called = [str(node.target).split(".")[:-1] for node in graph.find_nodes(op="call_module")]
-    together = zip(*called, strict=False)
-    shared = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, together)]
+    shared = common_start(called)
     return f"{legal('.'.join(shared))}_" if shared else ""
 
 

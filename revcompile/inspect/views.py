@@ -1,54 +1,104 @@
-"""What tables and drawings show of every stage: blocks, inputs and outputs, memory."""
+"""The view of a model in stages behind tables, explanations, the picture and the page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
 
-from revcompile.inspect.formatting import bytes_of
-from revcompile.ir.program import Part, Partition, Port, StageMemory, StageProgram
-from revcompile.ir.types import PATH, Coupling, Residual, Rewired, Segment, TensorType
-from revcompile.schedule import delay, window
+from revcompile.inspect.formatting import counted, size, span
+from revcompile.ir.program import Partition, Port, StageMemory, StageProgram
+from revcompile.ir.types import (
+    PATH,
+    Cost,
+    Coupling,
+    Residual,
+    Rewired,
+    Segment,
+    TensorType,
+)
+from revcompile.schedule import Tie, delay, window
 
 
 @dataclass(frozen=True)
 class BlockView:
     """One segment, or a part of one. `enters`, `leaves`: 1 for one value, 2 for two streams."""
 
-    name: str
-    reversible: bool
-    why: str
-    parameters: int
-    flops: int
+    piece: Segment
+    cost: Cost
     work: float
     enters: int
     leaves: int
-    modules: tuple[str, ...] = ()
-    """Paths of the modules in it, in the order they run."""
+
+    @property
+    def name(self) -> str:
+        return self.piece.name
+
+    @property
+    def reversible(self) -> bool:
+        return self.piece.reversible
+
+    @property
+    def why(self) -> str:
+        """The kind of its shortcut, or why it is not reversible."""
+        piece = self.piece
+        return piece.kind.value if isinstance(piece, Coupling) else piece.reason
 
 
 @dataclass(frozen=True)
 class StageView:
     """One stage: its blocks, inputs and outputs, and what it keeps."""
 
-    index: int
     blocks: tuple[BlockView, ...]
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    window: int
-    delay: int
-    kept: int
-    """Bytes kept from forward to backward, for all micro-batches in flight."""
-    memory: StageMemory | None
     program: StageProgram
+    memory: StageMemory
+    batch: int
+    """Samples in a micro-batch."""
+    work_share: float
+    """Of the forward and backward passes of all stages."""
+    flops_share: float
+    """Of the forward passes of all stages."""
+
+    @property
+    def index(self) -> int:
+        return self.program.index
+
+    @property
+    def window(self) -> int:
+        """Most micro-batches in flight."""
+        return window(self.program.method, self.program.stages, self.index)
+
+    @property
+    def delay(self) -> int:
+        """Updates between forward and backward of a micro-batch, at accumulation_steps=1."""
+        return delay(self.program.method, self.program.stages, self.index)
 
     @property
     def reversible(self) -> bool:
         """Is every block a coupling?"""
         return all(block.reversible for block in self.blocks)
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        return tuple(block.name for block in self.blocks)
+
+    @property
+    def title(self) -> str:
+        return span(self.pieces)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules whose code the stage runs."""
+        paths = (path for block in self.blocks for path in modules_of(block.piece))
+        return tuple(dict.fromkeys(paths))
+
+    @property
+    def opaque(self) -> tuple[tuple[str, str], ...]:
+        """Pieces that are not reversible, and why."""
+        return tuple((block.name, block.why) for block in self.blocks if not block.reversible)
 
     @property
     def work(self) -> float:
@@ -58,73 +108,122 @@ class StageView:
     @property
     def parameters(self) -> int:
         """How many; each counts where it is used first."""
-        return sum(block.parameters for block in self.blocks)
+        return sum(block.cost.parameters for block in self.blocks)
 
     @property
     def flops(self) -> int:
         """Of the forward pass."""
-        return sum(block.flops for block in self.blocks)
+        return sum(block.cost.flops for block in self.blocks)
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """The tensors that the next stage is given."""
+        return counted(tensors(self.program.outputs))
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(kind.nbytes(self.batch) for kind in tensors(self.program.outputs))
+
+    @property
+    def keeps(self) -> str:
+        """Bytes kept from forward to backward, for all micro-batches in flight, in words."""
+        return size(self.memory.buffers) if self.memory.buffers else "nothing"
 
 
-def stage_views(
+@dataclass(frozen=True)
+class SkipValue:
+    """Tensors of one type that cross the same stages: a skip connection's streams, a mask."""
+
+    names: tuple[str, ...]
+    kind: TensorType
+    first: int
+    last: int
+    readers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """All stages, and what crosses several of them."""
+
+    partition: Partition
+    name: str
+    batch: int
+    stages: tuple[StageView, ...]
+    skips: tuple[SkipValue, ...]
+
+    @property
+    def rewired(self) -> Rewired:
+        return self.partition.rewired
+
+    @property
+    def method(self) -> str:
+        return self.stages[0].program.method.name
+
+    @property
+    def ties(self) -> Mapping[Tie, tuple[str, ...]]:
+        """Names of the weights that two stages share."""
+        return self.partition.ties
+
+    @property
+    def blocks(self) -> list[BlockView]:
+        return [block for stage in self.stages for block in stage.blocks]
+
+    @cached_property
+    def work(self) -> float:
+        """Of all stages."""
+        return math.fsum(block.work for block in self.blocks) or 1.0
+
+    @property
+    def balance(self) -> float:
+        """The largest stage's work over the mean: 1 is a perfect cut."""
+        return max(stage.work_share for stage in self.stages) * len(self.stages)
+
+
+def model_view(
     partition: Partition,
     programs: Sequence[StageProgram],
-    batch: int | None = None,
-    memory: Sequence[StageMemory] | None = None,
-) -> tuple[StageView, ...]:
-    """Every stage; `batch` is the size of a micro-batch (default: the example's)."""
-    lines = _lines(partition)
-    return tuple(
-        _stage(partition, part, program, batch, memory[part.index] if memory else None, lines)
-        for part, program in zip(partition.parts, programs, strict=True)
-    )
-
-
-def _stage(
-    partition: Partition,
-    part: Part,
-    program: StageProgram,
-    batch: int | None,
-    memory: StageMemory | None,
-    lines: Mapping[int, Sequence[tuple[int, int]]],
-) -> StageView:
-    count, method = len(partition.parts), program.method
-    in_flight = window(method, count, part.index)
-    kinds = (partition.types.get(kept) for kept in program.kept)
-    kept = sum(bytes_of(kind, batch) for kind in kinds if isinstance(kind, TensorType))
-    costs = part.costs or (None,) * len(part.pieces)
-    works = partition.works(part) or (0.0,) * len(part.pieces)
-    blocks = tuple(
-        BlockView(
-            name=piece.name,
-            reversible=piece.reversible,
-            why=_why(piece),
-            parameters=cost.parameters if cost else 0,
-            flops=cost.flops if cost else 0,
-            work=work,
-            enters=entering,
-            leaves=leaving,
-            modules=modules_of(piece),
+    memory: Sequence[StageMemory],
+    batch: int,
+    name: str | None = None,
+) -> ModelView:
+    """What there is to show; `batch` is the size of a micro-batch, `name` that of the model."""
+    pieces = [piece for part in partition.parts for piece in part.pieces]
+    between = [_between(before, after, partition.types) for before, after in pairwise(pieces)]
+    ends = (2 if piece.reversible else 1 for piece in (pieces[0], pieces[-1]))
+    lines = zip([next(ends), *between], [*between, next(ends)], strict=True)
+    blocks = [
+        tuple(
+            BlockView(piece, cost, work, *ends)
+            for piece, cost, work, ends in zip(
+                part.pieces,
+                part.costs,
+                partition.works(part),
+                islice(lines, len(part.pieces)),
+                strict=True,
+            )
         )
-        for piece, cost, work, (entering, leaving) in zip(
-            part.pieces, costs, works, lines[part.index], strict=True
+        for part in partition.parts
+    ]
+    work = math.fsum(one.work for part in blocks for one in part) or 1.0
+    flops = sum(one.cost.flops for part in blocks for one in part) or 1
+    stages = tuple(
+        StageView(
+            own,
+            program,
+            held,
+            batch,
+            math.fsum(one.work for one in own) / work,
+            sum(one.cost.flops for one in own) / flops,
         )
+        for own, program, held in zip(blocks, programs, memory, strict=True)
     )
-    return StageView(
-        index=part.index,
-        blocks=blocks,
-        inputs=program.inputs,
-        outputs=program.outputs,
-        window=in_flight,
-        delay=delay(method, count, part.index),
-        kept=memory.buffers if memory else in_flight * kept,
-        memory=memory,
-        program=program,
-    )
+    name = name or partition.rewired.name
+    return ModelView(partition, name, batch, stages, _skip_values(partition, programs))
 
 
-def _why(piece: Segment) -> str:
-    return piece.kind.value if isinstance(piece, Coupling) else piece.reason
+def tensors(ports: Sequence[Port]) -> list[TensorType]:
+    """The types of those inputs or outputs that are tensors."""
+    return [port.type for port in ports if port.type is not None]
 
 
 def modules_of(piece: Segment) -> tuple[str, ...]:
@@ -148,18 +247,26 @@ def refusals_by_reason(rewired: Rewired) -> dict[str, list[str]]:
     return places
 
 
-def _lines(partition: Partition) -> dict[int, list[tuple[int, int]]]:
-    """For every piece of each stage: how many lines enter and leave it, one or two streams."""
-    pieces = [piece for part in partition.parts for piece in part.pieces]
-    between = [_between(before, after, partition.types) for before, after in pairwise(pieces)]
-    first, last = (2 if piece.reversible else 1 for piece in (pieces[0], pieces[-1]))
-    pairs = zip([first, *between], [*between, last], strict=True)
-    return {part.index: list(islice(pairs, len(part.pieces))) for part in partition.parts}
-
-
 def _between(before: Segment, after: Segment, types: Mapping[str, Any]) -> int:
+    """One value or two streams between two pieces."""
     if before.reversible or after.reversible:
         return 2
     crossing = [types.get(name) for name in before.outputs if name in after.inputs]
-    tensors = [kind for kind in crossing if isinstance(kind, TensorType)]
-    return 2 if len(tensors) == 2 and tensors[0] == tensors[1] else 1
+    kinds = [kind for kind in crossing if isinstance(kind, TensorType)]
+    return 2 if len(kinds) == 2 and kinds[0] == kinds[1] else 1
+
+
+def _skip_values(partition: Partition, programs: Sequence[StageProgram]) -> tuple[SkipValue, ...]:
+    """Tensors that cross two boundaries or more."""
+    stages_of: dict[tuple[str, TensorType], list[int]] = {}
+    for program in programs[1:]:
+        for port in program.inputs:
+            if port.type is not None:
+                stages_of.setdefault((port.name, port.type), []).append(program.index)
+    grouped: dict[Any, list[str]] = {}
+    for (name, kind), stages in stages_of.items():
+        if len(stages) > 1:
+            reads = ((p.index, name in piece.inputs) for p in partition.parts for piece in p.pieces)
+            readers = frozenset(index for index, is_read in reads if is_read)
+            grouped.setdefault((kind, stages[0] - 1, stages[-1], readers), []).append(name)
+    return tuple(SkipValue(tuple(names), *key) for key, names in grouped.items())

@@ -23,7 +23,8 @@ from revcompile.errors import InputError
 from revcompile.inspect import drawing
 from revcompile.inspect.code import CompiledStage
 from revcompile.inspect.explain import Explanation, explain
-from revcompile.inspect.tables import StageFacts, stage_facts, stage_table
+from revcompile.inspect.tables import stage_table
+from revcompile.inspect.views import ModelView, StageView, model_view
 from revcompile.ir.program import Partition, StageMemory, StageProgram
 from revcompile.plan.budget import MemoryPlan, plan_memory
 from revcompile.runtime.stage.activations import buffer_bytes
@@ -135,18 +136,29 @@ class StageReport:
         *,
         memory_budget: int | str | None = None,
         kept_input_dtype: torch.dtype | None = None,
-    ) -> tuple[StageFacts, ...]:
+    ) -> tuple[StageView, ...]:
         """The numbers of the summary, stage by stage."""
-        size = self._microbatch_size_or_default("net.facts", microbatch_size)
+        return self._view("net.facts", microbatch_size, memory_budget, kept_input_dtype)[0].stages
+
+    def _view(
+        self,
+        caller: str,
+        microbatch_size: int | None = None,
+        memory_budget: int | str | None = None,
+        kept_input_dtype: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> tuple[ModelView, MemoryPlan | None]:
+        """What is shown of the stages, and the plan for a budget."""
+        size = self._microbatch_size_or_default(caller, microbatch_size)
         held: Sequence[StageMemory] = self.memory(size, kept_input_dtype=kept_input_dtype)
-        programs = self._programs(self.method)
+        plan = None
         if memory_budget is not None:
             plan = self.memory_plan(
                 memory_budget, microbatch_size=size, kept_input_dtype=kept_input_dtype
             )
-            programs = self._programs(self.method, plan.keeps)
             held = [choice.memory for choice in plan.chosen]
-        return stage_facts(self._partition, programs, held, size)
+        programs = self._programs(self.method, None if plan is None else plan.keeps)
+        return model_view(self._partition, programs, held, size, name), plan
 
     def summary(
         self,
@@ -161,24 +173,13 @@ class StageReport:
             microbatch_size: Samples in a micro-batch. Default: the example's.
             memory_budget, kept_input_dtype: As for the trainer; a device has one stage.
         """
-        facts = self.facts(
-            microbatch_size, memory_budget=memory_budget, kept_input_dtype=kept_input_dtype
-        )
-        planned = ""
-        if memory_budget is not None:
-            plan = self.memory_plan(
-                memory_budget, microbatch_size=microbatch_size, kept_input_dtype=kept_input_dtype
-            )
-            planned = f"\n{plan}"
-        workload = Workload(
-            choose("backprop"), self._microbatch_size_or_default("net.summary", microbatch_size)
-        )
-        model = MemoryModel.of(self._partition, workload, stages=1)
+        view, plan = self._view("net.summary", microbatch_size, memory_budget, kept_input_dtype)
+        model = MemoryModel.of(self._partition, Workload(choose("backprop"), view.batch), stages=1)
         plain = model.stage(0, 0, len(model.pieces))
-        how = (
-            "" if kept_input_dtype is None else f", inputs in {str(kept_input_dtype).split('.')[1]}"
-        )
-        return stage_table(self._partition, facts, self.method.name + how, plain) + planned
+        dtype = str(kept_input_dtype).removeprefix("torch.")
+        how = "" if kept_input_dtype is None else f", inputs in {dtype}"
+        table = stage_table(view, self.method.name + how, plain)
+        return table if plan is None else f"{table}\n{plan}"
 
     def explain(self, path: str) -> Explanation:
         """What became of a module: how it was found, by which rule rewired, and where it runs.
@@ -196,7 +197,7 @@ class StageReport:
             raise InputError(
                 f"net.explain: expected the path of a module, got {path!r}; see print(net)"
             )
-        return explain(self._partition, self._programs(self.method), path)
+        return explain(self._view("net.explain")[0], path)
 
     def draw(
         self, path: str | Path, *, microbatch_size: int | None = None, name: str | None = None
@@ -209,9 +210,7 @@ class StageReport:
             name: The title. Default: the model's class.
         """
         path = new_file("net.draw", path, "net.svg")
-        size = self._microbatch_size_or_default("net.draw", microbatch_size)
-        programs, memory = self._programs(self.method), self.memory(size)
-        return drawing.draw(self._partition, programs, path, name=name, batch=size, memory=memory)
+        return drawing.draw(self._view("net.draw", microbatch_size, name=name)[0], path)
 
     def draw_schedule(self, path: str | Path, *, accumulation_steps: int | None = None) -> Path:
         """Draw when each stage computes, by `net.method` beside others: `timeline.svg`."""
@@ -223,7 +222,7 @@ class StageReport:
         )
 
     def _repr_html_(self) -> str:
-        return drawing.fragment(self._partition, self._programs(self.method))
+        return drawing.fragment(self._view("net")[0])
 
     def __str__(self) -> str:
         return self.summary()

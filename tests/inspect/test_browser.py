@@ -54,7 +54,7 @@ def test_a_stage_opens_into_its_code(tab: Any) -> None:
     tab.click("text=Graph")
     assert tab.locator("#panel-1 svg g").count() > 5
     tab.click("text=Actions")
-    assert "F0 SY0" in tab.locator("#panel-3").inner_text()
+    assert "FORWARD m0 · SEND y,m0" in tab.locator("#panel-3").inner_text()
     tab.click("#stage-1")
     assert tab.locator("#details").is_hidden()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -14,18 +15,16 @@ import pytest
 import torch
 from drawn import SVG, Compiled, compiled, groups, parsed, shown
 
-from revcompile.compiler.lower import lower
 from revcompile.errors import InputError
 from revcompile.inspect.drawing import draw, draw_schedule
-from revcompile.inspect.drawing.details import embedded
-from revcompile.inspect.drawing.graph import HEIGHT, drawn_graph, placed
+from revcompile.inspect.drawing.graph import HEIGHT, drawn_graph, layout
 from revcompile.inspect.drawing.network import network_svg
-from revcompile.inspect.drawing.page import page
-from revcompile.inspect.drawing.picture import SkipValue
+from revcompile.inspect.drawing.page import embedded, page
 from revcompile.inspect.drawing.svg import width_of
 from revcompile.inspect.drawing.theme import SMALL
 from revcompile.inspect.drawing.timeline import timeline_svg
 from revcompile.inspect.source import code_text
+from revcompile.inspect.views import SkipValue
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Costs, choose
 
@@ -51,18 +50,18 @@ def ends(path: ET.Element) -> list[tuple[float, float]]:
 
 def test_a_skip_value_is_seen_at_every_stage_it_passes() -> None:
     net = compiled("hourglass", 5)
-    (skip,) = net.picture().skip_values
+    (skip,) = net.picture().skips
     assert skip.last - skip.first >= 2
     root = parsed(net.picture())
     seen = [
         int(stage.get("data-stage", "-1"))
         for stage in groups(root, "rv-stage")
         if any(
-            one.get("data-names") == ", ".join(skip.names) for one in groups(stage, "rv-skip-value")
+            one.get("data-names") == ", ".join(skip.names) for one in groups(stage, "rv-skip-line")
         )
     ]
     assert seen == list(range(skip.first, skip.last + 1))
-    labels = [text for one in groups(root, "rv-skip-value") for text in shown(one)]
+    labels = [text for one in groups(root, "rv-skip-line") for text in shown(one)]
     assert labels == ["2×f32[B,8] 128 B"]
 
 
@@ -71,7 +70,7 @@ def test_no_text_reaches_beyond_the_drawing() -> None:
     kind = TensorType((2, 1024, 128, 128), (1, 0, 0, 0), torch.float32, 2)
     for first, width in itertools.product(range(3), (430.0, 640.0, 1000.0)):
         skip = SkipValue(("left", "right"), kind, first, first + 2, frozenset({first + 2}))
-        drawn = network_svg(dataclasses.replace(facts, skip_values=(skip,)), width)
+        drawn = network_svg(dataclasses.replace(facts, skips=(skip,)), width)
         root = ET.fromstring(drawn)
         for place in root.findall(f"{SVG}g[@transform]"):
             moved = float(re.findall(r"[\d.]+", place.get("transform", ""))[0])
@@ -89,8 +88,9 @@ def extent(text: ET.Element) -> tuple[float, float]:
 
 @pytest.mark.parametrize("method", ["backprop", "gpipe", "pipedream", "dni", "petra"])
 def test_the_stages_of_any_method_can_be_drawn(method: str) -> None:
-    partition = compiled("gpt", 4).partition
-    facts = Compiled(partition, lower(partition, choose(method))).picture()
+    net = copy.copy(compiled("gpt", 4).net)
+    net.method = choose(method)
+    facts = Compiled(net).picture()
     assert f"TinyGPT: 4 stages, {method}" in shown(parsed(facts))
     read(page(facts))
 
@@ -111,17 +111,14 @@ def test_names_are_escaped_wherever_they_stand() -> None:
 def test_a_drawing_is_the_same_every_time(tmp_path: Path) -> None:
     net = compiled("hourglass", 4)
     for suffix in ("svg", "html"):
-        twice = [
-            draw(net.partition, net.programs, tmp_path / f"{i}.{suffix}").read_bytes()
-            for i in range(2)
-        ]
+        twice = [draw(net.picture(), tmp_path / f"{i}.{suffix}").read_bytes() for i in range(2)]
         assert twice[0] == twice[1]
 
 
 def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
     net = compiled("tower", 3)
     with pytest.raises(InputError, match=r"ends in \.png.*\.svg or \.html"):
-        draw(net.partition, net.programs, tmp_path / "net.png")
+        draw(net.picture(), tmp_path / "net.png")
     with pytest.raises(InputError, match=r"ends in nothing.*\.svg"):
         draw_schedule(Costs.uniform(2), tmp_path / "timeline")
     with pytest.raises(InputError, match="nothing to draw"):
@@ -181,10 +178,9 @@ def test_a_stage_opens_into_its_segments_code_actions_and_graph() -> None:
     (stages,) = json.loads(read(page(net.picture())).scripts[0]).values()
     for part, program, stage in zip(net.partition.parts, net.programs, stages, strict=True):
         assert [block[0] for block in stage["blocks"]] == [piece.name for piece in part.pieces]
-        assert "\n\n".join(code for _, code in stage["code"]) == code_text(net.partition, program)
-        assert [name for name, _ in stage["code"]][-1] == "backward"
+        assert stage["code"] == code_text(net.partition, program)
         assert len(stage["graph"][2]) == len(drawn_graph(program.forward).vertices)
-        assert stage["actions"]
+        assert "FORWARD m0" in stage["actions"][0]
     assert stages[0]["blocks"][0][2] == "no additive shortcut"
 
 
@@ -198,7 +194,8 @@ def test_a_large_graph_is_drawn_by_modules() -> None:
     together = [one for one in small.vertices if one.kind == "group"]
     assert together and all(len(one.nodes) > 1 for one in together)
     assert sum(len(one.nodes) for one in small.vertices) == len(whole.vertices)
-    assert all(small.layers[a] < small.layers[b] for a, b in small.arrows)
+    height = [y for _, y, *_ in layout(small)[2]]
+    assert all(height[a] < height[b] for a, b in small.arrows)
     for vertex in small.vertices:  # a box opens into all that it stands for
         inside = vertex.inside.vertices if vertex.inside is not None else ()
         assert not inside or [n for one in inside for n in one.nodes] == list(vertex.nodes)
@@ -208,9 +205,9 @@ def test_a_large_graph_is_drawn_by_modules() -> None:
 def test_no_two_boxes_of_a_graph_overlap() -> None:
     for program in (*compiled("hourglass", 4).programs, *compiled("gpt", 4).programs):
         graph = drawn_graph(program.forward)
-        where = placed(graph)
-        for (x1, y1, w1), (x2, y2, w2) in itertools.combinations(where.boxes, 2):
+        width, _, boxes, arrows = layout(graph)
+        for (x1, y1, w1, *_), (x2, y2, w2, *_) in itertools.combinations(boxes, 2):
             assert abs(y1 - y2) >= HEIGHT or abs(x1 - x2) >= (w1 + w2) / 2
-        for (source, target), points in zip(graph.arrows, where.arrows, strict=True):
-            assert (points[0], points[-1]) == (where.boxes[source][:2], where.boxes[target][:2])
-        assert all(x - w / 2 >= 0 and x + w / 2 <= where.width for x, _, w in where.boxes)
+        for (source, target), (points, *_) in zip(graph.arrows, arrows, strict=True):
+            assert (points[:2], points[-2:]) == (boxes[source][:2], boxes[target][:2])
+        assert all(x - w / 2 >= 0 and x + w / 2 <= width for x, _, w, *_ in boxes)

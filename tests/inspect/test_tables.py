@@ -82,7 +82,7 @@ def test_the_table_names_stages_reasons_balance_and_totals() -> None:
 
 def test_a_stage_that_keeps_nothing_says_so() -> None:
     staged = vit()
-    kept = {stage.index for stage in staged.facts() if not stage.buffers}
+    kept = {stage.index for stage in staged.facts() if not stage.memory.buffers}
     assert kept and str(staged).count("nothing") == len(kept)
 
 

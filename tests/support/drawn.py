@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from zoo import TinyGPT, words
 
 import revcompile
-from revcompile.compiler.lower import lower
-from revcompile.inspect.drawing import picture
 from revcompile.inspect.drawing.network import network_svg
-from revcompile.inspect.drawing.picture import Picture
+from revcompile.inspect.views import ModelView
 from revcompile.ir.program import Partition, StageProgram
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -55,11 +53,18 @@ class Hourglass(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    partition: Partition
-    programs: tuple[StageProgram, ...]
+    net: revcompile.StagedModel
 
-    def picture(self, **options: object) -> Picture:
-        return picture(self.partition, self.programs, **options)  # type: ignore[arg-type]
+    @property
+    def partition(self) -> Partition:
+        return self.net._partition
+
+    @property
+    def programs(self) -> tuple[StageProgram, ...]:
+        return self.net._programs(self.net.method)
+
+    def picture(self, batch: int | None = None, name: str | None = None) -> ModelView:
+        return self.net._view("", batch, name=name)[0]
 
 
 @functools.cache
@@ -70,11 +75,10 @@ def compiled(model: str, stages: int) -> Compiled:
         "gpt": (TinyGPT(), words(2)[0]),
     }
     net, inputs = examples[model]
-    staged = revcompile.petrafy(net, num_stages=stages, example_inputs=inputs)
-    return Compiled(staged._partition, lower(staged._partition, staged.method))
+    return Compiled(revcompile.petrafy(net, num_stages=stages, example_inputs=inputs))
 
 
-def parsed(facts: Picture) -> ET.Element:
+def parsed(facts: ModelView) -> ET.Element:
     return ET.fromstring(network_svg(facts))
 
 

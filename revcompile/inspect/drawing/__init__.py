@@ -1,55 +1,40 @@
 """Drawings of what the compiler did: the model as stages, and the pipeline in time.
 
-picture.py   the data: stages (inspect/views.py), skip values, tied weights
 blocks.py    one block, and the legend
 stages.py    one stage, with the lines that pass it
 network.py   all stages as one SVG
-page.py      the same as one HTML file (details.py, graph.py: what opens on a click)
+page.py      the same as one HTML file (graph.py: the graph of a stage)
 timeline.py  schedules side by side, from dry runs
 svg.py       SVG as text (theme.py: colours and fonts)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from revcompile.errors import InputError
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
-from revcompile.inspect.drawing.picture import Picture, picture
 from revcompile.inspect.drawing.timeline import beside_others, timeline_svg
-from revcompile.ir.program import Partition, StageMemory, StageProgram
+from revcompile.inspect.views import ModelView
+from revcompile.ir.program import Partition
 from revcompile.schedule import Costs, Method
 
-__all__ = ["Picture", "beside_others", "costs_of", "draw", "draw_schedule", "fragment", "picture"]
+__all__ = ["beside_others", "costs_of", "draw", "draw_schedule", "fragment"]
 
 
-def draw(
-    partition: Partition,
-    programs: Sequence[StageProgram],
-    path: str | Path,
-    *,
-    name: str | None = None,
-    batch: int | None = None,
-    memory: Sequence[StageMemory] | None = None,
-) -> Path:
-    """Draw a model's stages: an `.svg` to look at, an `.html` to open stage by stage.
-
-    `name` is the title (default: the model's class), `batch` the size of a micro-batch (default:
-    the example's), `memory` the peak memory of each stage.
-    """
+def draw(view: ModelView, path: str | Path) -> Path:
+    """Draw a model's stages: an `.svg` to look at, an `.html` to open stage by stage."""
     writers = {".svg": network_svg, ".html": page}
     target = _target("draw", path, writers)
-    facts = picture(partition, programs, name=name, batch=batch, memory=memory)
-    target.write_text(writers[target.suffix](facts), encoding="utf-8")
+    target.write_text(writers[target.suffix](view), encoding="utf-8")
     return target
 
 
-def fragment(partition: Partition, programs: Sequence[StageProgram]) -> str:
+def fragment(view: ModelView) -> str:
     """The drawing for a notebook: an SVG that scrolls where the cell is narrow."""
-    drawn = network_svg(picture(partition, programs))
-    return f'<div style="max-width:1000px;overflow-x:auto">{drawn}</div>'
+    return f'<div style="max-width:1000px;overflow-x:auto">{network_svg(view)}</div>'
 
 
 def draw_schedule(

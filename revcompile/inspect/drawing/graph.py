@@ -11,14 +11,15 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from statistics import fmean
 from typing import Any, Final
 
 import networkx as nx
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from revcompile.inspect.drawing.svg import width_of
-from revcompile.inspect.formatting import listed
+from revcompile.inspect.formatting import common_start, listed
 from revcompile.ir.coupling_ops import call_norm, plus
 from revcompile.ir.types import PATH, TYPE, TensorType
 
@@ -45,13 +46,13 @@ class Vertex:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Vertices, the arrows between them by number, and each vertex' layer."""
+    """Vertices, and the arrows between them by number.
+
+    Of each arrow the types of its tensors, and which stream it is: "one", "two" or "".
+    """
 
     vertices: tuple[Vertex, ...]
-    arrows: tuple[tuple[int, int], ...]
-    layers: tuple[int, ...]
-    carried: tuple[tuple[str, str], ...]
-    """Of each arrow the types of its tensors, and which stream it is: "one", "two" or ""."""
+    arrows: Mapping[tuple[int, int], tuple[str, str]]
 
 
 def drawn_graph(graph: fx.Graph, most: int = MOST) -> Drawn:
@@ -65,7 +66,7 @@ def _drawn(nodes: Sequence[fx.Node], streams: Mapping[fx.Node, str], most: int) 
         replace(vertex, inside=_drawn(vertex.nodes, streams, most))
         if vertex.kind == "group" and len(vertex.nodes) < len(nodes)
         else vertex
-        for vertex in _vertices(nodes, most)
+        for vertex in map(_vertex, _runs(nodes, most))
     ]
     owner = {node: number for number, vertex in enumerate(shown) for node in vertex.nodes}
     passed: dict[tuple[int, int], dict[fx.Node, None]] = {}
@@ -73,19 +74,12 @@ def _drawn(nodes: Sequence[fx.Node], streams: Mapping[fx.Node, str], most: int) 
         for source in node.all_input_nodes:
             if source in owner and owner[source] != owner[node]:
                 passed.setdefault((owner[source], owner[node]), {})[source] = None
-    arrows = sorted(passed)
-    net = nx.DiGraph(arrows)
-    net.add_nodes_from(range(len(shown)))
-    layers = [0] * len(shown)
-    for layer, members in enumerate(nx.topological_generations(net)):
-        for member in members:
-            layers[member] = layer
-    carried = []
-    for arrow in arrows:
-        kinds = [kind for node in passed[arrow] if (kind := _type(node)) is not None]
-        colours = {streams.get(node, "") for node in passed[arrow]}
-        carried.append((listed(kinds), colours.pop() if len(colours) == 1 else ""))
-    return Drawn(tuple(shown), tuple(arrows), tuple(layers), tuple(carried))
+    arrows = {}
+    for arrow, sources in sorted(passed.items()):
+        kinds = [kind for node in sources if (kind := _type(node)) is not None]
+        colours = {streams.get(node, "") for node in sources}
+        arrows[arrow] = listed(kinds), colours.pop() if len(colours) == 1 else ""
+    return Drawn(tuple(shown), arrows)
 
 
 def _type(node: fx.Node) -> TensorType | None:
@@ -101,27 +95,9 @@ def _streams(graph: fx.Graph) -> dict[fx.Node, str]:
     streams: dict[fx.Node, str] = {}
     begun = itertools.cycle(("one", "two"))
     for node in graph.nodes:
-        if node.target is plus and isinstance(node.args[0], fx.Node):
-            before = node.args[0]
-            streams[node] = streams.setdefault(before, "") or next(begun)
-            streams[before] = streams[node]
+        if node.target is plus and isinstance(before := node.args[0], fx.Node):
+            streams[before] = streams[node] = streams.get(before) or next(begun)
     return streams
-
-
-def _vertices(shown: Sequence[fx.Node], most: int) -> list[Vertex]:
-    """The tensors in order; merged by module, the innermost first, while too many."""
-    runs = [[node] for node in shown]
-    if len(shown) > most:
-        places = _places(shown)
-        deepest = max((len(place) for place in places if place), default=1)
-        for depth in range(deepest, 0, -1):
-            merged = _runs(shown, places, depth)
-            if len(merged) == 1 and len(shown) <= _STILL * most:
-                break  # all of one module: nothing would be left to see
-            runs = merged
-            if len(runs) <= most:
-                break
-    return [_group(run) for run in runs]
 
 
 def _tensors(graph: fx.Graph) -> dict[fx.Node, bool]:
@@ -140,71 +116,52 @@ def _tensors(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 
 def _has_tensor(kind: Any) -> bool:
-    if isinstance(kind, Mapping):
-        kind = list(kind.values())
-    if isinstance(kind, Sequence) and not isinstance(kind, str):
-        return any(map(_has_tensor, kind))
-    return isinstance(kind, TensorType)
+    return any(isinstance(leaf, TensorType) for leaf in pytree.tree_leaves(kind))
 
 
-def _places(nodes: Sequence[fx.Node]) -> list[tuple[str, ...]]:
-    """Each node's module path; a node without one has that of the node before it."""
-    places: list[tuple[str, ...]] = []
-    for node in nodes:
-        path = node.meta.get(PATH)
-        before = places[-1] if places else ()
-        places.append(tuple(path.split(".")) if path else before)
-    return places
+def _runs(nodes: Sequence[fx.Node], most: int) -> list[list[fx.Node]]:
+    """The nodes in order; while too many, merged by module, the innermost first.
 
-
-def _runs(
-    nodes: Sequence[fx.Node], places: Sequence[tuple[str, ...]], depth: int
-) -> list[list[fx.Node]]:
-    """Consecutive operations that share the first `depth` names of their path.
-
-    Being consecutive in the graph's own order, merging them cannot create a cycle.
+    Being consecutive in the graph's own order, merging them cannot create a cycle. A node without
+    a module path has that of the node before it.
     """
-    runs: list[list[fx.Node]] = []
-    last: object = None
-    for node, place in zip(nodes, places, strict=True):
-        key = node.op if node.op in ("placeholder", "output") else place[:depth]
-        if key != last:
-            runs.append([])
-        runs[-1].append(node)
-        last = key
+    runs = [[node] for node in nodes]
+    places: dict[fx.Node, list[str]] = {}
+    before: list[str] = []
+    for node in nodes:
+        path = str(node.meta.get(PATH) or "")
+        before = places[node] = path.split(".") if path else before
+    depth = max(map(len, places.values()), default=0)
+    while len(runs) > most and depth:
+
+        def key(node: fx.Node, depth: int = depth) -> Any:
+            return node.op if node.op in ("placeholder", "output") else places[node][:depth]
+
+        merged = [list(run) for _, run in itertools.groupby(nodes, key)]
+        if len(merged) == 1 and len(nodes) <= _STILL * most:
+            break  # all of one module: nothing would be left to see
+        runs, depth = merged, depth - 1
     return runs
 
 
-def _single(node: fx.Node) -> Vertex:
-    path, type_ = node.meta.get(PATH), node.meta.get(TYPE)
-    kind, label = _KINDS.get(node.op, "function"), operation(node)
-    if node.op == "call_module":
-        label = str(node.target)
-    elif node.target is call_norm:  # its first argument is the layer
+def _vertex(run: Sequence[fx.Node]) -> Vertex:
+    first, nodes = run[0], tuple(run)
+    if len(run) > 1 and first.op == "placeholder":
+        return Vertex(f"{len(run)} inputs", "input", "\n".join(n.name for n in run), nodes)
+    if len(run) > 1:
+        paths = (str(node.meta[PATH]).split(".") for node in run if node.meta.get(PATH))
+        counted = Counter(map(operation, run)).most_common(_SHOWN)
+        operations = ", ".join(f"{n}× {name}" if n > 1 else name for name, n in counted)
+        label = ".".join(common_start(paths)) or operation(first)
+        return Vertex(f"{label} ({len(run)})", "group", f"{label}\n{operations}", nodes)
+    path, type_ = first.meta.get(PATH), first.meta.get(TYPE)
+    kind, label = _KINDS.get(first.op, "function"), operation(first)
+    if first.op == "call_module":
+        label = str(first.target)
+    elif first.target is call_norm:  # its first argument is the layer
         kind, label = "module", str(path)
-    about = (node.name, label, operation(node), path, type_ if _has_tensor(type_) else None)
-    lines = dict.fromkeys(str(line) for line in about if line)
-    return Vertex(label, kind, "\n".join(lines), (node,))
-
-
-def _group(run: Sequence[fx.Node]) -> Vertex:
-    if len(run) == 1:
-        return _single(run[0])
-    if run[0].op == "placeholder":
-        about = "\n".join(node.name for node in run)
-        return Vertex(f"{len(run)} inputs", "input", about, tuple(run))
-    paths = [str(node.meta[PATH]).split(".") for node in run if node.meta.get(PATH)]
-    same = _shared(paths)
-    counted = Counter(map(operation, run)).most_common(_SHOWN)
-    operations = ", ".join(f"{n}× {name}" if n > 1 else name for name, n in counted)
-    label = ".".join(same) or operation(run[0])
-    return Vertex(f"{label} ({len(run)})", "group", f"{label}\n{operations}", tuple(run))
-
-
-def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
-    """The names with which all paths begin."""
-    together = zip(*paths, strict=False)
-    return [names[0] for names in itertools.takewhile(lambda n: len(set(n)) == 1, together)]
+    about = (first.name, label, operation(first), path, type_ if _has_tensor(type_) else None)
+    return Vertex(label, kind, "\n".join(dict.fromkeys(str(a) for a in about if a)), nodes)
 
 
 def operation(node: fx.Node) -> str:
@@ -221,97 +178,73 @@ _STEP: Final = 42
 _APART: Final = 14.0
 _THIN: Final = 10.0
 _FONT: Final = 11.0
-_SWEEPS: Final = 10
+_SWEEPS: Final = 11
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Middles and widths of the vertices, and each arrow as a row of points."""
+def layout(graph: Drawn) -> list[Any]:
+    """Width, height, boxes and arrows in pixels, as plain values.
 
-    width: int
-    height: int
-    boxes: tuple[tuple[int, int, int], ...]
-    arrows: tuple[tuple[tuple[int, int], ...], ...]
-
-
-def placed(graph: Drawn) -> Placed:
-    """Places of vertices and arrows; an arrow past several layers has a place in each of them."""
-    layers: list[list[int]] = [[] for _ in range(max(graph.layers, default=0) + 1)]
-    for vertex, layer in enumerate(graph.layers):
-        layers[layer].append(vertex)
-    widths = [width_of(one.label, _FONT) + 16 for one in graph.vertices]
-    chains = _chains(graph, layers, widths)
-    above: dict[int, list[int]] = {}
-    below: dict[int, list[int]] = {}
-    for chain in chains:
-        for source, target in pairwise(chain):
-            above.setdefault(target, []).append(source)
-            below.setdefault(source, []).append(target)
-    x = _arranged(layers, widths, above, below)
-    left = min((x[v] - widths[v] / 2 for v in x), default=0.0) - 8
-    right = max((x[v] + widths[v] / 2 for v in x), default=0.0) + 8
-    layer_of = {vertex: layer for layer, row in enumerate(layers) for vertex in row}
-    point = {v: (round(x[v] - left), 20 + _STEP * layer_of[v]) for v in x}
-    boxes = [(*point[v], round(widths[v])) for v in range(len(graph.vertices))]
-    return Placed(
-        round(right - left),
-        _STEP * len(layers) + 4,
-        tuple(boxes),
-        tuple(tuple(point[v] for v in chain) for chain in chains),
-    )
-
-
-def _chains(graph: Drawn, layers: list[list[int]], widths: list[float]) -> list[list[int]]:
-    """Every arrow as vertices in neighbouring layers: new thin ones in the layers it passes."""
-    chains = []
+    A box is the middle of its top line, its width, label, kind, tooltip, and the layout of what is
+    inside or None. An arrow is a row of points, the types it carries, its stream, and whether its
+    source reads no tensor of these types.
+    """
+    net = nx.DiGraph(list(graph.arrows))
+    net.add_nodes_from(range(len(graph.vertices)))
+    layers = [list(row) for row in nx.topological_generations(net)]
+    level = {vertex: number for number, row in enumerate(layers) for vertex in row}
+    widths = dict(enumerate(width_of(one.label, _FONT) + 16 for one in graph.vertices))
+    chains = {}
     for source, target in graph.arrows:
-        chain = [source]
-        for layer in range(graph.layers[source] + 1, graph.layers[target]):
-            layers[layer].append(len(widths))
-            chain.append(len(widths))
-            widths.append(_THIN)
-        chains.append([*chain, target])
-    return chains
+        # An arrow past several layers has a thin vertex in each of them.
+        thin = range(len(widths), len(widths) + level[target] - level[source] - 1)
+        chains[source, target] = chain = [source, *thin, target]
+        net.remove_edge(source, target)
+        nx.add_path(net, chain)
+        widths |= dict.fromkeys(thin, _THIN)
+        for number, vertex in enumerate(thin, level[source] + 1):
+            level[vertex] = number
+            layers[number].append(vertex)
+    x = _places(net, layers, widths)
+    left = min(x[v] - widths[v] / 2 for v in x) - 8
+    right = max(x[v] + widths[v] / 2 for v in x) + 8
+    point = {v: (round(x[v] - left), 20 + _STEP * level[v]) for v in x}
+    boxes = []
+    for vertex, one in enumerate(graph.vertices):
+        inside = None if one.inside is None else layout(one.inside)
+        about = one.label, one.kind, one.about, inside
+        boxes.append([*point[vertex], round(widths[vertex]), *about])
+    read = {(target, shape) for (_, target), (shape, _) in graph.arrows.items()}
+    arrows = [
+        [
+            [value for vertex in chains[arrow] for value in point[vertex]],
+            *carried,
+            (arrow[0], carried[0]) not in read,
+        ]
+        for arrow, carried in graph.arrows.items()
+    ]
+    return [round(right - left), _STEP * len(layers) + 4, boxes, arrows]
 
 
-def _arranged(
-    layers: Sequence[list[int]],
-    widths: Sequence[float],
-    above: Mapping[int, Sequence[int]],
-    below: Mapping[int, Sequence[int]],
+def _places(
+    net: nx.DiGraph, layers: Sequence[list[int]], widths: Mapping[int, float]
 ) -> dict[int, float]:
     """Place every vertex at the mean of its neighbours, sweeping down and up by turns."""
     x: dict[int, float] = {}
-    for row in layers:
-        _spread(row, {v: float(i) for i, v in enumerate(row)}, widths, x)
     for sweep in range(_SWEEPS):
-        down = sweep % 2 == 0
-        for row in layers if down else reversed(layers):
-            near = above if down else below
-            wanted = {v: _mean([x[n] for n in near.get(v, ())], x[v]) for v in row}
-            row.sort(key=lambda v: wanted[v])
-            _spread(row, wanted, widths, x)
+        near, rows = (net.succ, layers[::-1]) if sweep % 2 else (net.pred, layers)
+        for row in rows:
+            wanted = {
+                vertex: fmean(x[other] for other in near[vertex])
+                if near[vertex]
+                else x.get(vertex, float(place))
+                for place, vertex in enumerate(row)
+            }
+            row.sort(key=wanted.__getitem__)
+            places = [wanted[row[0]]]
+            for before, vertex in itertools.pairwise(row):
+                apart = (widths[before] + widths[vertex]) / 2 + _APART
+                places.append(max(wanted[vertex], places[-1] + apart))
+            # Vertices were pushed to the right only: move all back by the average push.
+            push = fmean(p - wanted[v] for p, v in zip(places, row, strict=True))
+            x |= {vertex: place - push for vertex, place in zip(row, places, strict=True)}
     return x
-
-
-def _spread(
-    row: Sequence[int],
-    wanted: Mapping[int, float],
-    widths: Sequence[float],
-    x: dict[int, float],
-) -> None:
-    """Place a layer's vertices as near to their wanted places as their widths allow."""
-    places: list[float] = []
-    for before, vertex in zip([None, *row], row, strict=False):
-        place = wanted[vertex]
-        if before is not None:
-            apart = (widths[before] + widths[vertex]) / 2 + _APART
-            place = max(place, places[-1] + apart)
-        places.append(place)
-    # Vertices were pushed to the right only: move all back by the average push.
-    drift = _mean([place - wanted[v] for place, v in zip(places, row, strict=True)], 0.0)
-    x.update({vertex: place - drift for vertex, place in zip(row, places, strict=True)})
-
-
-def _mean(values: Sequence[float], otherwise: float) -> float:
-    return sum(values) / len(values) if values else otherwise

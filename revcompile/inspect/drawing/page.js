@@ -9,6 +9,7 @@ const list = document.getElementById("found");
 const count = document.getElementById("count");
 const TABS = ["Segments", "Graph", "Code", "Actions"];
 let open = -1, tab = 0, word = "";
+field.placeholder = data.stages[data.stages.length >> 1].blocks[0][0];
 
 function make(name, attributes, ...children) {
   const one = document.createElement(name);
@@ -171,7 +172,8 @@ function mentions(line) {
 }
 
 function code(stage) {
-  return stage.code.flatMap(([name, text]) => {
+  return stage.code.split(/\n\n(?=def )/).flatMap((text) => {
+    const name = (/^def (\w+)/.exec(text) || [, "interface"])[1];
     const lines = text.split("\n").map((line) =>
       mentions(line) ? `<mark>${coloured(line)}</mark>` : coloured(line));
     const pre = make("pre", { tabindex: 0, "data-program": name });
@@ -181,11 +183,9 @@ function code(stage) {
 }
 
 function actions(stage) {
-  const rows = stage.actions.map(([n, first, last]) =>
-    [n === 1 ? "1 step" : `${n} steps`, n > 1 ? `${first}   …   ${last}` : first]);
-  const said = "F forward, B backward, U update, RX/SY receive/send activations, RDY/SDX gradients, " +
-    "STG/RTG and STW/RTW tied gradients and weights; the number is the micro-batch.";
-  return [make("p", { class: "note" }, said), table([["how often", ""], ["actions", ""]], rows, "actions")];
+  const said = "What the stage does, a line for each micro-batch m that enters; u is an update.";
+  return [make("p", { class: "note" }, said), make("pre", { tabindex: 0, class: "actions" },
+    ...stage.actions.map((line) => make("div", {}, line)))];
 }
 
 const PANELS = [segments, graph, code, actions];

@@ -7,161 +7,225 @@ file when the stage is opened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
+from revcompile.inspect.code import action_list
 from revcompile.inspect.drawing.blocks import GLYPH, legend_items
-from revcompile.inspect.drawing.details import details, embedded
+from revcompile.inspect.drawing.graph import Drawn, drawn_graph, layout, operation
 from revcompile.inspect.drawing.network import headline, scale_of, totals
-from revcompile.inspect.drawing.picture import Picture
 from revcompile.inspect.drawing.stages import StageFigure, StageFigures
 from revcompile.inspect.drawing.svg import element, escape
 from revcompile.inspect.drawing.theme import styles
-from revcompile.inspect.formatting import listed, share, size, span
-from revcompile.inspect.views import StageView, refusals_by_reason
+from revcompile.inspect.formatting import amount, listed, plural, share, size
+from revcompile.inspect.source import code_text
+from revcompile.inspect.views import ModelView, StageView, refusals_by_reason, tensors
+from revcompile.ir.program import Port, StageProgram
+from revcompile.ir.types import PATH
+from revcompile.schedule import Action, actions
 
 _NARROWEST: Final = 580.0
 """A stage fits a window of this width."""
-_COLUMNS: Final = (
-    ("#", "number"),
-    ("segments", "path"),
-    ("kind", None),
-    ("parameters", "number"),
-    ("work", "number"),
-    ("sends", None),
-    ("keeps", "number"),
-    ("updates late", "number"),
-)
 _HELP: Final = (
     "<footer>Open a stage with a click or with <kbd>Enter</kbd>; <kbd>←</kbd> <kbd>→</kbd> go from"
     " stage to stage and from tab to tab, <kbd>/</kbd> searches, <kbd>Esc</kbd> closes.</footer>"
 )
+_SEARCH: Final = (
+    '<div class="search"><label for="search">Find a module or an operation (press /)</label>'
+    '<input id="search" type="search" autocomplete="off" spellcheck="false" '
+    'aria-controls="found"/><output id="count" for="search"></output><ol id="found"></ol></div>'
+)
 
 
-def page(picture: Picture) -> str:
+def page(view: ModelView) -> str:
     """The page as text."""
-    figures = StageFigures(picture, scale_of(picture, _NARROWEST))
-    title = escape(headline(picture))
-    subtitle = escape(" · ".join(totals(picture)))
+    figures = StageFigures(view, scale_of(view, _NARROWEST))
+    title = escape(headline(view))
+    subtitle = escape(" · ".join(totals(view)))
+    steps = actions(
+        view.stages[0].program.method, len(view.stages), 2 * len(view.stages), ties=view.ties
+    )
+    data = {"stages": [_details(view, stage, steps[stage.index]) for stage in view.stages]}
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>",
         f"<style>{_asset('page.css')}\n{styles()}</style></head><body>",
-        f'<header><div><h1>{title}</h1><p class="totals">{subtitle}</p></div>',
-        f"{_search(picture)}</header>",
+        f'<header><div><h1>{title}</h1><p class="totals">{subtitle}</p></div>{_SEARCH}</header>',
         "<main>",
         '<div id="stages" class="strip rv-drawing" role="group" aria-label="stages">',
-        *(_figure(picture, figures, figure) for figure in figures.all),
+        *(_tile(figures, figure) for figure in figures.all),
         '<section id="details" aria-label="details of a stage" hidden></section>',
         "</div>",
-        _legend(picture),
-        f'<h2>All stages</h2><div class="wide">{_table(picture)}</div>',
-        *_remarks(picture),
+        _legend(view),
+        f'<h2>All stages</h2><div class="wide">{_table(view.stages)}</div>',
+        *_remarks(view),
         "</main>",
         _HELP,
-        f'<script type="application/json" id="data">{embedded(details(picture))}</script>',
+        f'<script type="application/json" id="data">{embedded(data)}</script>',
         f"<script>{_asset('page.js')}</script>",
         "</body></html>",
     ]
-    return "\n".join(part for part in parts if part) + "\n"
-
-
-def _search(picture: Picture) -> str:
-    example = picture.stages[len(picture.stages) // 2].blocks[0].name
-    field = element(
-        "input",
-        id="search",
-        type="search",
-        autocomplete="off",
-        spellcheck="false",
-        placeholder=example,
-        aria_controls="found",
-    )
-    label = '<label for="search">Find a module or an operation (press /)</label>'
-    found = '<output id="count" for="search"></output><ol id="found"></ol>'
-    return f'<div class="search">{label}{field}{found}</div>'
+    return "\n".join(parts) + "\n"
 
 
 def _asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _figure(picture: Picture, figures: StageFigures, figure: StageFigure) -> str:
-    stage = figure.stage
+def _tile(figures: StageFigures, figure: StageFigure) -> str:
+    stage, measures = figure.stage, {"width": figure.width, "height": figures.height}
     kind = "reversible" if stage.reversible else "not reversible as a whole"
-    name = span([block.name for block in stage.blocks])
-    label = f"stage {stage.index}: {name}, {kind}, {share(stage.work, picture.work)} of the work"
-    drawn = element(
-        "svg",
-        figures.draw(figure),
-        viewBox=f"0 0 {figure.width:g} {figures.height:g}",
-        width=figure.width,
-        height=figures.height,
-    )
+    work = f"{share(stage.work_share, 1)} of the work"
+    view_box = f"0 0 {figure.width:g} {figures.height:g}"
     return element(
         "div",
-        drawn,
+        element("svg", figures.draw(figure), viewBox=view_box, **measures),
         class_="tile",
         id=f"stage-{stage.index}",
         role="button",
         tabindex=-1,
         aria_expanded="false",
         aria_controls="details",
-        aria_label=label,
+        aria_label=f"stage {stage.index}: {stage.title}, {kind}, {work}",
     )
 
 
-def _legend(picture: Picture) -> str:
-    size_ = {"width": GLYPH, "height": GLYPH}
+def _legend(view: ModelView) -> str:
     items = (
-        element("li", element("svg", glyph, **size_), element("span", escape(label)))
-        for glyph, label in legend_items(picture)
+        element("li", element("svg", glyph, width=GLYPH, height=GLYPH), element("span", label))
+        for glyph, label in legend_items(view)
     )
     return element("ul", *items, class_="legend rv-drawing", aria_label="legend")
 
 
-def _table(picture: Picture) -> str:
-    head = "".join(
-        element("th", escape(name), class_=class_, scope="col") for name, class_ in _COLUMNS
+def _kind(stage: StageView) -> str:
+    if stage.reversible:
+        return element("span", "reversible", class_="kind reversible")
+    blocks = len(stage.blocks) - len(stage.opaque)
+    part = f"{blocks}/{len(stage.blocks)} reversible" if blocks else "opaque"
+    return element("span", part, class_="kind")
+
+
+_COLUMNS: Final[Sequence[tuple[str, str, Callable[[StageView], object]]]] = (
+    ("#", "number", lambda stage: stage.index),
+    ("segments", "path", lambda stage: escape(stage.title)),
+    ("kind", "", _kind),
+    ("parameters", "number", lambda stage: f"{stage.parameters:,}"),
+    ("work", "number", lambda stage: share(stage.work_share, 1)),
+    ("sends", "", lambda stage: ", ".join(stage.sends) or " "),
+    ("keeps", "number", lambda stage: stage.keeps),
+    ("updates late", "number", lambda stage: stage.delay),
+)
+
+
+def _table(stages: Sequence[StageView]) -> str:
+    names = (element("th", name, class_=class_, scope="col") for name, class_, _ in _COLUMNS)
+    rows = (
+        element("tr", *(element("td", str(of(stage)), class_=class_) for _, class_, of in _COLUMNS))
+        for stage in stages
     )
-    rows = "".join(_row(picture, stage) for stage in picture.stages)
-    body = element("tbody", rows)
-    return element("table", element("thead", element("tr", head)), body)
+    head = element("thead", element("tr", *names))
+    return element("table", head, element("tbody", *rows))
 
 
-def _row(picture: Picture, stage: StageView) -> str:
-    blocks = sum(block.reversible for block in stage.blocks)
-    kind = f"{blocks}/{len(stage.blocks)} reversible" if blocks else "opaque"
-    full = stage.reversible
-    cells = (
-        str(stage.index),
-        span([block.name for block in stage.blocks]),
-        "reversible" if full else kind,
-        f"{stage.parameters:,}",
-        share(stage.work, picture.work),
-        listed([port.type for port in stage.outputs if port.type is not None]),
-        size(stage.kept) if stage.kept else "nothing",
-        str(stage.delay),
-    )
-    return element("tr", *_cells(cells, full))
-
-
-def _cells(cells: Sequence[str], reversible: bool) -> Iterator[str]:
-    for (name, class_), cell in zip(_COLUMNS, cells, strict=True):
-        inside = escape(cell)
-        if name == "kind":
-            inside = element("span", inside, class_="kind reversible" if reversible else "kind")
-        yield element("td", inside or " ", class_=class_)
-
-
-def _remarks(picture: Picture) -> Iterator[str]:
+def _remarks(view: ModelView) -> Iterator[str]:
     """Notes of the rewiring, and the sums it refused, grouped by reason."""
-    rewired = picture.partition.rewired
-    refused = [f"{', '.join(paths)}: {why}" for why, paths in refusals_by_reason(rewired).items()]
-    for title, lines in (("Notes", rewired.notes), ("Not rewired", refused)):
+    by_reason = refusals_by_reason(view.rewired).items()
+    refused = [f"{', '.join(paths)}: {why}" for why, paths in by_reason]
+    for title, lines in (("Notes", view.rewired.notes), ("Not rewired", refused)):
         if lines:
             items = "".join(element("li", escape(line)) for line in lines)
             yield f'<h3>{title}</h3><ul class="plain">{items}</ul>'
+
+
+# -- what opens on a click ------------------------------------------------------------------------
+
+
+def embedded(value: Any) -> str:
+    """Values as JSON that is safe inside a script element, whatever strings they hold.
+
+    >>> print(embedded(["</script><b>&"]))
+    ["\\u003c/script\\u003e\\u003cb\\u003e\\u0026"]
+    """
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _details(view: ModelView, stage: StageView, steps: Sequence[Action]) -> dict[str, Any]:
+    """Everything the page's script shows of a stage."""
+    graph = drawn_graph(stage.program.forward)
+    return {
+        "name": stage.title,
+        "facts": list(_facts(view, stage)),
+        "blocks": [
+            [
+                block.name,
+                int(block.reversible),
+                block.why,
+                f"{block.cost.parameters:,}",
+                amount(block.cost.flops),
+                share(block.work, view.work),
+            ]
+            for block in stage.blocks
+        ],
+        "code": code_text(view.partition, stage.program),
+        "actions": action_list(stage.program, steps).lines,
+        "graph": layout(graph),
+        "note": _note(stage.program, graph),
+        "names": _names(stage),
+    }
+
+
+def _facts(view: ModelView, stage: StageView) -> Iterator[tuple[str, str]]:
+    yield "takes", _ports(view, stage.program.inputs)
+    yield "gives", _ports(view, stage.program.outputs)
+    yield "parameters", f"{stage.parameters:,}"
+    yield "forward FLOPs", amount(stage.flops)
+    yield "work", share(stage.work_share, 1)
+    yield "in flight", f"{stage.window} micro-batch{'es' * (stage.window != 1)}"
+    yield "delay", plural(stage.delay, "update")
+    yield "keeps", stage.keeps
+    yield "peak memory", size(stage.memory.total)
+    for skip in view.skips:
+        if skip.first <= stage.index <= skip.last:
+            names = ", ".join(skip.names)
+            yield "skip values", f"{names} (stages {skip.first} to {skip.last})"
+    for tie, shared in view.ties.items():
+        if stage.index in (tie.owner, tie.holder):
+            other = tie.owner + tie.holder - stage.index
+            yield "tied", f"{', '.join(shared)} with stage {other}"
+
+
+def _ports(view: ModelView, ports: Sequence[Port]) -> str:
+    kinds = tensors(ports)
+    plain = len(ports) - len(kinds)
+    total = sum(kind.nbytes(view.batch) for kind in kinds)
+    parts = [f"{listed(kinds)} ({size(total)})"] if kinds else []
+    parts += [plural(plain, "plain value")] if plain else []
+    return " and ".join(parts) or "nothing"
+
+
+def _note(program: StageProgram, graph: Drawn) -> str:
+    drawn, every = sum(len(one.nodes) for one in graph.vertices), len(program.forward.nodes)
+    opens = any(one.inside is not None for one in graph.vertices)
+    return (
+        f"{drawn} of the forward program's {every} operations; sizes, weights and bookkeeping are "
+        f"not drawn{', and boxes with a thick border open' if opens else ''}."
+    )
+
+
+def _names(stage: StageView) -> list[str]:
+    """Module paths and operations of a stage, for the search."""
+    names = dict.fromkeys(stage.pieces)
+    for node in stage.program.forward.nodes:
+        if node.op.startswith("call"):
+            names[str(node.target) if node.op == "call_module" else operation(node)] = None
+        if path := node.meta.get(PATH):
+            names[str(path)] = None
+    return list(names)

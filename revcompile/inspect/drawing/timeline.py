@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,6 +61,7 @@ _STEPS: Final = 48
 """Longest time that is drawn, in forward-and-backward passes of the slowest stage."""
 _TICKS: Final = 12
 _GROUP: Final = 16
+_BOXES: Final = {Op.FORWARD: "rv-forward", Op.BACKWARD: "rv-backward", Op.UPDATE: "rv-update"}
 
 
 @dataclass(frozen=True)
@@ -131,22 +132,23 @@ def timeline_svg(
             "draw_schedule: nothing to draw; give at least one method and one cost > 0"
         )
     group = min(stages, _GROUP) if accumulation_steps is None else accumulation_steps
-    until = min(_PASSES * _one_pass(_own(costs, choose("backprop"))), _STEPS * slowest)
+    alone = _own(costs, choose("backprop"))
+    passes = (alone.forward, alone.backward, alone.link_forward, alone.link_backward)
+    one_pass = math.fsum(map(sum, passes)) + max(alone.update, default=0.0)
+    until = min(_PASSES * one_pass, _STEPS * slowest)
     runs = dry_runs(costs, methods, group, until)
-    scale = (_WIDTH - _LEFT - _RIGHT) / until
-    panel = _Panel(runs, until, scale, _row_height(stages))
+    row = max(3.0, min(19.0, 240 / stages))
     y, drawn = _TOP, []
     for run in runs:
-        drawn.append(panel.draw(run, y))
-        y += _HEAD + panel.row * stages + _BETWEEN
-    axis = _axis(until, slowest, scale, _TOP + _HEAD, y)
+        drawn.append(_panel(run, runs[-1], y, row, until))
+        y += _HEAD + row * stages + _BETWEEN
     named = f"{title}, " if title else ""
-    heading = f"{named}{plural(stages, 'stage')}: schedules at the same costs"
     return document(
-        heading,
-        _subtitle(costs, group),
+        f"{named}{plural(stages, 'stage')}: schedules at the same costs",
+        "backward passes recompute forward, but for methods that keep its graph; "
+        f"accumulation_steps={group}",
         text("busy", _WIDTH - _MARGIN, 66, "rv-small rv-end"),
-        axis,
+        _axis(until, slowest, y),
         *drawn,
         _legend(y + 22),
         width=_WIDTH,
@@ -156,132 +158,67 @@ def timeline_svg(
     )
 
 
-def _one_pass(costs: Costs) -> float:
-    """A micro-batch alone, all the way and back."""
-    parts = (costs.forward, costs.backward, costs.link_forward, costs.link_backward)
-    return math.fsum(sum(part) for part in parts) + max(costs.update, default=0.0)
+def _panel(run: Run, slowest: Run, y: float, row: float, until: float) -> str:
+    """One method: a line of figures, and a row a stage."""
+    shares = [run.busy(stage) for stage in range(len(run.costs.forward))]
+    busy = sum(shares) / len(shares)
+    label = f"once full: stages {busy:.0%} busy, {run.window} in flight at stage 0"
+    if run is not slowest:
+        label += f", {run.rate / slowest.rate:.1f}× the speed of {slowest.name}"
+    head = text(run.name, _MARGIN, y + 14, "rv-label")
+    head += text(label, _WIDTH - _MARGIN, y + 14, "rv-small rv-end")
+    height, width = row - min(2.0, 0.2 * row), _WIDTH - _LEFT - _RIGHT
+    rows = []
+    for stage, each in enumerate(shares):
+        top = y + _HEAD + stage * row
+        middle = top + height / 2 + 3.6
+        rows.append(element("rect", x=_LEFT, y=top, width=width, height=height, class_="rv-idle"))
+        if row >= 9 or stage % 4 == 0:
+            rows.append(text(f"stage {stage}", _LEFT - 8, middle, "rv-small rv-end"))
+            rows.append(text(f"{each:.0%}", _WIDTH - _MARGIN, middle, "rv-small rv-end"))
+    boxes = _boxes(run, y + _HEAD, row, height, until)
+    return element("g", head, *rows, boxes, class_="rv-method", data_method=run.name)
 
 
-def _row_height(stages: int) -> float:
-    return max(3.0, min(19.0, 240 / stages))
+def _boxes(run: Run, top: float, row: float, height: float, until: float) -> str:
+    shapes: dict[Op, list[object]] = {op: [] for op in _BOXES}
+    numbers = []
+    scale = (_WIDTH - _LEFT - _RIGHT) / until
+    spans = [span for span in run.timeline.spans if span.action.op in shapes and span.start < until]
+    # Boxes of one width show their numbers all, or none does.
+    number_width = width_of("0" * len(str(max(span.action.index for span in spans))), TINY)
+    for span in spans:
+        op, y = span.action.op, top + span.stage * row
+        x, end = (_LEFT + min(time, until) * scale for time in (span.start, span.end))
+        # An update that costs nothing is still an event.
+        width = max(end - x, 1.6 if op is Op.UPDATE else 0.0)
+        shapes[op] += ["M", x, y, "h", width, "v", height, "h", -width, "z"]
+        if op is not Op.UPDATE and row >= 11 and number_width + 1 < width:
+            middle = "rv-tiny rv-middle"
+            numbers.append(text(span.action.index, x + width / 2, y + height / 2 + 3.2, middle))
+    drawn = [path(*shape, class_=_BOXES[op]) for op, shape in shapes.items() if shape]
+    return "".join(drawn + numbers)
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """How every method's rows are drawn."""
-
-    runs: Sequence[Run]
-    until: float
-    scale: float
-    row: float
-
-    def draw(self, run: Run, y: float) -> str:
-        """One method: a line of figures, and a row a stage."""
-        top = y + _HEAD
-        stages = len(run.costs.forward)
-        rows = "".join(self._row(run, stage, top + stage * self.row) for stage in range(stages))
-        drawn = (self._head(run, y), rows, self._messages(run, top), self._boxes(run, top))
-        return element("g", *drawn, class_="rv-method", data_method=run.name)
-
-    def _head(self, run: Run, y: float) -> str:
-        stages = len(run.costs.forward)
-        busy = sum(map(run.busy, range(stages))) / stages
-        slowest = self.runs[-1]
-        label = f"once full: stages {busy:.0%} busy, {run.window} in flight at stage 0"
-        if run is not slowest:
-            label += f", {run.rate / slowest.rate:.1f}× the speed of {slowest.name}"
-        name = text(run.name, _MARGIN, y + 14, "rv-label")
-        right = text(label, _WIDTH - _MARGIN, y + 14, "rv-small rv-end")
-        return name + right
-
-    def _row(self, run: Run, stage: int, y: float) -> str:
-        width = self.until * self.scale
-        height = self.row - min(2.0, 0.2 * self.row)
-        back = element("rect", x=_LEFT, y=y, width=width, height=height, class_="rv-idle")
-        if self.row < 9 and stage % 4:
-            return back
-        middle = y + height / 2 + 3.6
-        label = text(f"stage {stage}", _LEFT - 8, middle, "rv-small rv-end")
-        busy = text(f"{run.busy(stage):.0%}", _WIDTH - _MARGIN, middle, "rv-small rv-end")
-        return back + label + busy
-
-    def _boxes(self, run: Run, top: float) -> str:
-        shapes: dict[Op, list[object]] = {Op.FORWARD: [], Op.BACKWARD: [], Op.UPDATE: []}
-        numbers = []
-        # Boxes of one width show their numbers all, or none does.
-        most = max(span.action.index for span in run.timeline.spans if span.start < self.until)
-        number_width = width_of("0" * len(str(most)), TINY)
-        height = self.row - min(2.0, 0.2 * self.row)
-        for span in run.timeline.spans:
-            op = span.action.op
-            if op not in shapes or span.start >= self.until:
-                continue
-            y = top + span.stage * self.row
-            x, end = (_LEFT + min(time, self.until) * self.scale for time in (span.start, span.end))
-            # An update that costs nothing is still an event.
-            width = max(end - x, 1.6 if op is Op.UPDATE else 0.0)
-            shapes[op] += ["M", x, y, "h", width, "v", height, "h", -width, "z"]
-            if op is not Op.UPDATE and self.row >= 11 and number_width + 1 < width:
-                middle = "rv-tiny rv-middle"
-                numbers.append(text(span.action.index, x + width / 2, y + height / 2 + 3.2, middle))
-        classes = {Op.FORWARD: "rv-forward", Op.BACKWARD: "rv-backward", Op.UPDATE: "rv-update"}
-        drawn = [path(*shape, class_=classes[op]) for op, shape in shapes.items() if shape]
-        return "".join(drawn + numbers)
-
-    def _messages(self, run: Run, top: float) -> str:
-        """A line from where a message is sent to where it arrives, if that takes time."""
-        lines: list[object] = []
-        for span in run.timeline.spans:
-            step = {Op.SEND_Y: 1, Op.SEND_DX: -1}.get(span.action.op)
-            if step is None:
-                continue
-            links = run.costs.link_forward if step > 0 else run.costs.link_backward
-            arrival = span.start + links[span.stage - (step < 0)]
-            if span.start < arrival <= self.until:
-                y = top + (span.stage + 0.5) * self.row
-                x, end = (_LEFT + time * self.scale for time in (span.start, arrival))
-                lines += ["M", x, y, "L", end, y + step * self.row]
-        return path(*lines, class_="rv-message") if lines else ""
-
-
-def _axis(until: float, slowest: float, scale: float, top: float, bottom: float) -> str:
+def _axis(until: float, slowest: float, bottom: float) -> str:
     """Time in forward-and-backward passes of the slowest stage, marked over all panels."""
-    passes = until / slowest
+    passes, drawn = until / slowest, []
     step = next(s for s in (1, 2, 5, 10, 20, 50) if passes / s <= _TICKS or s == 50)
-    drawn = []
     for tick in range(0, int(passes) + 1, step):
-        x = _LEFT + tick * slowest * scale
-        drawn.append(path("M", x, top - 4, "V", bottom - 6, class_="rv-axis"))
+        x = _LEFT + tick / passes * (_WIDTH - _LEFT - _RIGHT)
+        drawn.append(path("M", x, _TOP + _HEAD - 4, "V", bottom - 6, class_="rv-axis"))
         drawn.append(text(tick, x, bottom + 8, "rv-small rv-middle"))
     label = "time, in passes forward and back of the slowest stage"
     drawn.append(text(label, _WIDTH - _MARGIN, bottom + 32, "rv-small rv-end"))
     return "".join(drawn)
 
 
-def _subtitle(costs: Costs, accumulation_steps: int) -> str:
-    """The costs in words, where they are the same everywhere, and the group."""
-    group = f"accumulation_steps={accumulation_steps}"
-    if any(len(set(part)) > 1 for part in (costs.forward, costs.backward)):
-        return f"the stages' own costs, less computing again where the graph is kept; {group}"
-    f, b, u = costs.forward[0], costs.backward[0], costs.update[0]
-    link = max((*costs.link_forward, *costs.link_backward), default=0.0)
-    label = f"forward {f:g}, backward {b:g} ({max(b - f, 0):g} where the graph is kept)"
-    label += f", update {u:g}" if u else ""
-    return f"{label}{f', message {link:g}' if link else ''}; {group}"
-
-
 def _legend(y: float) -> str:
-    items = (
-        ("rv-forward", "forward"),
-        ("rv-backward", "backward"),
-        ("rv-update", "update"),
-        ("rv-idle", "idle, or waiting for a message"),
-    )
+    items = {"rv-idle": "idle, or waiting for a message"}
+    items |= {class_: op.name.lower() for op, class_ in _BOXES.items()}
     drawn, x = [], _LEFT
-    for class_, label in items:
+    for class_, label in items.items():
         drawn.append(element("rect", x=x, y=y, width=18, height=12, class_=class_))
         drawn.append(text(label, x + 24, y + 10, "rv-small"))
         x += 40 + width_of(label, SMALL)
-    drawn.append(path("M", x, y + 2, "L", x + 18, y + 11, class_="rv-message"))
-    drawn.append(text("message", x + 24, y + 10, "rv-small"))
     return element("g", *drawn, class_="rv-legend")

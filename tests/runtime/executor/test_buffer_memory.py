@@ -61,7 +61,7 @@ def bytes_in(buffers: Iterable[StaticBuffers]) -> int:
 def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
     net = staged("vgg")
     ways = (None, torch.bfloat16)
-    plain, half = (net.facts(BATCH, kept_input_dtype=buffers)[0].buffers for buffers in ways)
+    plain, half = (net.facts(BATCH, kept_input_dtype=buffers)[0].memory.buffers for buffers in ways)
     batch = BATCH * 3 * SIZE * SIZE * 4
     assert [plain, half] == [3 * batch, 2 * batch]
     summary = net.summary(BATCH, kept_input_dtype=torch.bfloat16)
