@@ -181,16 +181,11 @@ class Listing:
                     name if name == alias else f"{name} as {alias}"
                 )
         for module, names in sorted(modules.items()):
-            lines += _wrapped(f"from {module} import ", names)
+            line = f"from {module} import {', '.join(names)}"
+            if len(line) > 100:
+                line = f"from {module} import ({', '.join(names)})"
+            lines.append("\n".join(textwrap.wrap(line, 100, subsequent_indent="    ")))
         return ["\n".join(lines)] if lines else []
-
-
-def _wrapped(start: str, names: Sequence[str]) -> list[str]:
-    line = start + ", ".join(names)
-    if len(line) <= 100:
-        return [line]
-    inside = textwrap.wrap(", ".join(names) + ",", 96, break_long_words=False)
-    return [f"{start}(", *(f"    {row}" for row in inside), ")"]
 
 
 def _readable(graph: fx.Graph, arguments: Sequence[str]) -> fx.Graph:

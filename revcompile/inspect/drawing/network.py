@@ -8,7 +8,6 @@ from typing import Final
 from revcompile.inspect.drawing.blocks import legend
 from revcompile.inspect.drawing.stages import StageFigure, StageFigures
 from revcompile.inspect.drawing.svg import document, element
-from revcompile.inspect.drawing.theme import styles
 from revcompile.inspect.formatting import amount, plural, share
 from revcompile.inspect.views import ModelView
 
@@ -83,7 +82,6 @@ def network_svg(view: ModelView, width: float = WIDTH) -> str:
         width=width,
         height=y + 42,
         margin=_MARGIN,
-        style=styles(),
     )
 
 

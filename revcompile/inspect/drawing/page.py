@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from importlib.resources import files
 from typing import Any, Final
 
 from revcompile.inspect.code import action_list
@@ -18,7 +17,7 @@ from revcompile.inspect.drawing.graph import Drawn, drawn_graph, layout, operati
 from revcompile.inspect.drawing.network import headline, scale_of, totals
 from revcompile.inspect.drawing.stages import StageFigure, StageFigures
 from revcompile.inspect.drawing.svg import element, escape
-from revcompile.inspect.drawing.theme import styles
+from revcompile.inspect.drawing.theme import asset
 from revcompile.inspect.formatting import amount, listed, plural, share, size
 from revcompile.inspect.source import code_text
 from revcompile.inspect.views import ModelView, StageView, refusals_by_reason, tensors
@@ -53,7 +52,7 @@ def page(view: ModelView) -> str:
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>",
-        f"<style>{_asset('page.css')}\n{styles()}</style></head><body>",
+        f"<style>{asset('page.css')}\n{asset('drawing.css')}</style></head><body>",
         f'<header><div><h1>{title}</h1><p class="totals">{subtitle}</p></div>{_SEARCH}</header>',
         "<main>",
         '<div id="stages" class="strip rv-drawing" role="group" aria-label="stages">',
@@ -66,14 +65,10 @@ def page(view: ModelView) -> str:
         "</main>",
         _HELP,
         f'<script type="application/json" id="data">{embedded(data)}</script>',
-        f"<script>{_asset('page.js')}</script>",
+        f"<script>{asset('page.js')}</script>",
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
-
-
-def _asset(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _tile(figures: StageFigures, figure: StageFigure) -> str:

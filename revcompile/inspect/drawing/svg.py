@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable
 from typing import Final
 
-from revcompile.inspect.drawing.theme import SMALL, TITLE
+from revcompile.inspect.drawing.theme import SMALL, TITLE, asset
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
-_ESCAPES: Final = str.maketrans(
-    {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;"}
-)
 
 # In em, a little wider than common sans-serif fonts, so that no font overflows a frame.
 _NARROW: Final = frozenset("iIjl.,:;|!'()[]tfr ·")
@@ -26,7 +24,7 @@ def escape(value: object) -> str:
     >>> escape('<layer "1">')
     '&lt;layer &quot;1&quot;&gt;'
     """
-    return _UNPRINTABLE.sub("\ufffd", str(value)).translate(_ESCAPES)
+    return html.escape(_UNPRINTABLE.sub("\ufffd", str(value)))
 
 
 def element(tag: str, *children: str, **attributes: object) -> str:
@@ -61,7 +59,7 @@ def tooltip(lines: Iterable[str]) -> str:
 
 
 def document(
-    title: str, subtitle: str, *content: str, width: float, height: float, margin: float, style: str
+    title: str, subtitle: str, *content: str, width: float, height: float, margin: float
 ) -> str:
     """A complete SVG: background, title, subtitle, content."""
     above = _shortened(title, width - 2 * margin, TITLE)
@@ -72,7 +70,7 @@ def document(
     return element(
         "svg",
         tooltip([title] if below == subtitle else [title, subtitle]),
-        element("style", style),
+        element("style", asset("drawing.css")),
         ground,
         text(above, margin, 30, "rv-title"),
         text(below, margin, 49, "rv-small"),

@@ -15,7 +15,7 @@ from typing import Final
 
 from revcompile.errors import InputError
 from revcompile.inspect.drawing.svg import document, element, path, text, width_of
-from revcompile.inspect.drawing.theme import SMALL, TINY, styles
+from revcompile.inspect.drawing.theme import SMALL, TINY
 from revcompile.inspect.formatting import plural
 from revcompile.schedule import (
     Costs,
@@ -154,7 +154,6 @@ def timeline_svg(
         width=_WIDTH,
         height=y + 52,
         margin=_MARGIN,
-        style=styles(),
     )
 
 
