@@ -6,6 +6,7 @@ own tokens, in its place.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,26 +28,16 @@ def padded(batch: list[Tensor]) -> dict[str, Tensor]:
     """A batch for a language model: padded at the right, where neither attention nor loss look."""
     ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=PADDING)
     mask = ids != PADDING
-    return {
-        "input_ids": ids,
-        "attention_mask": mask.long(),
-        "labels": ids.masked_fill(~mask, IGNORED),
-    }
+    labels = ids.masked_fill(~mask, IGNORED)
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
 
 
 def pretrained(folder: Path, steps: int) -> Path:
     """A folder with a trained model, as `save_pretrained` writes it."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=PADDING,
-    )
+    sizes: Any = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, max_position_embeddings=64, pad_token_id=PADDING)
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = lines()

@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
         output_dir=str(args.out),
         max_steps=args.steps,
         per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
         learning_rate=1e-2,
-        logging_steps=10,
         save_strategy="no",
         report_to="none",
     )

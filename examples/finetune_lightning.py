@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     tests = DataLoader(data[-64:], batch_size=32, collate_fn=padded)
     trainer = lightning.Trainer(
         max_steps=args.steps,
-        gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

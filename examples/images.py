@@ -1,6 +1,5 @@
 """Image datasets by name, as torch datasets of normalised tensors."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +54,11 @@ def imagefolder(folder: Path | None, size: int | None) -> Images:
     train = datasets.ImageFolder(str(root / "train"), _steps(*augment))
     test = datasets.ImageFolder(str(root / "val"), _steps(*fit))
     if train.classes != test.classes:
-        names = sorted({*train.classes} ^ {*test.classes})
-        raise InputError(f"train/ and val/ differ in their classes: {', '.join(names[:3])}")
+        raise InputError("train/ and val/ differ in their classes")
     return Images(train, test, len(train.classes), size)
 
 
-DATASETS: dict[str, Callable[[Path | None, int | None], Images]] = {
-    function.__name__: function for function in (digits, cifar10, imagefolder)
-}
+DATASETS = {make.__name__: make for make in (digits, cifar10, imagefolder)}
 
 
 def _steps(*steps: Any) -> Any:

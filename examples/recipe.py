@@ -57,33 +57,29 @@ def paper_recipe(
     epochs: int,
     *,
     rate: float | None = None,
-    warmup: float | None = None,
     **options: Any,
 ) -> Recipe:
     """The paper's recipe for epochs of `steps` micro-batches of `batch` samples.
 
-    Without `rate` it is 0.1 for 256 samples per update, in proportion, for SGD, 5e-4 for others;
-    without `warmup` a sixth of all epochs, 5 at most. `options` are further fields of the recipe.
+    Without `rate` it is 0.1 for 256 samples per update, in proportion, for SGD, 5e-4 for others.
+    A sixth of all epochs, 5 at most, is warm-up. `options` are further fields of the recipe.
 
     >>> paper_recipe(100, 128, 2, 12)
     Recipe(rate=0.1, updates=600, warmup=100, weight_decay=0.0005, kind='sgd', schedule='steps')
     """
-    warmup_epochs = min(5, epochs / 6) if warmup is None else warmup
     is_sgd = options.get("kind", "sgd") in ("sgd", "delay-aware-sgd")
     return Recipe(
         rate=rate or (0.1 * batch * accumulation_steps / 256 if is_sgd else 5e-4),
         updates=epochs * steps // accumulation_steps,
-        warmup=max(1, round(warmup_epochs * steps / accumulation_steps)),
+        warmup=max(1, round(min(5, epochs / 6) * steps / accumulation_steps)),
         **options,
     )
 
 
 def small_resnet18(classes: int) -> nn.Module:
     """A ResNet-18 with a quarter of the channels, and a stem of three 3x3 convolutions."""
-    channels = (16, 32, 64, 128)
-    options: dict[str, Any] = {"channels": channels, "stem_type": "deep", "stem_width": 8}
-    model: nn.Module = timm.create_model("resnet18", num_classes=classes, **options)
-    return model
+    options: dict[str, Any] = {"channels": (16, 32, 64, 128), "stem_type": "deep", "stem_width": 8}
+    return timm.create_model("resnet18", num_classes=classes, **options)
 
 
 def small_stem(model: nn.Module) -> None:

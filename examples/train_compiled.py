@@ -12,11 +12,12 @@ scikit-learn's digits; nothing to download, under a minute on two CPU cores.
 """
 
 import argparse
+import json
 import math
 import os
+import signal
 import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ import timm
 import torch
 import torchvision
 from images import DATASETS, Images
-from interrupts import until_stopped
 from recipe import OPTIMIZERS, SCHEDULES, paper_recipe, small_resnet18, small_stem
-from report import progress_bar, read_log, write_log
-from torch import Tensor, nn
+from rich.progress import track
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -38,32 +38,27 @@ from revcompile.errors import InputError
 NEXT = """what to try next:
   another method:         python examples/train_compiled.py --method 1f1b --accumulation-steps 4
   on two processes:       torchrun --nproc-per-node 2 examples/train_compiled.py
-  what the compiler did:  python examples/inspect_stages.py
-  real data:              python examples/train_compiled.py --data cifar10 --data-dir data
-  your own model:         docs/start.md"""
+  what the compiler did:  revcompile inspect resnet18 --stages 4
+  real data:              python examples/train_compiled.py --data cifar10 --data-dir data"""
 
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Compile, train and test; returns the test accuracy."""
     args = parse_args(argv)
     torch.manual_seed(args.seed)  # the same model on every rank
-    data = load_data(args)
+    try:
+        data = DATASETS[args.data](args.data_dir, args.size)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"--data {args.data}: {error}") from error
     example = torch.randn(8, 3, data.size, data.size, device=args.device)
     model = create_model(args, data)
     net = revcompile.petrafy(model, args.stages, example_inputs=example, policy=args.policy)
 
     copies = max(1, int(os.environ.get("WORLD_SIZE", "1")) // args.stages)
     steps = math.ceil(len(data.train) // copies / args.batch_size)  # type: ignore[arg-type]
-    recipe = paper_recipe(
-        steps,
-        args.batch_size * copies,
-        args.accumulation_steps,
-        args.epochs,
-        rate=args.lr,
-        weight_decay=args.weight_decay,
-        kind=args.optimizer,
-        schedule=args.schedule,
-    )
+    options = {"rate": args.lr, "kind": args.optimizer, "schedule": args.schedule}
+    batch = args.batch_size * copies
+    recipe = paper_recipe(steps, batch, args.accumulation_steps, args.epochs, **options)
     trainer = net.trainer(
         optimizer=recipe.optimizer,
         lr_schedule=recipe.lr_schedule,
@@ -83,52 +78,52 @@ def main(argv: Sequence[str] | None = None) -> float:
     accuracy = train(trainer, data, steps, shown, args)
     net.save_weights(args.out / "model.safetensors")  # every rank calls it
     if shown:
-        print(f"test accuracy {accuracy:.1%}; weights, log and curves are in {args.out}\n{NEXT}")
+        print(f"test accuracy {accuracy:.1%}; weights and log are in {args.out}\n{NEXT}")
     return accuracy
 
 
 def train(trainer: Trainer, data: Images, steps: int, shown: bool, args: Any) -> float:
     """Feed micro-batches epoch by epoch, from wherever the last checkpoint left off."""
-    saved, log = args.out / "checkpoints", read_log(args.out) if args.resume else []
+    saved, log, signals = args.out / "checkpoints", args.out / "log.jsonl", list[int]()
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     if args.resume and saved.exists():
         trainer.load(saved)
-
-    def stop() -> None:
-        trainer.save(saved)
-        if shown:
-            print(f"stopped; the same command with --resume goes on from {args.out}")
-
+    elif shown:
+        args.out.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
     options = {"num_workers": args.workers, "pin_memory": args.device == "cuda"}
     tests = DataLoader(data.test, args.batch_size, **options)
     done, score = trainer.microbatches_seen, 0.0
-    with progress_bar(shown) as bar:
-        task = bar.add_task("epoch 1", total=args.epochs * steps, completed=done)
-        for epoch in range(done // steps, args.epochs):
-            loader: Iterable[Any] = trainer.loader(
-                data.train, args.batch_size, epoch=epoch, skip=done - epoch * steps, **options
-            )
-            start, fed = time.perf_counter(), (epoch + 1) * steps - done
-            for x, y in until_stopped(loader, stop):
-                trainer.step(x, y)
-                bar.update(task, advance=1, description=f"epoch {epoch + 1}")
-            seconds, done = time.perf_counter() - start, (epoch + 1) * steps
-            if epoch + 1 == args.epochs:
-                trainer.flush()
-            result = trainer.evaluate(tests, metrics={"accuracy": accuracy})
-            train_loss, score = trainer.pop_mean_loss(), result.metrics["accuracy"]
-            if shown:
-                values = (train_loss, result.loss, score)
-                names = ("train_loss", "test_loss", "test_accuracy")
-                speed = round(fed * args.batch_size / seconds)
-                row = {"epoch": epoch + 1, **dict(zip(names, values, strict=True))}
-                log.append(row | {"images_per_second": speed})
-                bar.console.print(
-                    f"epoch {epoch + 1}: loss {values[0]:.3f}, test loss {values[1]:.3f}, "
-                    f"test accuracy {values[2]:.1%}, {speed:,} images/s"
-                )
-                write_log(args.out, log)
-            trainer.save(saved)
+    for epoch in range(done // steps, args.epochs):
+        skip = done - epoch * steps
+        loader = trainer.loader(data.train, args.batch_size, epoch=epoch, skip=skip, **options)
+        for count, (x, y) in enumerate(track(loader, f"epoch {epoch + 1}", disable=not shown), 1):
+            metrics = trainer.step(x, y)
+            if count % 10 == 0 and on_any_rank(bool(signals)):
+                trainer.save(saved)
+                print(f"stopped; the same command with --resume goes on from {args.out}")
+                raise SystemExit(128 + signal.SIGTERM)
+        done = (epoch + 1) * steps
+        if epoch + 1 == args.epochs:
+            trainer.flush()
+        result = trainer.evaluate(tests, metrics={"accuracy": accuracy})
+        train_loss, score = trainer.pop_mean_loss(), result.metrics["accuracy"]
+        if shown:
+            row = {"epoch": epoch + 1, "train_loss": train_loss, "test_loss": result.loss}
+            row |= {"test_accuracy": score, "images_per_second": metrics.throughput}
+            with log.open("a") as file:
+                print(json.dumps(row), file=file)
+            print(", ".join(f"{name} {value:.4g}" for name, value in row.items()))
+        trainer.save(saved)
     return score
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank. Every rank calls it, and waits for the slowest."""
+    count = torch.tensor(int(flag))
+    if distributed.is_initialized():
+        distributed.all_reduce(count)
+    return bool(count)
 
 
 def accuracy(logits: Tensor, y: Tensor) -> Tensor:
@@ -136,25 +131,16 @@ def accuracy(logits: Tensor, y: Tensor) -> Tensor:
     return (logits.argmax(1) == y).float().mean()
 
 
-def load_data(args: argparse.Namespace) -> Images:
-    """The dataset of the command line; what is wrong with it becomes one line."""
-    try:
-        return DATASETS[args.data](args.data_dir, args.size)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"--data {args.data}: {error}") from error
-
-
 def create_model(args: argparse.Namespace, data: Images) -> nn.Module:
     """A model of timm or torchvision for images of this size."""
-    model: nn.Module
-    library, _, name = args.model.rpartition(":")
+    name: str = args.model
     if name == small_resnet18.__name__:
         model = small_resnet18(data.classes)
-    elif library != "torchvision" and timm.is_model(name):
+    elif timm.is_model(name):
         model = timm.create_model(name, num_classes=data.classes)
         if resize := getattr(model, "set_input_size", None):  # transformers are built for one size
             resize(img_size=data.size)
-    elif library != "timm" and name in torchvision.models.list_models():
+    elif name in torchvision.models.list_models():
         model = torchvision.models.get_model(name, num_classes=data.classes)
     else:
         raise InputError(f"--model {args.model}: neither timm nor torchvision has it")
@@ -165,12 +151,10 @@ def create_model(args: argparse.Namespace, data: Images) -> nn.Module:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.description = (__doc__ or "").partition("\n")[0]
     add = parser.add_argument
-    add("--model", default=small_resnet18.__name__, help="timm's, or torchvision:NAME")
+    add("--model", default=small_resnet18.__name__, help="of timm or torchvision")
     add("--policy", default="paper", help="how to rewire it: paper or pretrained")
     add("--stages", type=int, default=4, help="how many stages to cut it into")
     add("--method", default="petra", help="petra, backprop, 1f1b, pipedream, ...")
@@ -185,7 +169,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--optimizer", choices=OPTIMIZERS, default="delay-aware-sgd", help="transformers: ...adamw")
     add("--lr", type=float, help="peak rate; default: 0.1 for 256 samples per update, or 5e-4")
     add("--schedule", choices=SCHEDULES, default="steps", help="cosine: delay costs less")
-    add("--weight-decay", type=float, default=5e-4)
     add("--autocast", action="store_true", help="compute branches in bfloat16")
     add("--backend", default="auto", help="auto, eager, cudagraphs or inductor")
     add("--seed", type=int, default=0)
@@ -193,8 +176,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="folder for weights, log and checkpoints; default: in runs/")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     args = parser.parse_args(argv)
-    name = f"{args.data}-{args.model.replace(':', '-')}-{args.method}"
-    args.out = args.out or Path("runs") / name
+    args.out = args.out or Path("runs") / f"{args.data}-{args.model}-{args.method}"
     return args
 
 

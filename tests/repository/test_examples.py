@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,8 +26,11 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(autouse=True)
-def beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def beside_the_examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 def example(name: str) -> ModuleType:
@@ -39,9 +43,8 @@ def test_train_compiled_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert "ResNet: 4 stages, petra" in printed and "test accuracy" in printed
     assert "what to try next" in printed
-    log = (tmp_path / "log.csv").read_text().splitlines()
-    assert len(log) == 2 and log[0].startswith("epoch,train_loss")
-    assert (tmp_path / "curves.svg").exists()
+    (row,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert json.loads(row)["test_accuracy"] > 0.5
     assert load_file(tmp_path / "model.safetensors").keys()
 
 
@@ -54,7 +57,7 @@ def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(example("images").DATASETS, "digits", lambda *_: made)
 
 
-SMALL = ["--model", "test_resnet", "--batch-size", "64", "--stages", "2"]
+SMALL = ["--model", "test_resnet", "--batch-size", "8", "--stages", "2"]
 
 
 @pytest.mark.usefixtures("few_digits")
@@ -64,17 +67,17 @@ def test_a_training_goes_on_from_the_middle_of_an_epoch(
     module = example("train_compiled")
     common = [*SMALL, "--method", "backprop", "--epochs", "2"]
 
-    def test_losses(*options: str) -> list[str]:
+    def test_losses(*options: str) -> list[float]:
         module.main([*common, *options])
-        rows = (Path(options[1]) / "log.csv").read_text().splitlines()[1:]
-        return [row.split(",")[2] for row in rows]
+        rows = (Path(options[1]) / "log.jsonl").read_text().splitlines()
+        return [json.loads(row)["test_loss"] for row in rows]
 
     whole, stopped_in = test_losses("--out", str(tmp_path / "whole")), tmp_path / "stopped"
     step, steps = module.Trainer.step, list[int]()
 
     def taken_away(trainer: Any, *values: Any) -> Any:
         steps.append(len(steps))
-        if len(steps) == 3:  # the first of two in the second epoch
+        if len(steps) == 19:  # of sixteen an epoch; answered after the tenth of the second
             os.kill(os.getpid(), signal.SIGTERM)
         return step(trainer, *values)
 
@@ -88,43 +91,11 @@ def test_a_training_goes_on_from_the_middle_of_an_epoch(
 
 
 @pytest.mark.parametrize(
-    ("world", "signals", "seen"), [(1, [4], 4), (2, [4], 10), (2, [13], 15), (2, [], 15)]
-)
-def test_a_signal_is_answered_after_some_batches_or_the_last(
-    world: int, signals: list[int], seen: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", f"{world}")
-    interrupts, batches, saved = example("interrupts"), list[int](), list[int]()
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) if signals else nullcontext():
-        for batch in interrupts.until_stopped(range(1, 16), lambda: saved.append(len(batches))):
-            batches.append(batch)
-            if batch in signals:
-                os.kill(os.getpid(), signal.SIGTERM)
-    assert (len(batches), saved) == (seen, [seen] if signals else [])
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_second_ctrl_c_stops_at_once() -> None:
-    # Of a process that a script has started in the background, SIGINT is ignored.
-    ours, before = signal.default_int_handler, signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, ours)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            for _ in example("interrupts").until_stopped(range(3), list):
-                signal.raise_signal(signal.SIGINT)
-                signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is ours
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize(
     ("data", "message"),
     [
         ([], "--data imagefolder: needs --data-dir"),
         (["--data-dir", "nowhere"], "--data imagefolder: .*No such file or directory"),
-        (["--data-dir", "."], "train/ and val/ differ in their classes: b"),
+        (["--data-dir", "."], "train/ and val/ differ in their classes"),
     ],
 )
 def test_what_is_wrong_with_the_data_is_a_line(
@@ -136,13 +107,6 @@ def test_what_is_wrong_with_the_data_is_a_line(
         (tmp_path / folder / "image.png").write_bytes(b"")
     with pytest.raises(InputError, match=message):
         example("train_compiled").main(["--data", "imagefolder", *data])
-
-
-@pytest.mark.usefixtures("few_digits")
-def test_compare_methods_draws_a_curve_for_each(tmp_path: Path) -> None:
-    options = ["--methods", "petra", "petra:2", *SMALL, "--epochs", "1", "--out", str(tmp_path)]
-    assert example("compare_methods").main(options).keys() == {"petra", "petra:2"}
-    assert "petra:2" in (tmp_path / "curves.svg").read_text()
 
 
 def test_finetune_vit_starts_where_the_original_is(
@@ -196,7 +160,7 @@ def test_finetune_huggingface_by_its_trainer_and_with_adapters(
 @pytest.mark.filterwarnings("ignore")
 def test_finetune_accelerate(language_model: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    argv = ["--model", language_model, "--lines", "24", "--out", str(tmp_path)]
+    argv = ["--model", language_model, "--lines", "80", "--out", str(tmp_path)]
     losses = example("finetune_accelerate").main(argv)
     assert losses[1] < losses[0] and (tmp_path / "config.json").exists()
 
@@ -206,7 +170,7 @@ def test_finetune_accelerate_on_two_ranks(language_model: str, tmp_path: Path) -
     pytest.importorskip("accelerate")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--standalone", str(EXAMPLES / "finetune_accelerate.py")]
-    command += ["--model", language_model, "--lines", "24", "--out", str(tmp_path)]
+    command += ["--model", language_model, "--lines", "80", "--out", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     losses = [float(line.split()[-1]) for line in ended.stdout.splitlines() if "loss" in line]
@@ -224,13 +188,3 @@ def test_finetune_lightning(language_model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_train_compiled_reaches_its_accuracy(tmp_path: Path) -> None:
     assert example("train_compiled").main(["--out", str(tmp_path)]) > 0.95
-
-
-def test_inspect_stages_shows_a_model_from_all_sides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--model", "test_resnet", "--stages", "4", "--stage", "1", "--block", "layer1.0"]
-    folder = example("inspect_stages").main([*options, "--out", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert "4 stages" in printed and "def forward" in printed and "layer1.0" in printed
-    assert {file.name for file in folder.iterdir()} == {"net.svg", "net.html", "timeline.svg"}

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from distributed_worker import Run, batches, fed, launch, trainer_of
+from torch import distributed
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from examples.interrupts import until_stopped
 from revcompile.runtime.checkpoint.tree import encode_tree
 from revcompile.runtime.distributed.rank_weights import owning_stages
 from revcompile.runtime.stage.tensors import detach_tree
@@ -62,7 +62,10 @@ def train(course: Course, folder: Path, note: Note) -> None:
     note({"from": trainer.microbatches_seen, "evaluated": trainer.evaluate(unseen).loss})
     share = data[trainer.replica :: trainer.replicas]
     rest = list(enumerate(share))[trainer.microbatches_seen :]
-    for step, (x, y) in until_stopped(rest, lambda: trainer.save(folder, drain=True)):
+    signals: list[int] = []
+    if distributed.is_initialized():
+        signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    for step, (x, y) in rest:
         doom(course.end, step)
         order = torch.randperm(len(y)).roll(random.randrange(3))  # as a loader draws
         loss = fed(trainer, (x[order], y[order])).loss
@@ -70,8 +73,18 @@ def train(course: Course, folder: Path, note: Note) -> None:
         note({"step": step, "loss": known, "digests": digests(trainer)})
         if step + 1 in course.saves:
             trainer.save(folder, drain=True)
+        if step % 10 == 9 and on_any_rank(bool(signals)):  # as docs/guides/checkpoints.md has it
+            trainer.save(folder, drain=True)
+            raise SystemExit(128 + signal.SIGTERM)
     trainer.save(folder, drain=True)
     note({"evaluated": trainer.evaluate(unseen).loss, "digests": digests(trainer)})
+
+
+def on_any_rank(flag: bool) -> bool:
+    most = torch.tensor(int(flag))
+    if distributed.is_initialized():
+        distributed.all_reduce(most)
+    return bool(most)
 
 
 def held_out(run: Run) -> list[Any]:

@@ -143,6 +143,15 @@ def test_a_second_backward_pass_over_a_kept_graph() -> None:
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(net.parameters(), once, strict=True))
 
 
+def test_a_backward_pass_after_one_that_ended_inside_the_chain() -> None:
+    net = _net("on")
+    loss = (net(torch.randn(4, 8)) ** 2).sum()
+    weight = net.get_parameter("blocks.3.linear.weight")
+    (alone,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    loss.backward()
+    assert torch.equal(weight.grad, alone)
+
+
 @pytest.mark.parametrize(("overlap", "dtype"), [("on", "fp32"), ("off", "bf16")])
 def test_memory_does_not_grow_with_depth(overlap: str, dtype: str) -> None:
     """Nor do weights that autocast has cast pile up."""

@@ -494,6 +494,19 @@ def test_a_micro_batch_that_is_not_finite_counts_and_is_left_out(method: str) ->
     assert all(t.isfinite().all() for t in weights(net).values())
 
 
+@pytest.mark.parametrize("method", ["backprop", "reversible_backprop", "petra"])
+def test_a_bad_step_moves_no_statistics(method: str) -> None:
+    net, (x, y) = fresh(), batches(1)[0]
+    trainer = trainer_of(net, method=method)
+    trainer.step(x, y)
+    trainer.flush()
+    before = {name: buffer.clone() for name, buffer in net.model.named_buffers()}
+    with pytest.raises(InputError, match="check that the target fits"):
+        trainer.step(x, y[:1])  # after the forward passes
+    trainer.flush()
+    assert same(dict(net.model.named_buffers()), before)
+
+
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
 def test_an_update_is_the_mean_over_what_is_not_left_out(accumulation_steps: int) -> None:
     data = [(x, y) for x, y in batches(12) if len(x) == 4][:6]
