@@ -86,7 +86,7 @@ def train(trainer: Trainer, data: Images, steps: int, shown: bool, args: Any) ->
     """Feed micro-batches epoch by epoch, from wherever the last checkpoint left off."""
     saved, log, signals = args.out / "checkpoints", args.out / "log.jsonl", list[int]()
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    if args.resume and saved.exists():
+    if args.resume and (saved / "latest").exists():
         trainer.load(saved)
     elif shown:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,16 @@ MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
 # -- a run ----------------------------------------------------------------------------------------
 
 
+ONE_GPU: Final = {
+    "NCCL_HOSTID": "rank{rank}",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+}
+"""Of NCCL ranks that share a GPU."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One training, the same in one process and in several."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distributed_worker import Run, batches, fed, launch, trainer_of
+from distributed_worker import ONE_GPU, Run, batches, fed, launch, trainer_of
 from torch import distributed
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -49,15 +49,22 @@ class Course:
     run: Run
     saves: tuple[int, ...]
     end: End | None = None
+    backend: str = "eager"
 
 
 def train(course: Course, folder: Path, note: Note) -> None:
     """Go on from the newest checkpoint, if there is one, to the end, and save once more."""
     data, unseen = batches(course.run), held_out(course.run)
-    _, trainer = trainer_of(course.run, lr_schedule=schedule, timeout=60.0, average_statistics=True)
+    _, trainer = trainer_of(
+        course.run,
+        lr_schedule=schedule,
+        timeout=60.0,
+        average_statistics=True,
+        backend=course.backend,
+    )
     torch.manual_seed(1 + trainer.replica)
     random.seed(1)
-    if folder.exists():
+    if (folder / "latest").exists():
         trainer.load(folder)
     note({"from": trainer.microbatches_seen, "evaluated": trainer.evaluate(unseen).loss})
     share = data[trainer.replica :: trainer.replicas]
@@ -151,7 +158,8 @@ def on_ranks(course: Course, ranks: int, folder: Path) -> list[Ended]:
     files = [folder.with_suffix(f".{rank}") for rank in range(ranks)]
     for file in files:
         file.unlink(missing_ok=True)
-    _, codes = launch(folder.parent, ranks, live, course=course, place=folder, files=files)
+    options = {"course": course, "place": folder, "files": files, "device": course.run.device}
+    _, codes = launch(folder.parent, ranks, live, env=ONE_GPU, **options)
     return [Ended(code, noted(file)) for code, file in zip(codes, files, strict=True)]
 
 

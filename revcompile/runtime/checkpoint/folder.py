@@ -196,7 +196,7 @@ def find_checkpoint(place: Path) -> Path:
     died = any(place.glob("saving_*.tmp"))
     raise InputError(
         f"checkpoint: there is no whole checkpoint in {place}"
-        + ("; a save began there and did not finish" if died else "")
+        + ("; a save began there and did not finish: remove it to begin anew" if died else "")
         + ". Give the folder that trainer.save(folder) wrote to"
     )
 

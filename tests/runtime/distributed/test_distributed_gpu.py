@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 import torch
 from distributed_memory import holdings
-from distributed_worker import Run, launch, trained
+from distributed_worker import ONE_GPU, Run, launch, trained
 from helpers import worst
 from rank_captured import several
 
@@ -23,13 +23,6 @@ pytestmark = [
 ]
 
 # NCCL wants a GPU for each rank, unless the ranks claim to be on different machines.
-ENVIRONMENT: Final = {
-    "NCCL_HOSTID": "rank{rank}",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NVIDIA_TF32_OVERRIDE": "0",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-}
 TOLERANCE: Final = 1e-2
 """Sums are added up in another order, and differences grow with the steps."""
 
@@ -55,7 +48,7 @@ def ranks(
         start="spawn",
         limit=limit,
         device="cuda",
-        env=ENVIRONMENT,
+        env=ONE_GPU,
         **options,
     )
 
