@@ -29,6 +29,7 @@ _BUFFERS: Final = {"bf16": 2, "fp16": 2}
 """Bytes an element of a kept input takes on the device."""
 _STATE: Final = {"sgd": 1, "adamw": 2}
 """Numbers of optimizer state for each parameter."""
+_NUMBERS: Final = ("accumulation", "samples/s", "busy", "updates", "memory", "delay")
 _NEARLY: Final = 1.02
 """Throughputs up to this many times another are as good as equal."""
 
@@ -156,27 +157,21 @@ def _facts(
 def _table(
     name: str, args: argparse.Namespace, forecasts: Sequence[Forecast], notes: Sequence[str]
 ) -> str:
-    from rich import box
-    from rich.table import Table
-
     from revcompile.inspect import formatting
-    from revcompile.inspect.tables import render
+    from revcompile.inspect.tables import render, table_of
 
     first = forecasts[0]
     used = first.stages * first.replicas
-    table = Table(
-        title=f"{name}: {first.stages} stages x {first.replicas} replicas on {args.devices} "
-        f"devices, micro-batches of {args.microbatch_size}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
+    table = table_of(
+        f"{name}: {first.stages} stages x {first.replicas} replicas on {args.devices} devices, "
+        f"micro-batches of {args.microbatch_size}",
+        {
+            "method": "left",
+            **dict.fromkeys(_NUMBERS, "right"),
+            "limited by": "left",
+        },
+        "method",
     )
-    columns = ("accumulation", "samples/s", "busy", "updates", "memory", "delay")
-    table.add_column("method", min_width=len("zero-bubble"))
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("limited by", no_wrap=True)
     for forecast in forecasts:
         fits = {None: "", True: "", False: "\n(too much)"}[forecast.fits]
         table.add_row(

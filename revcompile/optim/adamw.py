@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from revcompile.optim.error_feedback import apply_with_feedback
-from revcompile.optim.late import LateOptimizer, check_settings, loss_of, wide, wide_gradient
+from revcompile.optim.late import LateOptimizer, check_settings, wide, wide_gradient
 
 
 class DelayAwareAdamW(LateOptimizer):
@@ -46,21 +46,11 @@ class DelayAwareAdamW(LateOptimizer):
         check_settings(settings)
         super().__init__(params, settings | {"feedback": 1.0, "capturable": capturable})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in every optimizer; a group's own settings are checked too."""
-        check_settings(param_group)
-        super().add_param_group(param_group)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One update of all parameters that have a gradient."""
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None and p.numel()]
-            if params:
-                updates = self._updates(group, params, [wide_gradient(p) for p in params])
-                apply_with_feedback(params, updates, self.state, group["feedback"] * self.delay)
-        return loss
+    def _update(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None and p.numel()]
+        if params:
+            updates = self._updates(group, params, [wide_gradient(p) for p in params])
+            apply_with_feedback(params, updates, self.state, group["feedback"] * self.delay)
 
     def _updates(
         self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]

@@ -115,7 +115,7 @@ class ErrorFeedback(LateOptimizer):
         """Add parameters to the wrapped optimizer."""
         wrapped = getattr(self, "optimizer", None)
         if wrapped is None:  # while `Optimizer.__init__` runs
-            super().add_param_group(param_group)
+            Optimizer.add_param_group(self, param_group)
         else:
             wrapped.add_param_group(param_group)
 

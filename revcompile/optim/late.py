@@ -32,6 +32,22 @@ class LateOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self.copied}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in every optimizer; a group's own settings are checked too."""
+        check_settings(param_group)
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient."""
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            self._update(group)
+        return loss
+
+    def _update(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, in the precision of that state."""
         super().load_state_dict(state_dict)

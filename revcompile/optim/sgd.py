@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.optim.late import LateOptimizer, check_settings, loss_of, wide, wide_gradient
+from revcompile.optim.late import LateOptimizer, check_settings, wide, wide_gradient
 
 LOOK_AHEAD_PER_DELAY: Final = 1.25
 """Updates to look further ahead for each update of delay."""
@@ -80,19 +80,9 @@ class DelayAwareSGD(LateOptimizer):
         check_settings(settings)
         super().__init__(params, settings | {"capturable": capturable})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in every optimizer; a group's own settings are checked too."""
-        check_settings(param_group)
-        super().add_param_group(param_group)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One update of all parameters that have a gradient."""
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for params in self._batches(group):
-                self._update(group, params)
-        return loss
+    def _update(self, group: dict[str, Any]) -> None:
+        for params in self._batches(group):
+            self._update_batch(group, params)
 
     def _batches(self, group: dict[str, Any]) -> Iterable[list[Tensor]]:
         """Parameters with a gradient, in lists of one device, dtype and number of updates.
@@ -111,7 +101,7 @@ class DelayAwareSGD(LateOptimizer):
             batches.setdefault((p.device, p.dtype, number), []).append(p)
         return batches.values()
 
-    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _update_batch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         grads = [wide_gradient(p) for p in params]
         if group["weight_decay"]:
             grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))

@@ -185,11 +185,6 @@ def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...
 # -- one device -----------------------------------------------------------------------------------
 
 
-def device_peak(memories: Sequence[StageMemory], workload: Workload, is_only: bool) -> int:
-    """The most a device with these stages holds. `is_only`: no other device has stages."""
-    return _Device([], workload, is_only).peak(memories)
-
-
 @dataclass(frozen=True)
 class _Sum:
     """Choices for the first stages of a device, added up."""

@@ -83,31 +83,21 @@ def warn_of_delay(trainer: Trainer) -> None:
     has_others = (is_predicted or method.weights is Weights.LATEST) and not is_limited
     if not plain and not has_others:
         return
-    problems = []
+    problem, remedy = "and backward uses other weights than forward did", _STASHED
     if plain:
-        problems.append(f"which {plain[0]} does not compensate")
-    if has_others:
-        problems.append("and backward uses other weights than forward did")
-    remedy = _remedy(plain[0] if plain else None, _STASHED if has_others else None, is_far)
+        compensates = f"which {plain[0]} does not compensate"
+        problem = f"{compensates}, {problem}" if has_others else compensates
+        optimizers = f"{_LIMITED}, or revcompile.optim.ErrorFeedback({plain[0]}(...))"
+        together = f"{', ' * is_far or ' '}and {_STASHED}" if has_others else ""
+        remedy = f"{optimizers}{together}"
+    elif not is_far:
+        remedy = f"{_LIMITED}, or {_STASHED}"
     enough = window(method, len(programs), 0, trainer._settings.accumulation_steps) - 1
     warn(
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
-        f"{', '.join(problems)}: expect it to learn much less than by backprop. Use {remedy}; or "
+        f"{problem}: expect it to learn much less than by backprop. Use {remedy}; or "
         f"accumulation_steps={enough}, with smaller micro-batches, for at most one update of delay",
     )
-
-
-def _remedy(plain: str | None, of_forward: str | None, is_far: bool) -> str:
-    """What to use in place of an optimizer that does not compensate, and of other weights.
-
-    Where delays are not far, an optimizer that limits how far matrices move is enough.
-    """
-    if plain is None:
-        return f"{of_forward}" if is_far else f"{_LIMITED}, or {of_forward}"
-    optimizers = f"{_LIMITED}, or revcompile.optim.ErrorFeedback({plain}(...))"
-    if of_forward is None:
-        return optimizers
-    return f"{optimizers}, and {of_forward}" if is_far else f"{optimizers} and {of_forward}"
 
 
 def _limits_drift(optimizer: torch.optim.Optimizer) -> bool:

@@ -25,8 +25,8 @@ from revcompile.ir.program import Partition
 from revcompile.plan.budget import (
     Choice,
     MemoryPlan,
+    _Device,
     choices,
-    device_peak,
     plan_memory,
     state_copies,
 )
@@ -62,7 +62,7 @@ def devices(
     """What each device holds."""
     ranks = sorted(set(stage_to_rank))
     held = [[c.memory for c in chosen if stage_to_rank[c.stage] == rank] for rank in ranks]
-    return [device_peak(memory, workload, is_only=len(ranks) == 1) for memory in held]
+    return [_Device([], workload, len(ranks) == 1).peak(memory) for memory in held]
 
 
 def least(workload: Workload, stage_to_rank: Sequence[int]) -> int:
