@@ -6,19 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from revcompile.api import (
-        LossScale,
-        Metrics,
-        ReversibleModule,
-        StagedModel,
-        Trainer,
-        TrainerOptions,
-        check_invertible,
-        petrafy,
-        reversify,
-    )
+    from revcompile.api import ReversibleModule, check_invertible, petrafy, reversify
     from revcompile.errors import NonFiniteError, RankError, RevcompileError, RevcompileWarning
     from revcompile.ir.policy import Policy
+    from revcompile.runtime.stage.loss import LossScale
+    from revcompile.runtime.trainer.settings import TrainerOptions
+    from revcompile.runtime.trainer.steps import Metrics
+    from revcompile.runtime.trainer.trainer import Trainer
+    from revcompile.staged import StagedModel
 
 __all__ = [
     "LossScale",
@@ -40,11 +35,16 @@ __all__ = [
 __version__ = "0.3.0"
 
 _MODULES = {
+    "LossScale": "runtime.stage.loss",
+    "Metrics": "runtime.trainer.steps",
     "NonFiniteError": "errors",
     "Policy": "ir.policy",
     "RankError": "errors",
     "RevcompileError": "errors",
     "RevcompileWarning": "errors",
+    "StagedModel": "staged",
+    "Trainer": "runtime.trainer.trainer",
+    "TrainerOptions": "runtime.trainer.settings",
 }
 """The module that defines a public name; `api` has all others."""
 

@@ -50,30 +50,8 @@ from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.schedule import Keep, choose
-from revcompile.staged import (
-    LossScale,
-    MemoryPlan,
-    Metrics,
-    StagedModel,
-    Trainer,
-    TrainerOptions,
-    original_model,
-)
+from revcompile.staged import StagedModel, original_model
 from revcompile.units import parse_memory_budget
-
-__all__ = [
-    "InversionReport",
-    "LossScale",
-    "MemoryPlan",
-    "Metrics",
-    "ReversibleModule",
-    "StagedModel",
-    "Trainer",
-    "TrainerOptions",
-    "check_invertible",
-    "petrafy",
-    "reversify",
-]
 
 
 class ReversibleModule(Reversible):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, nearest
 
 Kind = TypeVar("Kind", bound=enum.Enum)
 Given = ParamSpec("Given")
@@ -249,8 +249,9 @@ def one_of(caller: str, name: str, value: Any, known: Iterable[str]) -> str:
     words = sorted(known)
     if isinstance(value, str) and value in words:
         return value
-    hint = _nearest(value, words)
-    raise InputError(f"{caller}: {name}={value!r}; use one of: {', '.join(words)}{hint}")
+    hint = nearest(value, words)
+    listed = f"use one of: {', '.join(words)}{'; ' * bool(hint)}{hint}"
+    raise InputError(f"{caller}: {name}={value!r}; {listed}")
 
 
 def member_of(caller: str, name: str, value: Any, kind: type[Kind]) -> Kind:
@@ -272,7 +273,7 @@ def check_cost(cost: Any) -> None:
         return
     raise InputError(
         'cost: expected "analytic", "measured", or a mapping of names to numbers, got '
-        f"{cost!r}{_nearest(cost, words)}"
+        f"{cost!r}; {nearest(cost, words, 'see help(petrafy)')}"
     )
 
 
@@ -280,8 +281,3 @@ def _shown(value: Any) -> str:
     """The value for a message; of what holds tensors the type alone, they would fill pages."""
     fills_pages = any(isinstance(leaf, Tensor | nn.Module) for leaf in pytree.tree_leaves(value))
     return type(value).__name__ if fills_pages else repr(value)
-
-
-def _nearest(value: Any, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(value, list(words), 1) if isinstance(value, str) else []
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 
 
 class RevcompileError(Exception):
@@ -73,6 +75,16 @@ class RankError(RevcompileError, RuntimeError):
 
 class RevcompileWarning(UserWarning):
     """Something works, but not as the user is likely to expect."""
+
+
+def nearest(word: object, known: Iterable[str], otherwise: str = "") -> str:
+    """A hint for a word that is not known.
+
+    >>> nearest("petar", ["petra", "gpipe"])
+    "did you mean 'petra'?"
+    """
+    near = difflib.get_close_matches(str(word), [*dict.fromkeys(known)], 3)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else otherwise
 
 
 def warn(message: str) -> None:

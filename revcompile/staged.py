@@ -32,7 +32,7 @@ from revcompile.errors import InputError
 from revcompile.inspect.formatting import plural
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Partition
-from revcompile.plan.budget import MemoryPlan, plan_memory, state_copies
+from revcompile.plan.budget import plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
 from revcompile.plan.report import StageReport
 from revcompile.runtime.checkpoint.weights import export_weights, load_into
@@ -41,25 +41,14 @@ from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.executor.runner import Backend
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import buffer_bytes
-from revcompile.runtime.stage.loss import Loss, LossScale, loss_scale_of
+from revcompile.runtime.stage.loss import Loss, loss_scale_of
 from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
 from revcompile.runtime.trainer.placement import Placement, RankPlacement
 from revcompile.runtime.trainer.settings import Settings, Task, TrainerOptions
-from revcompile.runtime.trainer.steps import Metrics
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Method, check_schedule, delay
 from revcompile.units import parse_memory_budget
-
-__all__ = [
-    "LossScale",
-    "MemoryPlan",
-    "Metrics",
-    "StagedModel",
-    "Trainer",
-    "TrainerOptions",
-    "original_model",
-]
 
 
 def original_model(model: Reversible, weights: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Final
 
+from revcompile import __version__
 from revcompile.cli import coverage, draw, inspect, measure, plan
 from revcompile.cli.output import spinner
 from revcompile.errors import InputError, RevcompileError
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=_Help,
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"revcompile {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in _COMMANDS.items():
         text = module.__doc__ or ""
@@ -105,9 +106,3 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         module.add(command)
     return parser
-
-
-def _version() -> str:
-    from revcompile import __version__
-
-    return f"revcompile {__version__}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import inspect
 import os
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from revcompile.cli.units import count, shape
-from revcompile.errors import InputError
+from revcompile.errors import InputError, nearest
 from revcompile.schedule.methods import METHODS, Weights
 
 if TYPE_CHECKING:
@@ -174,8 +173,7 @@ def _from_transformers(kind: str) -> tuple[nn.Module, Any]:
     if transformers is None:
         raise InputError(f"hf:{kind} needs transformers: pip install transformers")
     if kind not in transformers.CONFIG_MAPPING:
-        near = difflib.get_close_matches(kind, list(transformers.CONFIG_MAPPING), 3)
-        hint = f"did you mean {', '.join(near)}?" if near else "give one like gpt2, bert, vit"
+        hint = nearest(kind, transformers.CONFIG_MAPPING, "give one like gpt2, bert, vit")
         raise InputError(f"hf:{kind}: transformers has no model type {kind!r}; {hint}")
     config = transformers.AutoConfig.for_model(kind)
     config.use_cache = False
@@ -200,8 +198,7 @@ def _unknown(name: str) -> str:
         *(timm.list_models() if timm else ()),
         *(vision.models.list_models() if vision else ()),
     ]
-    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), 3)
-    hint = f"did you mean {', '.join(near)}?" if near else "give a timm or torchvision name"
+    hint = nearest(name, known, "give a timm or torchvision name")
     return f"no model {name!r}; {hint} (your own: package.module:factory)"
 
 

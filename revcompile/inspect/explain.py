@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import Final
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, nearest
 from revcompile.inspect.formatting import plural, share, size
 from revcompile.inspect.tables import counted_span, text_width
 from revcompile.inspect.views import (
@@ -96,8 +95,7 @@ def explain(view: ModelView, path: str) -> Explanation:
     )
     if not pieces:
         known = [name for stage in view.stages for name in (*stage.pieces, *stage.modules)]
-        near = difflib.get_close_matches(path, [*dict.fromkeys(known)], 3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see print(net)"
+        hint = nearest(path, known, "see print(net)")
         raise InputError(f"explain: no part of {view.name} is called {path!r}; {hint}")
     return Explanation(path, pieces)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import math
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, nearest
 
 
 class Keep(enum.Enum):
@@ -139,8 +138,7 @@ def choose(
     if not isinstance(name, str | Method):
         raise InputError(f"method={name!r}; use the name of a method, e.g. method='petra'")
     if isinstance(name, str) and name not in METHODS:
-        near = difflib.get_close_matches(name.lower(), METHODS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(METHODS)
+        hint = nearest(name.lower(), METHODS, f"use one of: {', '.join(METHODS)}")
         raise InputError(f"method {name!r} does not exist; {hint}")
     method = METHODS[name] if isinstance(name, str) else name
     if weights is not None:

@@ -120,7 +120,7 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["inspect", "resnt18", "--stages", "2"], "did you mean resnet18"),
+        (["inspect", "resnt18", "--stages", "2"], "did you mean 'resnet18'"),
         (["inspect", "torchvision:vgg_nine", "--stages", "2"], "no model 'vgg_nine'"),
         (["inspect", MODEL, "--stages", "99"], "num_stages=99, but Sequential has 4 pieces"),
         (["inspect", MODEL, "--stages", "0"], "'0' is not a whole number from 1 on"),

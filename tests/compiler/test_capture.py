@@ -408,7 +408,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = {
     "arguments": (zoo.Mlp, (*ROWS, 3), OPTIONS, r"do not fit Mlp\.forward\(x.*too many positional"),
     "no tensor": (zoo.Mlp, (3,), OPTIONS, "no tensor among the example inputs"),
     "check": (zoo.Mlp, ROWS, {"check": "all"}, "expected one of 'full', 'fast', 'off', got 'all'"),
-    "path": (zoo.ListLoop, ROWS, {"leaf_modules": ["block.1"]}, r"did you mean 'blocks\.1'\?"),
+    "path": (zoo.ListLoop, ROWS, {"leaf_modules": ["block.1"]}, r"did you mean 'blocks\.1'"),
     "whole": (zoo.Mlp, ROWS, {"leaf_modules": [zoo.Mlp]}, "names the whole model"),
     "record": (ReadsBatch, Batch(ROWS[0]), OPTIONS, "batch is a Batch, which pytree does not know"),
     "parallel": (lambda: nn.DataParallel(zoo.Mlp()), ROWS, OPTIONS, "wrapped for data parallelism"),

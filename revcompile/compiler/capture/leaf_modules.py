@@ -9,14 +9,13 @@ what writes to shared memory          (`innermost_module`)
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable
 from typing import Final
 
 from torch import fx, nn
 
 from revcompile.compiler.capture.modes import first_difference
-from revcompile.errors import InputError
+from revcompile.errors import InputError, nearest
 from revcompile.ir.types import PATH
 
 _DESCEND: Final = (
@@ -73,9 +72,8 @@ def requested_leaves(
         elif item in modules:
             paths.add(first_names[modules[item]])
         else:
-            near = difflib.get_close_matches(item, modules, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"capture: leaf_modules names {item!r}, which the model has not{hint}")
+            hint = nearest(item, modules, "see model.named_modules()")
+            raise InputError(f"capture: leaf_modules: the model has no {item!r}; {hint}")
     if "" in paths:
         raise InputError("capture: leaf_modules names the whole model, which leaves no graph")
     return frozenset(paths)
