@@ -412,6 +412,31 @@ def test_after_a_flush(name: str, backend: str) -> None:
     assert_same(state(net.model), state(other.model), backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_puts_the_model_into_train_mode(backend: str) -> None:
+    net, trainer, _ = made(backend, "petra")
+    feed(trainer, data(9))
+    net.model.eval()
+    feed(trainer, data(10))
+    trainer.flush()
+    assert net.model.training
+    assert_same(state(net.model), trained(None), backend)
+
+
+def test_train_mode_ends_the_eval_mode_of_a_layer() -> None:
+    net, trainer, _ = made("eager", "petra")
+    norm = net.model.get_submodule("blocks.1.norm").eval()
+    feed(trainer, data(9))
+    net.model.eval()
+    with pytest.raises(InputError, match=r"blocks\.1\.norm\.training was False and is True"):
+        feed(trainer, data(1))
+    norm.eval()
+    trainer.flush()
+    net.model.eval()
+    feed(trainer, data(1))
+    assert norm.training
+
+
 class Dropped(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
