@@ -39,7 +39,7 @@ from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
 from revcompile.errors import InputError, InversionError, warn
 from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
-from revcompile.inspect.tables import invertibility_table, most_frequent_refusals, summary_text
+from revcompile.inspect.tables import invertibility_table, refusals, summary_text
 from revcompile.inspect.views import block_of
 from revcompile.interop import huggingface
 from revcompile.ir.module_tree import looks_trained
@@ -394,8 +394,10 @@ def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
     """One warning, at the line that called `caller`."""
     if rewired.couplings:
         return
-    reasons = most_frequent_refusals(rewired, 3)
-    why = "; ".join(reasons) or "nowhere is the input of layers added to their output, x + F(x)"
+    why = (
+        "; ".join(refusals(rewired)[:3])
+        or "nowhere is the input of layers added to their output, x + F(x)"
+    )
     effect = {
         "reversify": "training it keeps all activations, as training the original does",
         "petrafy": "every stage keeps its inputs and computes the rest again",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _FACTS: Final = (
     *("index", "pieces", "modules", "reversible", "opaque", "parameters", "work_share"),
-    *("flops_share", "sends", "sent_bytes", "window", "delay", "batch"),
+    *("flops", "sends", "sent_bytes", "window", "delay", "batch"),
 )
 
 

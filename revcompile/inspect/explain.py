@@ -136,11 +136,8 @@ class _Explainer:
         if source is not None:
             yield f"written at {source}"
         for refusal in self.rewired.refusals:
-            if self._holds(refusal.node):
+            if any(node.name == refusal.node for node in self.graph.nodes):
                 yield f"a sum at {refusal.path or 'the top level'} was refused: {refusal.reason}"
-
-    def _holds(self, name: str) -> bool:
-        return any(node.name == name for node in self.graph.nodes)
 
     def _layers(self, names: tuple[str, ...]) -> str:
         """Module paths of nodes in the order they run, relative to the block."""

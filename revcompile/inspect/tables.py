@@ -75,8 +75,8 @@ def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
         f"{100 * inside.flops / flops:.1f} % of the forward FLOPs and "
         f"{100 * inside.parameters / parameters:.1f} % of {parameters:,} parameters"
     )
-    below = totals, *_reasons(opaque, letters), *refusals(rewired), *rewired.notes
-    return render(function_of(rewired), "", table, "", *below, _NEXT_OF_MODULE)
+    below = totals, *_reasons(opaque, letters), *_remarks(rewired), _NEXT_OF_MODULE
+    return render(function_of(rewired), "", table, "", *below)
 
 
 def function_of(rewired: Rewired) -> str:
@@ -117,16 +117,14 @@ def _shape(rewired: Rewired, segment: Segment) -> str:
 
 
 def refusals(rewired: Rewired) -> list[str]:
-    """Sums that were not rewired, grouped by reason."""
+    """The reasons why sums were not rewired, the most frequent first, with some of the places."""
     by_reason = refusals_by_reason(rewired).items()
-    return [f"not rewired: {first_few(paths)}: {reason}" for reason, paths in by_reason]
-
-
-def most_frequent_refusals(rewired: Rewired, count: int) -> list[str]:
-    """The reasons why most sums were not rewired, each with some of the places."""
-    by_reason = refusals_by_reason(rewired).items()
-    frequent = sorted(by_reason, key=lambda entry: -len(entry[1]))[:count]
+    frequent = sorted(by_reason, key=lambda entry: -len(entry[1]))
     return [f"{first_few(paths)}: {reason}" for reason, paths in frequent]
+
+
+def _remarks(rewired: Rewired) -> list[str]:
+    return [*(f"not rewired: {line}" for line in refusals(rewired)), *rewired.notes]
 
 
 def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -> str:
@@ -187,8 +185,9 @@ def stage_table(view: ModelView, method: str, plain: StageMemory) -> str:
         for tie, names in view.ties.items()
     )
     below = _LEGEND, *_reasons(opaque, letters), *_totals(view, plain), *ties
-    notes = *refusals(view.rewired), *view.rewired.notes, _NEXT_OF_STAGES
-    return render(function_of(view.rewired), "", table, "", *below, *notes)
+    return render(
+        function_of(view.rewired), "", table, "", *below, *_remarks(view.rewired), _NEXT_OF_STAGES
+    )
 
 
 def _letters(opaque: Iterable[tuple[str, str]]) -> dict[str, str]:

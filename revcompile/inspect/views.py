@@ -59,8 +59,6 @@ class StageView:
     """Samples in a micro-batch."""
     work_share: float
     """Of the forward and backward passes of all stages."""
-    flops_share: float
-    """Of the forward passes of all stages."""
 
     @property
     def index(self) -> int:
@@ -205,16 +203,8 @@ def model_view(
         for part in partition.parts
     ]
     work = math.fsum(one.work for part in blocks for one in part) or 1.0
-    flops = sum(one.cost.flops for part in blocks for one in part) or 1
     stages = tuple(
-        StageView(
-            own,
-            program,
-            held,
-            batch,
-            math.fsum(one.work for one in own) / work,
-            sum(one.cost.flops for one in own) / flops,
-        )
+        StageView(own, program, held, batch, math.fsum(one.work for one in own) / work)
         for own, program, held in zip(blocks, programs, memory, strict=True)
     )
     name = name or partition.rewired.name

@@ -26,8 +26,8 @@ _NARROWEST: Final = {True: 10.0, False: 3.0}
 _WITH_F: Final = 30.0
 """Narrower couplings show the crossing only, without F."""
 _HATCH: Final = 9.0
-GLYPH: Final = 26.0
-"""Width and height of a symbol in the legend."""
+_GLYPH: Final = 26.0
+"""Width of a symbol in the legend."""
 
 
 def block_width(block: BlockView, scale: float) -> float:
@@ -121,8 +121,8 @@ def _opaque(x: float, y: float, width: float) -> str:
 # -- legend ---------------------------------------------------------------------------------------
 
 
-def legend_items(view: ModelView) -> list[tuple[str, str]]:
-    """Each shape, at most `GLYPH` wide and high, and what it means."""
+def legend(view: ModelView, x: float, y: float) -> str:
+    """Each shape and what it means, from a place on to the right."""
 
     def small(shape: str) -> str:
         return element("g", shape, transform="scale(0.42)")
@@ -139,14 +139,10 @@ def legend_items(view: ModelView) -> list[tuple[str, str]]:
         items.append((path("M", 0, 12, "H", 22, class_="rv-skip"), "skip value"))
     if view.ties:
         items.append((path("M", 0, 12, "H", 22, class_="rv-tie"), "tied weights"))
-    return [*items, (path(*measure, class_="rv-message"), "a block's width is its share of work")]
-
-
-def legend(view: ModelView, x: float, y: float) -> str:
-    """The legend at a place."""
+    items.append((path(*measure, class_="rv-message"), "a block's width is its share of work"))
     drawn = []
-    for glyph, label in legend_items(view):
-        words = text(label, GLYPH + 5, 16, "rv-small")
+    for glyph, label in items:
+        words = text(label, _GLYPH + 5, 16, "rv-small")
         drawn.append(element("g", glyph, words, transform=f"translate({x:.2f} {y:.2f})"))
-        x += GLYPH + 16 + width_of(label, SMALL)
+        x += _GLYPH + 16 + width_of(label, SMALL)
     return element("g", *drawn, class_="rv-legend")

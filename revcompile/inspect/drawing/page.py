@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from revcompile.inspect.code import action_list
-from revcompile.inspect.drawing.blocks import GLYPH, legend_items
+from revcompile.inspect.drawing.blocks import legend
 from revcompile.inspect.drawing.graph import Drawn, drawn_graph, layout, operation
 from revcompile.inspect.drawing.network import headline, scale_of, totals
 from revcompile.inspect.drawing.stages import StageFigure, StageFigures
@@ -46,6 +46,7 @@ def page(view: ModelView) -> str:
     steps = actions(
         view.stages[0].program.method, len(view.stages), 2 * len(view.stages), ties=view.ties
     )
+    key = element("svg", legend(view, 0, 1), width=960, height=28)
     data = {"stages": [_details(view, stage, steps[stage.index]) for stage in view.stages]}
     parts = [
         "<!doctype html>",
@@ -59,7 +60,7 @@ def page(view: ModelView) -> str:
         *(_tile(figures, figure) for figure in figures.all),
         '<section id="details" aria-label="details of a stage" hidden></section>',
         "</div>",
-        _legend(view),
+        f'<div class="legend wide rv-drawing">{key}</div>',
         f'<h2>All stages</h2><div class="wide">{_table(view.stages)}</div>',
         *_remarks(view),
         "</main>",
@@ -87,14 +88,6 @@ def _tile(figures: StageFigures, figure: StageFigure) -> str:
         aria_controls="details",
         aria_label=f"stage {stage.index}: {stage.title}, {kind}, {work}",
     )
-
-
-def _legend(view: ModelView) -> str:
-    items = (
-        element("li", element("svg", glyph, width=GLYPH, height=GLYPH), element("span", label))
-        for glyph, label in legend_items(view)
-    )
-    return element("ul", *items, class_="legend rv-drawing", aria_label="legend")
 
 
 def _kind(stage: StageView) -> str:
