@@ -8,6 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+MIN_ELEMENTS: Final = 2**20
+"""A kernel of ours takes longer to launch than to run on fewer."""
 LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 """Dtypes in which sums of many blocks lose too many digits for a residual stream."""
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from revcompile.kernels.autocast import LOW_PRECISION
-from revcompile.kernels.launch import MIN_ELEMENTS
+from revcompile.kernels.autocast import LOW_PRECISION, MIN_ELEMENTS
 from revcompile.kernels.loading import batch_norm_kernels as _kernels
 
 MIN_ELEMENTS_UNCAPTURED: int = 2**24

@@ -1,15 +1,36 @@
-"""When and where Triton kernels are launched."""
+"""Triton, where it is installed; kernels compiled by it, and their launch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-MIN_ELEMENTS: Final = 2**20
-"""A kernel takes longer to launch than to run on fewer."""
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for other devices comes without it
+    triton = tl = None
+
+__all__ = ["compiled", "compiles", "launch", "outputs", "tl", "triton"]
+
+
+def compiled(kernel: Any) -> Any:
+    """A kernel, compiled when it is launched; None without Triton."""
+    return None if triton is None else triton.jit(kernel)
+
+
+def compiles(probe: Callable[[], object]) -> bool:
+    """Can kernels be compiled here? That takes Triton and a C compiler. `probe` launches some."""
+    if triton is None:
+        return False
+    try:
+        probe()
+    except Exception:  # of the compiler: torch computes the same, by more kernels
+        return False
+    return True
 
 
 def launch(
@@ -21,3 +42,8 @@ def launch(
             kernel[programs](*given, **options)
     else:
         kernel[programs](*given, **options)
+
+
+def outputs(like: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Memory for a result, and for a copy of it in another dtype, if one is given."""
+    return torch.empty_like(like), None if dtype is None else torch.empty_like(like, dtype=dtype)

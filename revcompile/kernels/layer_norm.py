@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from revcompile.kernels.autocast import is_autocasting
+from revcompile.kernels.autocast import MIN_ELEMENTS, is_autocasting
 from revcompile.kernels.gradient_sum import GradientSum
-from revcompile.kernels.launch import MIN_ELEMENTS
 from revcompile.kernels.loading import stream_kernels as _kernels
 
 _ALIGNED: Final = 16

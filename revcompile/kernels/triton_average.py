@@ -7,19 +7,14 @@ to the bit, so that one block may be computed by either.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from revcompile.kernels.launch import MIN_ELEMENTS, launch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch for other devices comes without it
-    triton = tl = None
+from revcompile.errors import warn
+from revcompile.kernels.autocast import MIN_ELEMENTS
+from revcompile.kernels.launch import compiled, compiles, launch, outputs, tl, triton
 
 _ELEMENTS: Final = 1024
 """That a program works on."""
@@ -31,6 +26,7 @@ _INTEGERS_FROM: Final = 2.0**23 if tl is None else tl.constexpr(2.0**23)
 # The four bits that are kept of an element share a byte with those of the next.
 # Triton reads annotations as code.
 # fmt: off
+@compiled
 def _read(  # type: ignore[no-untyped-def]
     b, addend, signs, units, count, sample, size: tl.constexpr,
 ):
@@ -53,12 +49,13 @@ def _read(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
+@compiled
 def _average(  # type: ignore[no-untyped-def]
     a, b, addend, signs, units, y, copy, lost, count, sample, limit, has_copy: tl.constexpr,
     size: tl.constexpr,
 ):
     # fmt: on
-    byte, shift, at, inside, unit, scaled, direction, second = _read_function(
+    byte, shift, at, inside, unit, scaled, direction, second = _read(
         b, addend, signs, units, count, sample, size
     )
     first = tl.load(a + at, mask=inside, other=0.0)
@@ -78,12 +75,13 @@ def _average(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
+@compiled
 def _undo(  # type: ignore[no-untyped-def]
     y, b, addend, signs, units, lost, a, copy, count, sample, has_copy: tl.constexpr,
     size: tl.constexpr,
 ):
     # fmt: on
-    byte, shift, at, inside, unit, scaled, direction, second = _read_function(
+    byte, shift, at, inside, unit, scaled, direction, second = _read(
         b, addend, signs, units, count, sample, size
     )
     packed = tl.load(lost + byte, mask=byte * 2 < count, other=0).to(tl.int32)
@@ -101,6 +99,7 @@ def _undo(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
+@compiled
 def _gradients(  # type: ignore[no-untyped-def]
     of_b, of_y, signs, of_a, own, of_addend, count, sample, size: tl.constexpr,
 ):
@@ -113,12 +112,6 @@ def _gradients(  # type: ignore[no-untyped-def]
     tl.store(of_a + at, first, mask=inside)
     tl.store(own + at, (tl.load(of_b + at, mask=inside, other=0.0) + up) - first, mask=inside)
     tl.store(of_addend + at, up * (1.0 + half), mask=inside)
-
-
-if triton is not None:
-    _read_function = triton.jit(_read)
-    _average_kernel, _undo_kernel = triton.jit(_average), triton.jit(_undo)
-    _gradients_kernel = triton.jit(_gradients)
 
 
 def supports(sign: Tensor, *tensors: Tensor) -> bool:
@@ -141,21 +134,20 @@ def supports(sign: Tensor, *tensors: Tensor) -> bool:
 @functools.cache
 def works_on(device: torch.device) -> bool:
     """Can the kernels be compiled here?"""
-    if triton is None:
-        return False
-    try:
+
+    def probe() -> None:
         a, one = torch.zeros(8, device=device), torch.ones(1, device=device)
         y, lost, _ = average(a, a, a, one, one, 1.0, torch.bfloat16)
         undo_average(y, a, a, one, one, lost, torch.bfloat16)
         average_gradients(a, a, one, torch.bfloat16)
-    except Exception as error:  # of the compiler: there is another way to the same numbers
-        warnings.warn(
+
+    works = compiles(probe)
+    if not works and triton is not None:
+        warn(
             f"averaged couplings on {device}: torch's operations compute the same, but slower, as "
-            f"the Triton kernels cannot be compiled ({type(error).__name__}: {error})",
-            stacklevel=2,
+            "the Triton kernels cannot be compiled"
         )
-        return False
-    return True
+    return works
 
 
 def average(
@@ -168,10 +160,10 @@ def average(
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`y`, NaN where it overflows; the lost bits; `y` in another dtype, if one is given."""
-    y, copy = _empty(b, dtype)
+    y, copy = outputs(b, dtype)
     lost = torch.empty(-(-b.numel() // 2), dtype=torch.uint8, device=b.device)
     tensors = a, b, addend, sign, unit, y, y if copy is None else copy, lost
-    _launch(_average_kernel, b, sign, tensors, limit, copy is not None)
+    _launch(_average, b, sign, tensors, limit, copy is not None)
     return y, lost, copy
 
 
@@ -185,14 +177,10 @@ def undo_average(
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`a`, and the same in another dtype, if one is given."""
-    a, copy = _empty(b, dtype)
+    a, copy = outputs(b, dtype)
     tensors = y, b, addend, sign, unit, lost, a, a if copy is None else copy
-    _launch(_undo_kernel, b, sign, tensors, copy is not None)
+    _launch(_undo, b, sign, tensors, copy is not None)
     return a, copy
-
-
-def _empty(like: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    return torch.empty_like(like), None if dtype is None else torch.empty_like(like, dtype=dtype)
 
 
 def average_gradients(
@@ -205,7 +193,7 @@ def average_gradients(
     # Each element is read before it is written, by the same thread.
     of_a, own = (of_y, of_b) if may_overwrite else (torch.empty_like(t) for t in (of_y, of_y))
     of_addend = torch.empty_like(of_y, dtype=dtype)
-    _launch(_gradients_kernel, of_y, sign, (of_b, of_y, sign, of_a, own, of_addend))
+    _launch(_gradients, of_y, sign, (of_b, of_y, sign, of_a, own, of_addend))
     return of_a, own, of_addend
 
 

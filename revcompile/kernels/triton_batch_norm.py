@@ -13,13 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from revcompile.kernels.launch import launch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch for other devices comes without it
-    triton = tl = None
+from revcompile.kernels.launch import compiled, compiles, launch, tl, triton
 
 _TILE: Final = 4096
 """Elements that a program works on at a time: sixteen for each thread of its eight warps."""
@@ -35,11 +29,7 @@ Running = tuple[Tensor, Tensor, float]
 """Running mean and variance, and the momentum they move with."""
 
 
-def _compiled(kernel: Any) -> Any:
-    return None if triton is None else triton.jit(kernel)
-
-
-@_compiled
+@compiled
 def _offsets(row, rows, column, columns):  # type: ignore[no-untyped-def]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     return inside, row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -47,7 +37,7 @@ def _offsets(row, rows, column, columns):  # type: ignore[no-untyped-def]
 
 # Triton reads annotations as code.
 # fmt: off
-@_compiled
+@compiled
 def _moments(  # type: ignore[no-untyped-def]
     x, parts, rows, tiles_each,
     columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
@@ -71,7 +61,7 @@ def _moments(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_compiled
+@compiled
 def _finish_statistics(  # type: ignore[no-untyped-def]
     x, parts, means, scales, running_mean, running_variance, count, rows, eps, momentum,
     is_tracked: tl.constexpr,
@@ -101,7 +91,7 @@ def _finish_statistics(  # type: ignore[no-untyped-def]
         tl.store(running_variance + column, before + momentum * (unbiased - before), mask=valid)
 
 
-@_compiled
+@compiled
 def _channel_terms(means, scales, weight, bias, column, valid):  # type: ignore[no-untyped-def]
     mean = tl.load(means + column, mask=valid, other=0.0)[None, :]
     scale = tl.load(scales + column, mask=valid, other=0.0)[None, :]
@@ -111,7 +101,7 @@ def _channel_terms(means, scales, weight, bias, column, valid):  # type: ignore[
 
 
 # fmt: off
-@_compiled
+@compiled
 def _normalize_relu(  # type: ignore[no-untyped-def]
     x, weight, bias, means, scales, out, rows,
     columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
@@ -129,7 +119,7 @@ def _normalize_relu(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_compiled
+@compiled
 def _backward_sums(  # type: ignore[no-untyped-def]
     grad, x, weight, bias, means, scales, parts, rows, tiles_each,
     columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
@@ -154,7 +144,7 @@ def _backward_sums(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@_compiled
+@compiled
 def _backward_input(  # type: ignore[no-untyped-def]
     grad, x, weight, bias, means, scales, of_weight, of_bias, of_x, rows,
     columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
@@ -176,17 +166,15 @@ def _backward_input(  # type: ignore[no-untyped-def]
 @functools.cache
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     """Can these be compiled here?"""
-    if _normalize_relu is None:
-        return False
     x = torch.zeros(2, 256, 2, 2, device=device, dtype=dtype)
     x = x.to(memory_format=torch.channels_last)
     ones = torch.ones(256, device=device)
-    try:
+
+    def probe() -> None:
         out, means, scales = bn_relu_forward(x, ones, ones, 1.0, (ones.clone(), ones.clone(), 0.1))
         bn_relu_backward(out, x, ones, ones, means, scales)
-    except Exception:  # of the compiler: torch has batch norms too
-        return False
-    return True
+
+    return compiles(probe)
 
 
 def bn_relu_forward(

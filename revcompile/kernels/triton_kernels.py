@@ -14,13 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from revcompile.kernels.launch import MIN_ELEMENTS, launch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch for other devices comes without it
-    triton = tl = None
+from revcompile.kernels.autocast import MIN_ELEMENTS
+from revcompile.kernels.launch import compiled, compiles, launch, outputs, tl, triton
 
 _SIZE: Final = 1024
 _MAX_ELEMENTS: Final = 2**31 - _SIZE
@@ -28,6 +23,7 @@ _MAX_ELEMENTS: Final = 2**31 - _SIZE
 
 # Triton reads annotations as code.
 # fmt: off
+@compiled
 def _sum(  # type: ignore[no-untyped-def]
     stream, addend, grid, out, copy, count,
     is_minus: tl.constexpr, is_rounded: tl.constexpr, is_copied: tl.constexpr, size: tl.constexpr,
@@ -45,9 +41,6 @@ def _sum(  # type: ignore[no-untyped-def]
     tl.store(out + at, value, mask=inside)
     if is_copied:
         tl.store(copy + at, value, mask=inside)
-
-
-_kernel = triton.jit(_sum) if triton is not None else None
 
 
 def fits(stream: Tensor, addend: Tensor) -> bool:
@@ -69,15 +62,9 @@ def _is_dense(x: Tensor) -> bool:
 
 @functools.cache
 def works_on(device: torch.device) -> bool:
-    """Can kernels be compiled here? That takes Triton and a C compiler."""
-    if _kernel is None:
-        return False
+    """Can sums be compiled here?"""
     probe = torch.zeros(1, device=device)
-    try:
-        add(probe, probe)
-    except Exception:  # of the compiler: there is another way to the same sum
-        return False
-    return True
+    return compiles(lambda: add(probe, probe))
 
 
 def supports_add(stream: Tensor, addend: Tensor) -> bool:
@@ -88,18 +75,14 @@ def add(
     stream: Tensor, addend: Tensor, grid: Tensor | None = None, is_minus: bool = False
 ) -> Tensor:
     """`stream + addend`, or `stream - addend`; the addend on the grid, if there is one."""
-    out = torch.empty_like(stream)
-    _sum_up(stream, addend, grid, is_minus, out, None)
-    return out
+    return _sum_up(stream, addend, grid, is_minus, None)[0]
 
 
 def add_and_cast(
     stream: Tensor, addend: Tensor, dtype: torch.dtype, grid: Tensor | None, is_minus: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """The sum, and the sum in another dtype."""
-    out, copy = torch.empty_like(stream), torch.empty_like(stream, dtype=dtype)
-    _sum_up(stream, addend, grid, is_minus, out, copy)
-    return out, copy
+    return _sum_up(stream, addend, grid, is_minus, dtype)
 
 
 def _sum_up(
@@ -107,13 +90,13 @@ def _sum_up(
     addend: Tensor,
     grid: Tensor | None,
     is_minus: bool,
-    out: Tensor,
-    copy: Tensor | None,
-) -> None:
-    count = stream.numel()
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    count, (out, copy) = stream.numel(), outputs(stream, dtype)
     tensors = stream, addend, stream if grid is None else grid, out, out if copy is None else copy
     given = *tensors, count, is_minus, grid is not None, copy is not None, _SIZE
-    launch(_kernel, (triton.cdiv(count, _SIZE),), stream, given, enable_fp_fusion=False)
+    launch(_sum, (triton.cdiv(count, _SIZE),), stream, given, enable_fp_fusion=False)
+    return out, copy
 
 
 # -- layer norms -----------------------------------------------------------------------------------
@@ -126,6 +109,7 @@ _PROGRAMS: Final = 528
 
 
 # fmt: off
+@compiled
 def _norm(  # type: ignore[no-untyped-def]
     x, weight, bias, out, means, scales, rows, eps,
     columns: tl.constexpr, tile_rows: tl.constexpr, size: tl.constexpr,
@@ -147,6 +131,7 @@ def _norm(  # type: ignore[no-untyped-def]
 
 
 # fmt: off
+@compiled
 def _norm_back(  # type: ignore[no-untyped-def]
     grad, x, weight, means, scales, own, of_x, copy, parts, rows, tiles_each,
     is_added: tl.constexpr, is_copied: tl.constexpr,
@@ -183,23 +168,17 @@ def _norm_back(  # type: ignore[no-untyped-def]
     tl.store(of_bias, tl.sum(sum_bias, 0), mask=column < columns)
 
 
-_norm_kernel = triton.jit(_norm) if triton is not None else None
-_norm_back_kernel = triton.jit(_norm_back) if triton is not None else None
-
-
 @functools.cache
 def supports_layer_norm(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
     """Can layer norms of this width, and their gradients, be compiled here?"""
-    if _norm_kernel is None or columns > _MAX_COLUMNS:
-        return False
     x = torch.zeros(1, columns, device=device)
-    try:
+
+    def probe() -> None:
         out, means, scales = layer_norm_forward(x, x[0], x[0], 1.0, dtype)
         # the variant that needs most registers
         layer_norm_backward(out, x, x[0], means, scales, x, dtype)
-    except Exception:  # of the compiler: torch has layer norms too
-        return False
-    return True
+
+    return columns <= _MAX_COLUMNS and compiles(probe)
 
 
 def layer_norm_forward(
@@ -213,7 +192,7 @@ def layer_norm_forward(
     tile_rows, size, warps = _tile(columns)
     given = x, weight, bias, out, means, scales, rows, eps, columns, tile_rows, size
     programs = (triton.cdiv(rows, tile_rows),)
-    launch(_norm_kernel, programs, x, given, num_warps=warps, enable_fp_fusion=True)
+    launch(_norm, programs, x, given, num_warps=warps, enable_fp_fusion=True)
     return out, means, scales
 
 
@@ -235,12 +214,11 @@ def layer_norm_backward(
     tiles = triton.cdiv(rows, tile_rows)
     tiles_each = triton.cdiv(tiles, _PROGRAMS)
     programs = triton.cdiv(tiles, tiles_each)
-    of_x, parts = torch.empty_like(x), x.new_empty(2, programs, columns)
-    copy = None if dtype is None else torch.empty_like(x, dtype=dtype)
+    (of_x, copy), parts = outputs(x, dtype), x.new_empty(2, programs, columns)
     read, written = x if own is None else own, of_x if copy is None else copy
     tensors = grad, x, weight, means, scales, read, of_x, written, parts
     given = *tensors, rows, tiles_each, own is not None, copy is not None, columns, tile_rows, size
-    launch(_norm_back_kernel, (programs,), x, given, num_warps=warps, enable_fp_fusion=True)
+    launch(_norm_back, (programs,), x, given, num_warps=warps, enable_fp_fusion=True)
     of_weight, of_bias = parts.sum(1)
     return of_x, copy, of_weight, of_bias
 

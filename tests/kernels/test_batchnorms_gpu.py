@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import revcompile
 from revcompile.kernels import batch_norm as batchnorms
 from revcompile.kernels import triton_batch_norm as batch_kernels
+from revcompile.kernels.autocast import MIN_ELEMENTS
 from revcompile.kernels.batch_norm import bn_relu
-from revcompile.kernels.launch import MIN_ELEMENTS
 from tests.kernels.test_batchnorms import _Convs
 from tests.support.measuring import capture_step
 

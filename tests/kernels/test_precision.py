@@ -182,7 +182,7 @@ def test_only_what_is_merely_rearranged_is_cast_early(
 def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by Triton's interpreter, on the CPU."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    monkeypatch.setattr(kernels, "_kernel", interpreter.InterpretedFunction(kernels._sum))
+    monkeypatch.setattr(kernels, "_sum", interpreter.InterpretedFunction(kernels._sum.fn))
     stream, addend = torch.randn(3, 700), torch.randn(3, 700).to(dtype)
     g = grid.make_grid(stream, stream)
     stream = grid.rounded(stream, g)
