@@ -134,26 +134,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a page: shares, and for what stayed opaque the most frequent reasons."""
+    """The rows as a page: the shares of each model."""
     captured = sum("failed" not in row for row in rows)
     lines = [
         "# What becomes reversible",
         "",
-        f"The smallest model of each timm family, {captured} of {len(rows)} captured. Shares are",
-        "of the original's forward FLOPs and parameters. Made by `python -m benchmarks.coverage`.",
+        f"The smallest model of each timm family; {captured} of {len(rows)} are captured. Shares",
+        "are of the original's forward FLOPs and parameters. `revcompile coverage MODEL` gives the",
+        "reason for each block that is not reversible. This table is made by",
+        "`python -m benchmarks.coverage`.",
         "",
-        "| family | model | FLOPs | parameters | blocks | sums that were refused |",
-        "|---|---|---|---|---|---|",
+        "| family | model | FLOPs, % | parameters, % | blocks |",
+        "|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda r: (-r.get("flops_share", 0.0), r["family"])):
         if "failed" in row:
-            lines.append(f"| {row['family']} | {row['model']} | failed | | | {row['failed']} |")
+            lines.append(f"| {row['family']} | {row['model']} | {row['failed']} | | |")
             continue
-        most = sorted(row["refused"].items(), key=lambda item: -item[1])[:2]
-        reasons = "; ".join(f"{count}× {reason}" for reason, count in most)
         lines.append(
-            f"| {row['family']} | {row['model']} | {row['flops_share']:.1f} % "
-            f"| {row['parameter_share']:.1f} % | {row['reversible']} | {reasons} |"
+            f"| {row['family']} | {row['model']} | {row['flops_share']:.1f} "
+            f"| {row['parameter_share']:.1f} | {row['reversible']} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -30,33 +30,27 @@ REPORT = """\
 # Hugging Face models
 
 Tiny random configurations in 4 stages, float64, no dropout: {title}.
-Made by `python -m benchmarks.huggingface --markdown docs/huggingface.md`.
+`python -m benchmarks.huggingface --markdown docs/huggingface.md` makes this page.
 
-- **captured**: the largest relative difference between the captured graph and the original, in
-  training and evaluation, for 2 samples of length 8 and 3 of length 11, padded.
-- **lengths**: `free`: stages compiled for length 8 take length 11. `anew`: Python loops over the
-  length; `reversify` captures such a model once more, stages refuse the batch with a `GuardError`.
+- **lengths**: `free`: stages compiled for length 8 take length 11. `fixed`: Python loops over the
+  length, so stages raise a `GuardError` at another one, and `reversify` captures the model again.
 - **gradients**: the largest difference of any parameter's gradient from autograd's, over three
-  steps at learning rate 0. It is 0 where norms are computed in float32 whatever the model's type:
-  branches then read the same float32 numbers. DeiT's is large since its class token starts at 0,
-  where a layer norm has a slope of 1e6.
-- **reversible FLOPs**: the share of the forward FLOPs that is inside reversible blocks.
+  steps at learning rate 0.
+- **reversible FLOPs**: the share of the forward FLOPs inside reversible blocks.
 
-Mamba has `residual_in_fp32=False`; with its default, the shortcut is a cast, which is not taken for
-the identity, and 19 % are reversible. Mixtral has `experts_implementation="eager"`.
+The captured graph was compared with the original in training and evaluation, at two lengths with
+padding. Mamba has `residual_in_fp32=False` (with its default, 19 % are reversible), Mixtral
+`experts_implementation="eager"`.
 
-What is missing to 100 % of the FLOPs is outside any shortcut, or refused for a reason:
+These parts are not reversible:
 
-- decoders, OPT, MPT and Mamba: the output layer, which beside blocks of width 16 is large. At the
-  size of a real model it is 2 to 25 %, by the vocabulary; `chunk_loss` keeps its logits small.
-- ViT, CLIP, DeiT: the patches' convolution and the head; Whisper: its convolutions and the output.
-- BERT and RoBERTa: the head (0.3 %). Their norms follow the sums, which `policy="paper"` and
-  `"same_parameters"` can couple. `policy="pretrained"` cannot: the norm of a sum of two streams is
-  not the sum of norms, so each block is one that keeps its input (as checkpointing does).
-- Mixtral: the experts. Top-k routing decides at ties by the last bit, and two copies of a block
-  that decide differently have different gradients, so these blocks keep their input.
-- T5: the output layer. Encoder-decoders are two chains; the decoder's blocks read the encoder's
-  output as a side value, which is kept once, and T5's first blocks hand their position bias on.
+- the output layer of language models, which is large beside blocks of width 16. In a real model it
+  is 2 to 25 % of the FLOPs, by the vocabulary; `chunk_loss` keeps its logits small.
+- the stem and the head of ViT, CLIP, DeiT and Whisper.
+- the experts of Mixtral: top-k routing could decide a tie differently on a rebuilt input, so these
+  blocks keep their input.
+- with `policy="pretrained"`, the blocks of BERT, RoBERTa, DistilBERT and BART, because their norms
+  follow the sums. They keep their input, as with checkpointing.
 """
 
 
@@ -112,16 +106,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _report(title: str, rows: list[Row]) -> str:
-    lines = [REPORT.format(title=title), _line((*COLUMNS[:-1], "sums that were refused"))]
-    lines.append("|---" * len(COLUMNS) + "|")
-    for row in rows:
-        refused = "; ".join(f"{n}× {why}" for why, n in row.get("refused", {}).items())
-        lines.append(_line((*_cells(row)[:-1], refused)))
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
+    chosen = [(name, *rest[1:-1]) for name, *rest in (COLUMNS, *map(_cells, rows))]
+    head, *lines = [f"| {' | '.join(cells)} |" for cells in chosen]
+    return "\n".join([REPORT.format(title=title), head, "|---" * len(chosen[0]) + "|", *lines, ""])
 
 
 if __name__ == "__main__":

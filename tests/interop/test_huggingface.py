@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(
 FEW = ("gpt2", "llama", "bert", "opt")
 """Of each kind of block one, with two layers; all of them with four are `slow`."""
 BLOCKS = {"gpt2": 8, "llama": 8, "bert": 8, "opt": 8, "vit": 8, "mamba": 4, "t5": 20}
-ANEW = ("mamba",)
+FIXED = ("mamba",)
 """Python loops over the length there."""
 
 
 def _check(name: str, row: dict[str, Any]) -> None:
     assert row["stages"] == 4
     assert row["captured_error"] <= TOLERANCE and row["gradient_error"] <= TOLERANCE
-    assert row["lengths"] == ("anew" if name in ANEW else "free")
+    assert row["lengths"] == ("fixed" if name in FIXED else "free")
 
 
 @pytest.mark.filterwarnings("ignore")

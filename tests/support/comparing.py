@@ -165,7 +165,7 @@ def examine_transformer(name: str, stages: int = 4, layers: int = LAYERS) -> dic
     try:
         row |= {"lengths": "free", "gradient_error": train(net, architecture, OTHER)}
     except GuardError as refused:
-        row |= {"lengths": "anew", "guard": refused.expression}
+        row |= {"lengths": "fixed", "guard": refused.expression}
         same_length = train(net, architecture, (OTHER[0], EXAMPLE[1]))
         row["gradient_error"] = max(same_length, reversified_error(model, architecture))
     return row | shares(net)
