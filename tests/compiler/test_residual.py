@@ -49,51 +49,33 @@ def _post_activation(m: Model, x: Tensor) -> Tensor:
     return m.relu(x + m.g(x))
 
 
-def _gated(m: Model, x: Tensor) -> Tensor:
-    return x + m.scale * (m.f(x) - x)
-
-
-ACCEPTED: dict[str, tuple[Forward, list[ResidualKind]]] = {
-    "plain": (lambda m, x: x + m.f(x), [ResidualKind.IDENTITY]),
-    "in place": (_iadd, [ResidualKind.IDENTITY]),
-    "identity module on the shortcut": (
-        lambda m, x: m.identity(x) + m.f(x),
-        [ResidualKind.IDENTITY],
-    ),
-    "method": (lambda m, x: x.add(m.f(x)), [ResidualKind.IDENTITY]),
-    "sum, which begins with 0": (lambda m, x: sum([x, m.f(x)]), [ResidualKind.IDENTITY]),
-    "layer scale": (lambda m, x: x + m.scale * m.f(x), [ResidualKind.IDENTITY]),
-    "gate towards the branch": (_gated, [ResidualKind.IDENTITY]),
-    "permutes inside": (
-        lambda m, x: x + m.f(x).permute(0, 2, 3, 1).tanh().permute(0, 3, 1, 2),
-        [ResidualKind.IDENTITY],
-    ),
-    "windows from the shape": (
-        lambda m, x: x + m.f(x).view(x.shape[0] * 4, -1).softmax(1).view(x.shape),
-        [ResidualKind.IDENTITY],
-    ),
-    "learned scale on the shortcut": (
-        lambda m, x: x * m.scale + m.f(x),
-        [ResidualKind.IDENTITY],
-    ),
-    "post-activation": (
-        _post_activation,
-        [ResidualKind.POST_ACTIVATION, ResidualKind.POST_ACTIVATION],
-    ),
-    "parallel": (lambda m, x: x + m.f(x) + m.g(x), [ResidualKind.PARALLEL]),
-    "two shortcuts of one input": (
-        lambda m, x: (x + m.f(x)) * (x + m.g(x)),
-        [ResidualKind.IDENTITY, ResidualKind.IDENTITY],
-    ),
+IDENTITY, POST, PARALLEL, PROJECTED = (
+    *(ResidualKind.IDENTITY, ResidualKind.POST_ACTIVATION),
+    *(ResidualKind.PARALLEL, ResidualKind.PROJECTED),
+)
+ONE_SHORTCUT: dict[str, Forward] = {
+    "plain": lambda m, x: x + m.f(x),
+    "in place": _iadd,
+    "identity module on the shortcut": lambda m, x: m.identity(x) + m.f(x),
+    "method": lambda m, x: x.add(m.f(x)),
+    "sum, which begins with 0": lambda m, x: sum([x, m.f(x)]),
+    "layer scale": lambda m, x: x + m.scale * m.f(x),
+    "gate towards the branch": lambda m, x: x + m.scale * (m.f(x) - x),
+    "permutes": lambda m, x: x + m.f(x).permute(0, 2, 3, 1).tanh().permute(0, 3, 1, 2),
+    "windows": lambda m, x: x + m.f(x).view(x.shape[0] * 4, -1).softmax(1).view(x.shape),
+    "learned scale on the shortcut": lambda m, x: x * m.scale + m.f(x),
+    "a branch read elsewhere too": lambda m, x: torch.cat([x + (y := m.f(x)), m.g(y)], 1),
+}
+OTHERS: dict[str, tuple[Forward, list[ResidualKind]]] = {
+    "post-activation": (_post_activation, [POST, POST]),
+    "parallel": (lambda m, x: x + m.f(x) + m.g(x), [PARALLEL]),
+    "two shortcuts of one input": (lambda m, x: (x + m.f(x)) * (x + m.g(x)), [IDENTITY, IDENTITY]),
     "projected": (
         lambda m, x: (y := m.skip(x) + m.wide(m.down(x))) + m.wide(y),
-        [ResidualKind.PROJECTED, ResidualKind.IDENTITY],
-    ),
-    "a branch read elsewhere too": (
-        lambda m, x: torch.cat([x + (y := m.f(x)), m.g(y)], 1),
-        [ResidualKind.IDENTITY],
+        [PROJECTED, IDENTITY],
     ),
 }
+ACCEPTED = {name: (forward, [IDENTITY]) for name, forward in ONE_SHORTCUT.items()} | OTHERS
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,11 @@ class Net(nn.Module):
         return self.last(self.drop(self.first(x)))
 
 
+def put(path: str, value: Any) -> Callable[[Any], None]:
+    *owner, name = path.split(".")
+    return lambda net: setattr(functools.reduce(getattr, owner, net), name, value)
+
+
 def _hook(net: Any) -> Any:
     return net.last.register_forward_hook(lambda *_: None)
 
@@ -39,12 +45,12 @@ def _hook(net: Any) -> Any:
 CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
     "module": (
         Kind.MODULE,
-        lambda net: setattr(net, "drop", nn.Identity()),
+        put("drop", nn.Identity()),
         "drop was a Dropout and is an Identity now",
     ),
     "module of the same class": (
         Kind.MODULE,
-        lambda net: setattr(net, "last", nn.Linear(4, 4)),
+        put("last", nn.Linear(4, 4)),
         "last was replaced by another Linear, which has its own weights",
     ),
     "new module": (
@@ -52,16 +58,8 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
         lambda net: net.last.add_module("x", nn.Identity()),
         "last was given other members",
     ),
-    "class": (
-        Kind.CLASS,
-        lambda net: setattr(net.last, "__class__", Masked),
-        "last was a Linear and is a Masked now",
-    ),
-    "forward": (
-        Kind.FORWARD,
-        lambda net: setattr(net, "forward", print),
-        "the model was given another forward",
-    ),
+    "class": (Kind.CLASS, put("last.__class__", Masked), "last was a Linear and is a Masked now"),
+    "forward": (Kind.FORWARD, put("forward", print), "the model was given another forward"),
     "members": (
         Kind.MEMBERS,
         lambda net: net.drop.register_buffer("x", None),
@@ -69,27 +67,19 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
     ),
     "parameter": (
         Kind.PARAMETER,
-        lambda net: setattr(net.last, "weight", nn.Parameter(torch.ones(4, 4))),
+        put("last.weight", nn.Parameter(torch.ones(4, 4))),
         "last.weight was replaced",
     ),
     "parameter in place of none": (
         Kind.PARAMETER,
-        lambda net: setattr(net.last, "bias", nn.Parameter(torch.ones(4))),
+        put("last.bias", nn.Parameter(torch.ones(4))),
         "last.bias was replaced",
     ),
-    "buffer": (
-        Kind.BUFFER,
-        lambda net: setattr(net.first, "mask", torch.ones(4)),
-        "first.mask was replaced",
-    ),
-    "tensor": (
-        Kind.BUFFER,
-        lambda net: setattr(net.first, "offset", torch.zeros(1)),
-        "first.offset was replaced",
-    ),
+    "buffer": (Kind.BUFFER, put("first.mask", torch.ones(4)), "first.mask was replaced"),
+    "tensor": (Kind.BUFFER, put("first.offset", torch.zeros(1)), "first.offset was replaced"),
     "memory": (
         Kind.MEMORY,
-        lambda net: setattr(net.last.weight, "data", torch.ones(4, 4)),
+        put("last.weight.data", torch.ones(4, 4)),
         "last.weight lies in other memory",
     ),
     "requires_grad": (
@@ -97,16 +87,8 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
         lambda net: net.last.requires_grad_(False),
         "requires_grad of last.weight was changed",
     ),
-    "setting": (
-        Kind.SETTING,
-        lambda net: setattr(net.drop, "p", 0.3),
-        "drop.p was 0.1 and is 0.3 now",
-    ),
-    "new setting": (
-        Kind.SETTING,
-        lambda net: setattr(net.drop, "rate", 0.3),
-        "drop.rate was absent and is 0.3 now",
-    ),
+    "setting": (Kind.SETTING, put("drop.p", 0.3), "drop.p was 0.1 and is 0.3 now"),
+    "new setting": (Kind.SETTING, put("drop.rate", 0.3), "drop.rate was absent and is 0.3 now"),
     "setting in place": (
         Kind.SETTING,
         lambda net: net.first.scales.append(3.0),

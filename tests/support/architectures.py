@@ -13,14 +13,7 @@ __all__ = ["ARCHITECTURES", "LAYERS", "Architecture"]
 
 LAYERS: Final = 4
 DEPTHS: Final = frozenset(
-    (
-        "num_hidden_layers",
-        "n_layer",
-        "n_layers",
-        "num_layers",
-        "encoder_layers",
-        "decoder_layers",
-    )
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 )
 """What configurations call their number of layers."""
 VOCABULARY: Final = 50
@@ -110,150 +103,67 @@ def _clip(layers: int = LAYERS) -> nn.Module:
     return transformers.CLIPModel(config)
 
 
-ARCHITECTURES: Final[dict[str, Architecture]] = {
-    "gpt2": Architecture(
-        _made(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            n_layer=LAYERS,
-            n_embd=16,
-            n_head=2,
-            n_positions=64,
-            vocab_size=VOCABULARY,
-        ),
-        _text,
+GPT2: Final[dict[str, Any]] = {"n_embd": 16, "n_head": 2, "n_layer": LAYERS, "n_positions": 64}
+MPT: Final[dict[str, Any]] = {"d_model": 16, "n_heads": 2, "n_layers": LAYERS, "max_seq_len": 64}
+T5: Final[dict[str, Any]] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}
+OPT: Final[dict[str, Any]] = {"word_embed_proj_dim": 16, "ffn_dim": 32}
+DISTILLED: Final[dict[str, Any]] = {"dim": 16, "hidden_dim": 32, "n_layers": LAYERS, "n_heads": 2}
+BOTH: Final[dict[str, Any]] = {
+    f"{side}_{name}": value
+    for side in ("encoder", "decoder")
+    for name, value in (("layers", LAYERS), ("attention_heads", 2), ("ffn_dim", 32))
+}
+SOUND: Final[dict[str, Any]] = {"num_mel_bins": 8, "max_source_positions": 8}
+NAMED: Final[dict[str, Any]] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WORDS: Final[dict[str, Any]] = {"vocab_size": VOCABULARY}
+# The grouped product of experts has no double precision; a residual of it would be rounded.
+EXPERTS: Final[dict[str, Any]] = {"num_local_experts": 4, "experts_implementation": "eager"}
+MAMBA: Final[dict[str, Any]] = {"state_size": 4, "residual_in_fp32": False}
+
+TABLE: Final[dict[str, tuple[str, str, dict[str, Any], Callable[[int, int], dict[str, Any]]]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2 | WORDS, _text),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, _text),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", DECODER, _text),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", DECODER | {"head_dim": 8}, _text),
+    "mistral": ("MistralForCausalLM", "MistralConfig", DECODER | {"head_dim": 8}, _text),
+    "gemma2": (
+        *("Gemma2ForCausalLM", "Gemma2Config"),
+        *(DECODER | {"head_dim": 8, "sliding_window": 4}, _text),
     ),
-    "llama": Architecture(_made("LlamaForCausalLM", "LlamaConfig", **DECODER), _text),
-    "qwen2": Architecture(_made("Qwen2ForCausalLM", "Qwen2Config", **DECODER), _text),
-    "qwen3": Architecture(_made("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, **DECODER), _text),
-    "mistral": Architecture(
-        _made("MistralForCausalLM", "MistralConfig", head_dim=8, **DECODER), _text
+    "phi": ("PhiForCausalLM", "PhiConfig", DECODER, _text),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, _text),
+    "opt": ("OPTForCausalLM", "OPTConfig", TEXT | OPT, _text),
+    "mpt": ("MptForCausalLM", "MptConfig", MPT | WORDS | {"expansion_ratio": 2}, _text),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", DECODER | EXPERTS, _text),
+    "bert": ("BertModel", "BertConfig", TEXT, _text),
+    "roberta": ("RobertaModel", "RobertaConfig", TEXT, _text),
+    "distilbert": ("DistilBertModel", "DistilBertConfig", DISTILLED | TEXT, _text),
+    "modernbert": (
+        *("ModernBertModel", "ModernBertConfig"),
+        *(TEXT | {"pad_token_id": 0, "local_attention": 4}, _text),
     ),
-    "gemma2": Architecture(
-        _made("Gemma2ForCausalLM", "Gemma2Config", head_dim=8, sliding_window=4, **DECODER), _text
+    "t5": (
+        *("T5ForConditionalGeneration", "T5Config"),
+        *(T5 | WORDS | {"num_layers": LAYERS}, _two_texts),
     ),
-    "phi": Architecture(_made("PhiForCausalLM", "PhiConfig", **DECODER), _text),
-    "gpt_neox": Architecture(_made("GPTNeoXForCausalLM", "GPTNeoXConfig", **TEXT), _text),
-    "opt": Architecture(
-        _made(
-            "OPTForCausalLM",
-            "OPTConfig",
-            hidden_size=16,
-            word_embed_proj_dim=16,
-            ffn_dim=32,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=2,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=64,
-        ),
-        _text,
+    "bart": (
+        *("BartForConditionalGeneration", "BartConfig"),
+        *(BOTH | WORDS | {"d_model": 16, "max_position_embeddings": 64}, _two_texts),
     ),
-    "mpt": Architecture(
-        _made(
-            "MptForCausalLM",
-            "MptConfig",
-            d_model=16,
-            n_heads=2,
-            n_layers=LAYERS,
-            expansion_ratio=2,
-            max_seq_len=64,
-            vocab_size=VOCABULARY,
-        ),
-        _text,
-    ),
-    "mixtral": Architecture(
-        _made(
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            num_local_experts=4,
-            experts_implementation="eager",  # the grouped product has no double precision
-            **DECODER,
-        ),
-        _text,
-    ),
-    "bert": Architecture(_made("BertModel", "BertConfig", **TEXT), _text),
-    "roberta": Architecture(_made("RobertaModel", "RobertaConfig", **TEXT), _text),
-    "distilbert": Architecture(
-        _made(
-            "DistilBertModel",
-            "DistilBertConfig",
-            dim=16,
-            hidden_dim=32,
-            n_layers=LAYERS,
-            n_heads=2,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=64,
-        ),
-        _text,
-    ),
-    "modernbert": Architecture(
-        _made("ModernBertModel", "ModernBertConfig", pad_token_id=0, local_attention=4, **TEXT),
-        _text,
-    ),
-    "t5": Architecture(
-        _made(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=LAYERS,
-            num_heads=2,
-            vocab_size=VOCABULARY,
-        ),
-        _two_texts,
-    ),
-    "bart": Architecture(
-        _made(
-            "BartForConditionalGeneration",
-            "BartConfig",
-            d_model=16,
-            encoder_layers=LAYERS,
-            decoder_layers=LAYERS,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=64,
-        ),
-        _two_texts,
-    ),
-    "whisper": Architecture(
-        _made(
-            "WhisperForConditionalGeneration",
-            "WhisperConfig",
-            d_model=16,
-            encoder_layers=LAYERS,
-            decoder_layers=LAYERS,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            vocab_size=VOCABULARY,
-            num_mel_bins=8,
-            max_source_positions=8,
-            max_target_positions=64,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-        ),
+    "whisper": (
+        *("WhisperForConditionalGeneration", "WhisperConfig"),
+        BOTH
+        | WORDS
+        | SOUND
+        | NAMED
+        | {"d_model": 16, "max_target_positions": 64, "decoder_start_token_id": 1},
         _speech,
     ),
-    "vit": Architecture(_made("ViTModel", "ViTConfig", **IMAGES), _image),
-    "clip": Architecture(_clip, _captioned),
-    "deit": Architecture(_made("DeiTModel", "DeiTConfig", **IMAGES), _image),
-    "mamba": Architecture(
-        _made(
-            "MambaForCausalLM",
-            "MambaConfig",
-            hidden_size=16,
-            state_size=4,
-            residual_in_fp32=False,  # a residual of double precision would be rounded
-            num_hidden_layers=LAYERS,
-            vocab_size=VOCABULARY,
-        ),
-        _text,
-    ),
+    "vit": ("ViTModel", "ViTConfig", IMAGES, _image),
+    "deit": ("DeiTModel", "DeiTConfig", IMAGES, _image),
+    "mamba": ("MambaForCausalLM", "MambaConfig", SMALL | WORDS | MAMBA, _text),
 }
+ARCHITECTURES: Final[dict[str, Architecture]] = {
+    name: Architecture(_made(model, config, **options), inputs)
+    for name, (model, config, options, inputs) in TABLE.items()
+} | {"clip": Architecture(_clip, _captioned)}

@@ -37,13 +37,9 @@ class Bindings:
         self.watched: Sequence[Watched] = watched
         self.modules = {each.module: each.path for each in watched if each.names is None}
         """Every module that runs, those inside others included, and its path."""
-        self.enclosing = {
-            each.module: each.path
-            for each in watched
-            if each.names is not None and (each.path or not each.names <= {*root._modules})  # type: ignore[union-attr]
-        }
-        """Modules that contain those, and whose own forward does not run. The root runs its hooks
-        itself, and counts only if an attribute of it is read."""
+        self.enclosing = {each.module: each.path for each in watched if each.names and each.path}
+        """Modules that contain those, and whose own forward does not run. Not the root, whose hooks
+        run around all of its forward."""
         self.labels: list[str] = []
         """Paths of the parameters, in the order of the slots."""
         slots: list[Slot] = []

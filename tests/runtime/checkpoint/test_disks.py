@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,45 +25,6 @@ def step_in(folder: Path) -> int:
     ((model, step),) = (tree.values() for tree in checkpoint.read(checkpoint.trees()))
     assert set(model["w"].tolist()) == {int(model["n"])} == {step}
     return int(step)
-
-
-@pytest.mark.parametrize(
-    ("call", "code"),
-    [
-        *(("fsync", errno.ENOSPC), ("fsync", errno.EIO), ("rename", errno.EROFS)),
-        *(("replace", errno.EDQUOT), ("mkdir", errno.EROFS), ("open", errno.EMFILE)),
-    ],
-)
-def test_a_disk_that_fails_at_any_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
-    put(tmp_path, 1)
-    real, last = getattr(os, call), 0
-    for moment in range(20):
-        calls = 0
-
-        def failing(*args: Any, doomed: int = moment + 1, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == doomed:
-                raise OSError(code, os.strerror(code))
-            return real(*args, **kwargs)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(os, call, failing)
-            try:
-                put(tmp_path, 2 + moment)
-            except InputError as error:
-                assert os.strerror(code) in str(error)
-            else:
-                last = 2 + moment
-        assert step_in(tmp_path) in (1, last, 2 + moment)  # the one before, or all of the new one
-        if calls <= moment:
-            break
-    assert calls > 0
-    put(tmp_path, 99)
-    assert step_in(tmp_path) == 99
-    assert sorted(p.name for p in tmp_path.iterdir() if "step" not in p.name) == ["latest"]
 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:

@@ -8,41 +8,18 @@ from typing import Any
 import pytest
 import torch
 from distributed_worker import launch
-from torch import Tensor, distributed, nn
+from nets import ViT, images
+from torch import Tensor, distributed
 
 import revcompile
 
 KINDS = ("whole", "blocks", "layers")
 
 
-class Block(nn.Module):
-    """Two residual branches: an inlined module that is two couplings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Any:
-        x = x + torch.tanh(self.first(self.norm(x)))
-        return x + torch.tanh(self.second(x))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def _net() -> Any:
     torch.manual_seed(0)
-    return revcompile.reversify(Net().double(), torch.randn(2, 8).double(), check="off").train()
+    model = ViT(drop=0.0).double()  # a block is an inlined module of two couplings
+    return revcompile.reversify(model, images(2), check="off").train()
 
 
 def _sharded(kind: str) -> Any:
@@ -50,16 +27,16 @@ def _sharded(kind: str) -> Any:
 
     net = _net()
     if kind == "layers":
-        for layer in (net.stem[0], net.head, *(block.first for block in net.blocks)):
+        for layer in (net.head, *(block.up for block in net.blocks)):
             fully_shard(layer)
     if kind != "whole":
-        for module in (net.stem, *net.blocks):
+        for module in (net.patch, *net.blocks):
             fully_shard(module)
     return fully_shard(net, reshard_after_forward=True)
 
 
 def _inputs() -> Tensor:
-    return torch.arange(64, dtype=torch.float64).reshape(8, 8) / 64
+    return torch.arange(8 * 192, dtype=torch.float64).view(8, 3, 8, 8).cos()
 
 
 def _train(net: Any, x: Tensor) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ import copy
 import functools
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -498,24 +497,7 @@ def course(row: Row, backend: str) -> dict[str, Any]:
     return {"told": told, "state": final(net, trainer)}
 
 
-def in_flight_on_ranks(row: Row | None, backend: str) -> dict[str, Tensor]:
-    """One step is left out by all ranks: for a change that is then undone, or for its inputs."""
-    net, trainer, _ = made(backend, "petra")
-    for batch in data(9):
-        fed(trainer, batch)
-    undo = None if row is None else row.change(net.model, [])
-    with suppress(RevcompileError):
-        fed(trainer, data(1, same if row is not None else TABLE["size"].inputs)[0])
-    if undo is not None:
-        undo()
-    for batch in data(10):
-        fed(trainer, batch)
-    trainer.flush()
-    return final(net, trainer)
-
-
 ON_RANKS: Final = [name for name in TABLE if name != "loaded weights"]
-SETTINGS: Final = ("mode of a norm", "eps of a norm", "rate inside a layer", "list of a layer")
 
 
 @pytest.mark.filterwarnings("ignore:backend=")
@@ -533,5 +515,3 @@ def test_on_two_ranks(backend: str, tmp_path: Path) -> None:
         assert bool(said) == (refusal is not None), name
         assert all(re.search(refusal or "", text) for text in said), name
         assert row.refused_in_flight is None or len(said) == 2, name
-    for name in SETTINGS:
-        assert_same(first["left out", name], first["left out", None], name=name)
