@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any, Final, TypeVar
 
 import torch
@@ -23,57 +24,20 @@ from torch.overrides import has_torch_function
 
 from revcompile.ir import ops
 from revcompile.ir.module_tree import is_cast
+from revcompile.kernels import fixed_point
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.exact_sum import add, add_or_subtract, grid_for, rounded, subtract
 from revcompile.kernels.fixed_point import (
     average_gradients,
     couple_average,
-    draw_sign,
     enter_average,
     uncouple_average,
 )
+from revcompile.kernels.fixed_point import draw_sign as draw_sign  # printed code calls it
 from revcompile.kernels.gradient_sum import GradientSum, add_gradients
 
-__all__ = [
-    "accumulate_vjp",
-    "average_gradients",
-    "branch_vjp",
-    "call_bn_relu",
-    "call_norm",
-    "cast_gradient",
-    "couple_average",
-    "current_seeder",
-    "detached",
-    "draw_sign",
-    "enter_average",
-    "enter_chain",
-    "is_seeded_elsewhere",
-    "laid_out_like",
-    "largest",
-    "leaf",
-    "minus",
-    "minus_and_cast",
-    "mix",
-    "plus",
-    "plus_and_cast",
-    "read_stream",
-    "recompute_vjp",
-    "record",
-    "recording",
-    "reseed",
-    "seed_of",
-    "seed_torch",
-    "seeding",
-    "stream_leaf",
-    "total",
-    "uncouple",
-    "uncouple_average",
-    "vjp",
-    "wide",
-    "zeros_if_none",
-]
-
+_CALLED: Final = (ops.__name__, __name__, fixed_point.__name__)
 _WORD: Final = (1 << 64) - 1
 _engine: Final = torch.autograd.Variable._execution_engine
 _Gradient = TypeVar("_Gradient", Tensor, Tensor | None)
@@ -498,7 +462,11 @@ def uncouple(
     return rebuilt, a, db, of_x, *results[: len(sides)]
 
 
-HELPERS: Final = frozenset([*ops.__all__, *__all__])
+HELPERS: Final = frozenset(
+    name
+    for name, value in (*vars(ops).items(), *globals().items())
+    if isinstance(value, FunctionType) and name[0] != "_" and value.__module__ in _CALLED
+)
 """Functions that printed code calls by these names: no variable may have one."""
 COMPOSED: Final = (record, accumulate_vjp, _accumulate, recompute_vjp, uncouple)
 """Functions that are traced through; all others are single nodes of the graphs that run."""

@@ -11,25 +11,6 @@ from torch import Tensor, fx
 
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
 
-__all__ = [
-    "as_read",
-    "attribute",
-    "batch_norm",
-    "called",
-    "fuse_mean",
-    "is_random_operator",
-    "matching",
-    "op_name",
-    "out_of_place",
-    "read_buffer",
-    "select",
-    "shape",
-    "statistics_frozen",
-    "store_buffer",
-    "with_item",
-    "writes_self",
-]
-
 
 def select(training: bool, train: Any, evaluation: Any) -> Any:
     """The value of a constant that depends on the mode.

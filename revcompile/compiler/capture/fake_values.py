@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch._prims_common import make_channels_last_2d_strides_for, make_contiguous_strides_for
+from torch._prims_common import get_computation_dtype
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -40,50 +40,34 @@ _BATCH_NORM: Final = torch.ops.aten.native_batch_norm.default
 
 
 class FakeMode(FakeTensorMode):
-    """torch's mode for fake tensors; what it knows of a batch norm serves all shapes.
+    """torch's mode for fake tensors, with a shorter way to the results of a batch norm.
 
     torch evaluates twenty operations for each shape that it has not seen yet, which is most of the
     time in which a convolutional network is captured.
     """
 
-    _statistics: ClassVar[dict[Any, tuple[tuple[bool, torch.dtype], ...]]] = {}
-    """By types, mode and memory format: is there one for each channel, and of which type?"""
-
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = _plain_batch_norm(args, self) if func is _BATCH_NORM and not kwargs else None
-        if key is None or key not in self._statistics:
-            result: Any = super().dispatch(func, types, args, kwargs or {})
-            if key is not None and _is_like(result[0], args[0]):
-                self._statistics[key] = tuple((bool(t.numel()), t.dtype) for t in result[1:])
-            return result
-        x = args[0]
-        channels = x.shape[1]
+        if func is not _BATCH_NORM or kwargs or not _is_plain_batch_norm(args, self):
+            return super().dispatch(func, types, args, kwargs or {})
+        x, training, is_on_cpu = args[0], args[5], args[0].device.type == "cpu"
+        saved = x.shape[1] if training or not is_on_cpu else 0
+        dtype = x.dtype if is_on_cpu else get_computation_dtype(x.dtype)
         made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")]
-        for is_filled, dtype in self._statistics[key]:
-            made.append(torch.empty(channels if is_filled else 0, dtype=dtype, device="meta"))
+        made += [torch.empty(saved, dtype=dtype, device="meta") for _ in range(2)]
         return tuple(FakeTensor(self, tensor, x.device) for tensor in made)
 
 
-def _plain_batch_norm(args: Sequence[Any], mode: FakeTensorMode) -> Any:
-    """All that its results depend on besides the shape; None if that may not be all."""
+def _is_plain_batch_norm(args: Sequence[Any], mode: FakeTensorMode) -> bool:
+    """Whether its results have the strides of its input: sizes of 1 leave those open."""
     x, tensors, training = args[0], args[:5], args[5]
     is_fake = all(t is None or (isinstance(t, FakeTensor) and t.fake_mode is mode) for t in tensors)
-    if not is_fake or not x.dim() > 1 or not x.numel() > x.shape[1]:
-        return None
-    strides = [make_contiguous_strides_for(x.shape)]
-    if x.dim() == 4:
-        strides.append(make_channels_last_2d_strides_for(x.shape))
-    formats = tuple(x.stride() == each for each in strides)
-    kinds = tuple(None if t is None else (t.dtype, t.device) for t in tensors)
-    # The strides of a result are chosen by comparing those of the operands where sizes are not 1.
-    return (kinds, training, formats, *(n == 1 for n in x.shape)) if any(formats) else None
-
-
-def _is_like(result: torch.Tensor, x: torch.Tensor) -> bool:
-    return (result.shape, result.stride(), result.dtype) == (x.shape, x.stride(), x.dtype)
+    if not is_fake or x.dim() < 2 or 1 in x.shape or not (training or args[3] is not None):
+        return False
+    is_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return is_last or bool(x.is_contiguous())
 
 
 # -- copies of a model without memory -------------------------------------------------------------

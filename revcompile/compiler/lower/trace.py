@@ -20,11 +20,12 @@ from revcompile.ir import coupling_ops
 from revcompile.ir.coupling_ops import COMPOSED, HELPERS, PURE
 from revcompile.ir.program import GraphFunction, Partition, legal
 from revcompile.ir.types import LIVE_VALUES, TYPE
+from revcompile.kernels import fixed_point
 
 _RESULTS: Final[dict[Any, int]] = {
-    coupling_ops.average_gradients: 3,
-    coupling_ops.couple_average: 2,
-    coupling_ops.enter_average: 3,
+    fixed_point.average_gradients: 3,
+    fixed_point.couple_average: 2,
+    fixed_point.enter_average: 3,
     coupling_ops.enter_chain: 3,
 }
 """How many results functions have that return several."""
@@ -56,8 +57,9 @@ class _Trace:
         self.parameters: tuple[str, ...] = ()
         self.leaves: set[fx.Node] = set()
         self.unnamed: set[fx.Node] = set()
-        made = {name: partial(self.call, vars(coupling_ops)[name]) for name in coupling_ops.__all__}
-        self.namespace: dict[str, Any] = {**vars(coupling_ops), **made, "torch": torch}
+        self.namespace: dict[str, Any] = {**vars(coupling_ops), "torch": torch}
+        for name in HELPERS & self.namespace.keys():
+            self.namespace[name] = partial(self.call, self.namespace[name])
         for composed in COMPOSED:
             code, name = composed.__code__, composed.__name__
             again = FunctionType(code, self.namespace, name, composed.__defaults__)
