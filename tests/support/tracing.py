@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from revcompile.compiler.capture.capture import trace
 from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import fake_copy
-from revcompile.compiler.capture.fx_frontend import trace
 from revcompile.compiler.capture.tracer import Tracer
 
 

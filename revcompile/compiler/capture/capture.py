@@ -1,7 +1,7 @@
 """capture: a model and example inputs -> `Captured`. This file orders the passes:
 
 make_example         arguments bound, flattened, at two batch sizes           example.py
-FxFrontend           a raw graph for train mode and one for eval mode         fx_frontend.py
+trace                a raw graph for train mode and one for eval mode         tracer.py
 functionalize        writes to memory become new values                       functional.py
 remove_identities    nn.Identity hides where a block begins                   cleanup.py
 unpack_structures    tuples and dicts of tensors become tensors               structures.py
@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revcompile.compiler.capture.check import Check, Flags, check_capture, why_it_fails
 from revcompile.compiler.capture.cleanup import remove_identities
@@ -29,23 +30,35 @@ from revcompile.compiler.capture.example import (
     with_other_batch_dims,
     with_other_batch_sizes,
 )
+from revcompile.compiler.capture.fake_values import FakeMode, fake_copy
 from revcompile.compiler.capture.functional import (
     NotFunctional,
     forbid_inplace,
     functionalize,
     written_inputs,
 )
-from revcompile.compiler.capture.fx_frontend import FxFrontend
 from revcompile.compiler.capture.guards import make_guards, with_attributes
-from revcompile.compiler.capture.leaf_modules import requested_leaves
+from revcompile.compiler.capture.isolation import (
+    copy_model,
+    foreign_rng,
+    register_constant,
+    set_mode,
+)
+from revcompile.compiler.capture.leaf_modules import (
+    innermost_module,
+    mode_dependent,
+    requested_leaves,
+)
 from revcompile.compiler.capture.modes import merge_modes
+from revcompile.compiler.capture.random_draws import SuspectedDraw
 from revcompile.compiler.capture.structures import unpack_structures
 from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.compiler.capture.tracer import Tracer
+from revcompile.compiler.capture.unseen_calls import foreign_draws
 from revcompile.errors import CaptureError, InputError
 from revcompile.ir.guards import FlagGuard
 from revcompile.ir.module_tree import child_path
-from revcompile.ir.types import Captured
+from revcompile.ir.types import SOURCE, Captured
 
 
 def capture(
@@ -150,7 +163,7 @@ def capture_once(
     """
 
     def run(reading: Example) -> Captured:
-        return _captured(FxFrontend(model, reading, leaves, device, constants or {}))
+        return _Capture(model, reading, leaves, device, constants or {}).run()
 
     why = "the model fails at any other"
     try:
@@ -164,22 +177,142 @@ def capture_once(
     return captured, example
 
 
-def _captured(frontend: FxFrontend) -> Captured:
-    """All passes from raw traces to a `Captured`."""
-    while True:
-        root, *modes = frontend.trace()
-        try:
-            train, evaluation = (_normalize(mode.graph, root) for mode in modes)
-        except NotFunctional as error:
-            frontend.add_leaf(error)  # a write that only a leaf module can hide; raises if none can
-            continue
-        break
-    for graph in (train, evaluation):
-        forbid_inplace(graph, root)
-    for path, name, key in frontend.leaked:  # not set by the graph: better none than an old one
-        own = vars(root.get_submodule(path))
-        own.pop(name, None) if key is None else own[name].pop(key, None)
-    return _assembled(frontend, root, modes, train, evaluation)
+class _Capture:
+    """All passes from a model to a `Captured`, for one reading of the example.
+
+    A module may turn out to be a leaf module in one mode only, because its two modes differ in
+    structure, or because it writes to memory that others see. Both modes are then traced again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        leaves: frozenset[str],
+        device: torch.device | None,
+        constants: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._model, self._example = model, example
+        self._leaves, self._stateful = set(leaves), set[str]()
+        self._reasons: dict[str, str] = {}
+        """Why leaf modules are some that the user has not requested."""
+        self._mode = FakeMode()
+        self._fake = fake_copy(model, self._mode, device)
+        self._constants = dict(constants)
+
+    def run(self) -> Captured:
+        while True:
+            traced = train, evaluation = self._traced(True), self._traced(False)
+            if evaluation.untraceable:
+                continue
+            more = mode_dependent(self._model, train.graph, evaluation.graph)
+            if not self._leaves.issuperset(more):
+                self._leaves.update(more)
+                continue
+            root = copy_model(self._model)
+            for name, tensor in {**train.constants, **evaluation.constants}.items():
+                register_constant(root, name, tensor)
+            try:
+                graphs = [_normalize(mode.graph, root) for mode in traced]
+            except NotFunctional as error:  # a write that only a leaf module can hide
+                self._add_leaf(error)
+                continue
+            return self._assembled(root, traced, *graphs)
+
+    def _traced(self, training: bool) -> Tracer:
+        fake = set_mode(self._fake, self._model, training)
+        args = self._model, self._example, self._mode, self._leaves, self._constants
+        traced = trace(fake, *args)
+        self._leaves.update(traced.untraceable)
+        self._reasons.update(traced.untraceable)
+        self._stateful.update(traced.stateful)
+        return traced
+
+    def _add_leaf(self, error: NotFunctional) -> None:
+        """Make the innermost module around a write a leaf module."""
+        path = innermost_module(error.nodes, self._leaves)
+        if not path:
+            raise Untraceable("", str(error), str(error.nodes[0].meta.get(SOURCE, "?")))
+        self._leaves.add(path)
+        self._reasons[path] = str(error)
+
+    def _leaked(self, traced: Sequence[Tracer]) -> list[tuple[str, str, Any]]:
+        """Attributes in which forward passes leave tensors; leaf modules set theirs themselves."""
+        inside = tuple(f"{path}." for path in self._leaves)
+        found = sorted({entry for mode in traced for entry in mode.leaked}, key=repr)
+        return [e for e in found if e[0] not in self._leaves and not e[0].startswith(inside)]
+
+    def _assembled(
+        self, root: nn.Module, traced: Sequence[Tracer], train: fx.Graph, evaluation: fx.Graph
+    ) -> Captured:
+        """One graph for both modes, or one each; with guards and notes."""
+        for graph in (train, evaluation):
+            forbid_inplace(graph, root)
+        leaked = self._leaked(traced)
+        for path, name, key in leaked:  # not set by the graph: better none than an old one
+            own = vars(root.get_submodule(path))
+            own.pop(name, None) if key is None else own[name].pop(key, None)
+        first, second = traced
+        has_one_spec = first.out_spec == second.out_spec
+        readers = {path for mode in traced for path in mode.guards.modes}
+        merged = merge_modes(train, evaluation, readers) if has_one_spec else None
+        notes = [f"{path} is a leaf module: {why}" for path, why in self._reasons.items()]
+        if names := [child_path(path, name) for path, name, _ in leaked]:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            what = "set by the original's forward pass, not by this one"
+            notes.append(f"{what}: {', '.join(names[:3])}{more}")
+        specs = first.out_spec, None if has_one_spec else second.out_spec
+        return Captured(
+            name=type(self._model).__name__,
+            root=root,
+            graph=train if merged is None else merged,
+            eval_graph=evaluation if merged is None else None,
+            signature=signature_of(self._example, *specs),
+            leaf_modules=tuple(sorted(self._leaves)),
+            notes=(*notes, *written_inputs(first.graph)),
+            computed=frozenset((path, name) for path, name, key in leaked if key is None),
+            guards=with_attributes(
+                make_guards((first.guards, second.guards), merged, root, self._example),
+                self._model,
+                (train, evaluation),
+                first.asked | second.asked,
+                first.written | second.written,
+            ),
+            draws=frozenset(first.draws | second.draws),
+            stateful=tuple(f"{path}: {self._reasons[path]}" for path in sorted(self._stateful)),
+        )
+
+
+def trace(
+    fake: nn.Module,
+    model: nn.Module,
+    example: Example,
+    mode: FakeTensorMode,
+    leaf_paths: Iterable[str] = (),
+    constants: dict[str, torch.Tensor] | None = None,
+) -> Tracer:
+    """Trace a fake copy of a model in the mode that it is in; the tracer has all that it found.
+
+    Args:
+        fake: the fake copy, on tensors of `mode`.
+        model: the model itself, for leaf modules that need real tensors.
+        example: the example arguments.
+        mode: the fake tensors' mode.
+        leaf_paths: modules that become single calls.
+        constants: collects tensors found while tracing; with the same dict for both modes, equal
+            constants get equal names.
+    """
+    made = model, example, mode, frozenset(leaf_paths), {} if constants is None else constants
+    restore = foreign_rng()
+    try:
+        return Tracer(*made).run(fake)
+    except SuspectedDraw:
+        with foreign_draws() as has_drawn:
+            try:
+                return Tracer(*made, has_drawn).run(fake)
+            finally:
+                if has_drawn():
+                    restore()
 
 
 def _normalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
@@ -188,45 +321,6 @@ def _normalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     graph = remove_identities(graph, root)
     unpack_structures(graph)
     return graph
-
-
-def _assembled(
-    frontend: FxFrontend,
-    root: nn.Module,
-    modes: Sequence[Tracer],
-    train: fx.Graph,
-    evaluation: fx.Graph,
-) -> Captured:
-    """One graph for both modes, or one each; with guards and notes."""
-    first, second = modes
-    has_one_spec = first.out_spec == second.out_spec
-    readers = {path for traced in modes for path in traced.guards.modes}
-    merged = merge_modes(train, evaluation, readers) if has_one_spec else None
-    example, reasons = frontend.example, frontend.reasons
-    notes = [f"{path} is a leaf module: {why}" for path, why in reasons.items()]
-    if names := [child_path(path, name) for path, name, _ in frontend.leaked]:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        what = "set by the original's forward pass, not by this one"
-        notes.append(f"{what}: {', '.join(names[:3])}{more}")
-    return Captured(
-        name=type(frontend.model).__name__,
-        root=root,
-        graph=train if merged is None else merged,
-        eval_graph=evaluation if merged is None else None,
-        signature=signature_of(example, first.out_spec, None if has_one_spec else second.out_spec),
-        leaf_modules=tuple(sorted(frontend.leaves)),
-        notes=(*notes, *written_inputs(first.graph)),
-        computed=frozenset((path, name) for path, name, key in frontend.leaked if key is None),
-        guards=with_attributes(
-            make_guards((first.guards, second.guards), merged, root, example),
-            frontend.model,
-            (train, evaluation),
-            first.asked | second.asked,
-            first.written | second.written,
-        ),
-        draws=frozenset(first.draws | second.draws),
-        stateful=tuple(f"{path}: {reasons[path]}" for path in sorted(frontend.stateful)),
-    )
 
 
 # -- other readings of the example ----------------------------------------------------------------

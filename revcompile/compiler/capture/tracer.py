@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
+from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused
 from revcompile.compiler.capture.decisions import DECIDES, DecisionWatch
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import (
@@ -45,6 +46,7 @@ from revcompile.compiler.capture.memory import (
     NO_GRAD,
     STORAGES,
     WRITES,
+    mark_state,
     tensors_in,
     watch_memory,
 )
@@ -87,7 +89,7 @@ _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
 
 
 class Tracer(ShapedTracer):
-    """Traces one model in the mode that it is in, see `fx_frontend.trace`."""
+    """Traces one model in the mode that it is in, see `capture.trace`."""
 
     def __init__(
         self,
@@ -164,6 +166,20 @@ class Tracer(ShapedTracer):
         return ModeGuards((size_guards(self._reads, firsts, labels),), modes)
 
     # -- arguments and results ----------------------------------------------------------------
+
+    def run(self, fake: nn.Module) -> Tracer:
+        """Trace a fake copy of the model, without nodes that were only inspected."""
+        try:
+            with torch.enable_grad():
+                graph = self.trace(fake)
+        except SuspectedDraw:
+            raise
+        except Exception as error:
+            raise (self.failure or describe_failure("", error)) from error
+        remove_unused(graph)
+        mark_state(graph, fake)
+        detach_no_grad(graph)
+        return self
 
     def trace(self, root: nn.Module, concrete_args: Any = None) -> fx.Graph:  # type: ignore[override]
         """The graph of a fake copy of the model."""
