@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx, nn
@@ -13,7 +13,7 @@ from revcompile.compiler.capture.memory import is_effect
 from revcompile.ir.module_tree import parameters_of
 from revcompile.ir.ops import op_name, read_buffer
 from revcompile.ir.random_numbers import draws_random
-from revcompile.ir.types import TYPE, VALUE, TensorType
+from revcompile.ir.types import TYPE, VALUE, TensorType, types_in
 
 _ADDS: Final = frozenset(
     {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
@@ -42,35 +42,19 @@ def tensor_type(node: fx.Node) -> TensorType | None:
 
 def is_plain(node: fx.Node) -> bool:
     """Is the value not a tensor (a size, a flag, a device)?"""
-    return node.op not in ("placeholder", "output") and not holds_tensor(node.meta.get(TYPE))
-
-
-def holds_tensor(kind: Any) -> bool:
-    """Is a node's type that of a tensor, or of a structure with one inside?"""
-    if isinstance(kind, TensorType):
-        return True
-    if isinstance(kind, dict):
-        return any(map(holds_tensor, kind.values()))
-    return isinstance(kind, tuple) and any(map(holds_tensor, kind))
+    return node.op not in ("placeholder", "output") and not types_in(node.meta.get(TYPE))
 
 
 def cuts_gradient(node: fx.Node) -> bool:
     """Does no gradient go back from the node's value to its inputs?"""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
-    if not _holds_differentiable(node.meta.get(TYPE)):
+    if not any(kind.differentiable for kind in types_in(node.meta.get(TYPE))):
         return True
     if node.target is getattr:
         return bool(node.args[1] == "data")
     name = op_name(node)
     return node.op != "call_module" and (name in ("detach", "detach_") or name in _FACTORIES)
-
-
-def _holds_differentiable(kind: Any) -> bool:
-    if isinstance(kind, TensorType):
-        return kind.differentiable
-    inner = kind.values() if isinstance(kind, dict) else kind
-    return isinstance(kind, (dict, tuple)) and any(map(_holds_differentiable, inner))
 
 
 def is_add(node: fx.Node) -> bool:

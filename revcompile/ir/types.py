@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from revcompile.ir.guards import NO_GUARDS, Guards
 from revcompile.ir.policy import Policy
@@ -86,6 +87,11 @@ class TensorType:
             scaled = {0: "", 1: "B"}.get(step, f"{step}B")
             dims.append(f"{scaled}{rest:+d}" if scaled and rest else scaled or str(size))
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(dims)}]"
+
+
+def types_in(kind: Any) -> list[TensorType]:
+    """The types of all tensors in a value of this type."""
+    return [leaf for leaf in pytree.tree_leaves(kind) if isinstance(leaf, TensorType)]
 
 
 @dataclass(frozen=True)

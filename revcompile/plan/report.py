@@ -18,7 +18,6 @@ from revcompile.arguments import (
 )
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.compiler.lower import lower
-from revcompile.compiler.verify import verify_programs
 from revcompile.errors import InputError
 from revcompile.inspect import drawing
 from revcompile.inspect.code import CompiledStage
@@ -51,9 +50,7 @@ class StageReport:
         parameters = self._partition.rewired.root.parameters()
         key = method, keeps, tuple(p.requires_grad for p in parameters)
         if key not in self._lowered:
-            programs = lower(self._partition, method, keeps)
-            verify_programs(self._partition, programs)
-            self._lowered[key] = programs
+            self._lowered[key] = lower(self._partition, method, keeps)
         return self._lowered[key]
 
     @property

@@ -12,8 +12,7 @@ from helpers import gradients, worst
 from torch import Tensor, nn
 
 import revcompile
-from revcompile.compiler.dataflow import holds_tensor
-from revcompile.ir.types import TensorType
+from revcompile.ir.types import TensorType, types_in
 from tests.support.comparing import Recorder
 
 WIDTH, BLOCKS = 8, 3
@@ -197,7 +196,7 @@ def test_items_of_structured_values_get_their_gradients_in_stages(kind: type[nn.
     travelling = {name for part in net._partition.parts for name in (*part.inputs, *part.outputs)}
     for name in travelling:
         kind_of = net._partition.types.get(name)
-        assert isinstance(kind_of, TensorType) or not holds_tensor(kind_of), (name, kind_of)
+        assert isinstance(kind_of, TensorType) or not types_in(kind_of), (name, kind_of)
     assert_staged_equals_autograd(net, example(4), squares, ("petra", "backprop"))
 
 

@@ -80,21 +80,16 @@ def saved(first: int, *rest: int) -> int:
     return alone - BATCH * 100 * len(rest)
 
 
-def model(
-    method: Method, stages: int = 4, first_input_free: bool = True, **options: Any
-) -> MemoryModel:
-    workload = Workload(method, BATCH, **options)
-    return MemoryModel(PIECES, TYPES, COSTS, stages, workload, first_input_free=first_input_free)
+def model(method: Method, stages: int = 4, **options: Any) -> MemoryModel:
+    return MemoryModel(PIECES, TYPES, COSTS, stages, Workload(method, BATCH, **options))
 
 
 PETRA = choose("petra")
 
 
-def test_the_first_stage_can_ask_the_dataset_again() -> None:
-    assert model(PETRA).stage(0, 0, 2).buffers == 0
-    assert model(PETRA, first_input_free=False).stage(0, 0, 2).buffers == 4 * IMAGE
-    # only the model's input is free: what the stage made itself is not
-    assert model(PETRA).stage(0, 0, 4).buffers == 4 * 2 * STREAM
+def test_the_first_stage_keeps_what_it_is_fed() -> None:
+    assert model(PETRA).stage(0, 0, 2).buffers == 4 * IMAGE
+    assert model(PETRA).stage(0, 0, 4).buffers == 4 * (IMAGE + 2 * STREAM)
 
 
 def test_a_stage_that_keeps_its_graph_has_one_for_every_micro_batch_in_flight() -> None:

@@ -15,7 +15,7 @@ units of 10^9 bytes:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -78,20 +78,31 @@ def table3(rewired: Rewired, batch: int = BATCH) -> Iterator[Row]:
     found = segment_costs(rewired)
     for row in ROWS:
         buffer_bytes = row.buffer_dtype.itemsize if row.buffer_dtype else None
-        model = MemoryModel(
-            pieces,
-            rewired.body.types,
-            found,
-            len(pieces),
-            Workload(row.method, batch, buffer_bytes=buffer_bytes),
-            first_input_free=not row.inputs,
-            only_needed_inputs=True,
-        )
+        workload = Workload(row.method, batch, buffer_bytes=buffer_bytes)
+        model = _AsInThePaper(pieces, rewired.body.types, found, len(pieces), workload)
+        model.is_first_input_free = not row.inputs
         yield replace(row, total=sum(_counted(model, stage) for stage in range(len(pieces))))
 
 
-def _counted(model: MemoryModel, stage: int) -> int:
+class _AsInThePaper(MemoryModel):
+    """Stages of one piece, of whose inputs only those count that gradients depend on.
+
+    The first stage may read its input from the dataset again.
+    """
+
+    is_first_input_free = True
+
+    def needed(self, stage: int) -> set[str]:
+        is_free = self.is_first_input_free and stage == 0
+        names = self._needed(stage, stage + 1)
+        return {name for name in names if not is_free or self._made[name] >= 0}
+
+    def _kept(self, index: int, names: Iterable[str]) -> int:
+        return super()._kept(index, self.needed(index).intersection(names))
+
+
+def _counted(model: _AsInThePaper, stage: int) -> int:
     """Model, parameter buffer and input buffer of one stage; the input at work in any case."""
     memory = model.stage(stage, stage, stage + 1)
-    at_work = model.read(stage, stage, stage + 1)
+    at_work = model._sum(model.needed(stage))
     return memory.parameters + memory.stashed + max(memory.buffers, at_work)

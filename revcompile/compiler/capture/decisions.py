@@ -7,7 +7,6 @@ decide differently at a tie, and a router whose weights start as zeros has nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
-from revcompile.ir.types import TYPE, TensorType
+from revcompile.ir.types import TYPE, TensorType, types_in
 
 DECIDES: Final = "revcompile_decides"
 """`node.meta` key: the discrete operation inside a leaf module, if it has one."""
@@ -92,10 +91,7 @@ def _is_discrete(kind: Any) -> bool:
 
 
 def _has_floats(kind: Any) -> bool:
-    if isinstance(kind, TensorType):
-        return kind.differentiable
-    inner: Sequence[Any] = tuple(kind.values()) if isinstance(kind, Mapping) else kind or ()
-    return isinstance(inner, (tuple, list)) and any(map(_has_floats, inner))
+    return any(inner.differentiable for inner in types_in(kind))
 
 
 class DecisionWatch(TorchDispatchMode):

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import magic_methods
 
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import meta_copy
@@ -59,24 +60,6 @@ class PythonRead:
 
 _CHOOSES_KERNELS: Final = DEVICE_ATTRIBUTES | {"requires_grad", "is_nested", "is_sparse", "layout"}
 """What torch's own layers read to choose between kernels that compute the same."""
-
-_INFIX: Final[dict[Any, str]] = {
-    operator.add: "+",
-    operator.sub: "-",
-    operator.mul: "*",
-    operator.truediv: "/",
-    operator.floordiv: "//",
-    operator.mod: "%",
-    operator.pow: "**",
-    operator.and_: "&",
-    operator.or_: "|",
-    operator.lt: "<",
-    operator.le: "<=",
-    operator.gt: ">",
-    operator.ge: ">=",
-    operator.eq: "==",
-    operator.ne: "!=",
-}
 
 _ARITIES: Final = frozenset(
     ("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit")
@@ -219,10 +202,11 @@ class ExpressionPrinter:
             return f"{self._operand(args[0])}.{args[1]}"
         if node.target is operator.getitem:
             return f"{self._operand(args[0])}[{self.show(args[1])}]"
-        if node.target in _INFIX:
-            text = f"{self.show(args[0], True)} {_INFIX[node.target]} {self.show(args[1], True)}"
+        name = op_name(node)
+        if name in magic_methods and getattr(operator, name) is node.target:
+            text = magic_methods[name].format(*(self.show(a, True) for a in args))
             return f"({text})" if inner else text
-        return f"{op_name(node)}({', '.join(self.show(a, False) for a in args)})"
+        return f"{name}({', '.join(self.show(a, False) for a in args)})"
 
     def _operand(self, value: Any) -> str:
         """What is before a dot; a value inside the network is shown with its module's path."""

@@ -213,21 +213,6 @@ class ShapedProxy:
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, *args), {})
 
-    def __abs__(self) -> Any:
-        return self._call(operator.abs)
-
-    def __ceil__(self) -> Any:
-        return self._call(math.ceil)
-
-    def __floor__(self) -> Any:
-        return self._call(math.floor)
-
-    def __trunc__(self) -> Any:
-        return self._call(math.trunc)
-
-    def __round__(self, digits: int | None = None) -> Any:
-        return self._call(round) if digits is None else self._call(round, digits)
-
     def __setitem__(self, index: Any, value: Any) -> None:
         self._call(operator.setitem, index, value)
 
@@ -255,6 +240,8 @@ for _name in (name for name in magic_methods if name != "eq" and hasattr(operato
     setattr(ShapedProxy, f"__{_name.strip('_')}__", _operator(getattr(operator, _name), False))
 for _name in (name for name in reflectable_magic_methods if hasattr(operator, name)):
     setattr(ShapedProxy, f"__r{_name.strip('_')}__", _operator(getattr(operator, _name), True))
+for _function in (operator.abs, math.ceil, math.floor, math.trunc, round):
+    setattr(ShapedProxy, f"__{_function.__name__}__", _operator(_function, False))
 for _function, _plain in INPLACE_OPERATORS.items():
     setattr(ShapedProxy, f"__{_function.__name__}__", _inplace(_function, _plain))
 

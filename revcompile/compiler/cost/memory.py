@@ -28,13 +28,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from revcompile.compiler.cost.workload import Workload
 from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.program import Partition, StageMemory
-from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType
+from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType, types_in
 from revcompile.kernels.fixed_point import KEPT_BITS
 from revcompile.schedule import Keep, Weights, delay, window
 
@@ -50,11 +49,6 @@ class MemoryModel:
         costs: The cost of each piece.
         stages: How many stages the pieces are cut into.
         workload: Batch size, method, optimizer and precision.
-        first_input_free: The first stage reads its input from the dataset again instead of keeping
-            it. Our trainer keeps what it is fed.
-        only_needed_inputs: Of a stage that keeps its inputs count only those its gradients depend
-            on: of a coupling `(a, b) -> (b, a + F(b))` alone that is `b`. Our runtime keeps both;
-            the PETRA paper counts one.
         frozen: How many pieces come before the first one that a gradient is computed for. Nothing
             is kept for their backward pass, or sent back to them.
     """
@@ -66,13 +60,9 @@ class MemoryModel:
         costs: Sequence[Cost],
         stages: int,
         workload: Workload,
-        *,
-        first_input_free: bool = True,
-        only_needed_inputs: bool = False,
         frozen: int = 0,
     ) -> None:
         self.pieces, self.stages, self.workload = tuple(pieces), stages, workload
-        self._first_input_free, self._only_needed = first_input_free, only_needed_inputs
         self._frozen = frozen
         batch, low = workload.microbatch_size, workload.buffer_bytes
         self._costs = [cost.at(batch) for cost in costs]
@@ -113,7 +103,6 @@ class MemoryModel:
             [replace(cost, trained=size) for cost, size in zip(costs, trained, strict=True)],
             stages or len(parts),
             workload,
-            first_input_free=False,
             frozen=[*is_trained, True].index(True),
         )
 
@@ -155,10 +144,6 @@ class MemoryModel:
             ends=in_flight * ends,
         )
 
-    def read(self, index: int, start: int, end: int) -> int:
-        """The inputs of a stage that its gradients depend on, for one micro-batch."""
-        return self._sum(self._stored(index, self._needed(start, end)))
-
     def _window(self, index: int) -> int:
         return window(self.workload.method, self.stages, index, self.workload.accumulation_steps)
 
@@ -175,8 +160,7 @@ class MemoryModel:
         if keep is Keep.GRAPH:
             return in_flight * self._graph(first, end), most, self._ends(first, end)
         if keep is Keep.INPUT:
-            names = (self._needed if self._only_needed else self._inputs)(start, end)
-            return self._kept(index, names), self._at_work(start, end), 0
+            return self._kept(index, self._inputs(start, end)), self._at_work(start, end), 0
         lost = sum(self._lost[first:end])
         sides = in_flight * (self._sum(self._sides(first, end)) + lost)
         kept = working = graphs = 0
@@ -195,14 +179,9 @@ class MemoryModel:
 
     def _kept(self, index: int, names: Iterable[str]) -> int:
         """Inputs of one micro-batch in full precision, and of the others as they are buffered."""
-        stored = self._stored(index, names)
-        others = (self._window(index) - 1) * sum(self._kept_size[name] for name in stored)
-        return self._sum(stored) + others
-
-    def _stored(self, index: int, names: Iterable[str]) -> set[str]:
-        """Inputs without those that the first stage may read again."""
-        is_free = self._first_input_free and index == 0
-        return {name for name in names if not is_free or self._made[name] >= 0}
+        names = set(names)
+        others = (self._window(index) - 1) * sum(self._kept_size[name] for name in names)
+        return self._sum(names) + others
 
     def _graph(self, start: int, end: int) -> int:
         """What autograd saves if these pieces are one graph."""
@@ -307,12 +286,10 @@ def size_at(kind: Any, microbatch_size: int, buffer_bytes: int | None = None) ->
     `buffer_bytes` is what an element of a float32 tensor takes, if not 4.
     """
     total = 0
-    for leaf in pytree.tree_leaves(kind, is_leaf=lambda x: isinstance(x, TensorType)):
-        if isinstance(leaf, TensorType):
-            itemsize = leaf.dtype.itemsize
-            if buffer_bytes is not None and leaf.dtype == torch.float32:
-                itemsize = buffer_bytes
-            total += leaf.nbytes(microbatch_size) // leaf.dtype.itemsize * itemsize
+    for tensor in types_in(kind):
+        is_buffered = buffer_bytes is not None and tensor.dtype == torch.float32
+        itemsize = buffer_bytes if is_buffered else tensor.dtype.itemsize
+        total += tensor.nbytes(microbatch_size) // tensor.dtype.itemsize * (itemsize or 0)
     return total
 
 
