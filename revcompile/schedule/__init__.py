@@ -16,7 +16,6 @@ from revcompile.schedule.dryrun import (
     Costs,
     ScheduleError,
     Span,
-    Timeline,
     check_schedule,
     dry_run,
 )
@@ -49,7 +48,6 @@ __all__ = [
     "ScheduleError",
     "Span",
     "Tie",
-    "Timeline",
     "Weights",
     "actions",
     "busy_share",

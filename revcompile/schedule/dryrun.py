@@ -69,15 +69,8 @@ class Costs:
 
     def of(self, stage: int, op: Op) -> float:
         """Time a stage is busy with an action; training a gradient predictor counts as free."""
-        match op:
-            case Op.FORWARD:
-                return self.forward[stage]
-            case Op.BACKWARD:
-                return self.backward[stage]
-            case Op.UPDATE:
-                return self.update[stage]
-            case _:
-                return 0.0
+        times = {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.UPDATE: self.update}
+        return times[op][stage] if op in times else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +81,6 @@ class Span:
     action: Action
     start: float
     end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When each action ran in a dry run."""
-
-    spans: tuple[Span, ...]
-    makespan: float
 
 
 _Channel = tuple[int, int, Op]
@@ -125,8 +110,8 @@ _SHOWN: Final = 6
 """Most stages, and most actions of a stage before and after a problem, that an error shows."""
 
 
-def dry_run(lists: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
-    """Execute the lists against each other.
+def dry_run(lists: Sequence[Sequence[Action]], costs: Costs) -> tuple[Span, ...]:
+    """When each action runs if the lists are executed against each other.
 
     Every stage follows its own list strictly. Sends cost it nothing and arrive after the link's
     time (tied parameters: at once); a receive waits.
@@ -171,12 +156,12 @@ class _DryRun:
         self.updated: list[int | None] = [None for _ in lists]
         self.spans: list[Span] = []
 
-    def run(self) -> Timeline:
+    def run(self) -> tuple[Span, ...]:
         ready = deque(range(len(self.lists)))
         while ready:
             self._run_stage(ready.popleft(), ready)
         self._check_end()
-        return Timeline(tuple(self.spans), max(self.clock, default=0.0))
+        return tuple(self.spans)
 
     def _run_stage(self, stage: int, ready: deque[int]) -> None:
         """Run one stage until it has to wait; stages that waited for its messages are ready."""
@@ -216,13 +201,9 @@ class _DryRun:
         return stage, peer, action.op
 
     def _link(self, channel: _Channel) -> float:
-        match channel[2]:
-            case Op.SEND_Y:
-                return self.costs.link_forward[channel[0]]
-            case Op.SEND_DX:
-                return self.costs.link_backward[channel[1]]
-            case _:
-                return 0.0
+        source, target, op = channel
+        links = {Op.SEND_Y: self.costs.link_forward, Op.SEND_DX: self.costs.link_backward}
+        return links[op][min(source, target)] if op in links else 0.0
 
     def _check_local(self, stage: int, action: Action) -> None:
         """Refuse an action whose requirements within its own stage are not met."""

@@ -20,6 +20,7 @@ long anything takes.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -46,16 +47,6 @@ class _Progress:
     """Micro-batches whose true gradient the gradient predictor has not seen yet."""
     arriving: list[list[int]] = field(default_factory=list)
     """Owner and number of each update of tied weights to receive before the next step."""
-
-    def state(self) -> dict[str, Any]:
-        """A copy that shares no list."""
-        return {
-            "outstanding": [*self.outstanding],
-            "accumulated": self.accumulated,
-            "updates": self.updates,
-            "untrained": [*self.untrained],
-            "arriving": [[*pair] for pair in self.arriving],
-        }
 
 
 _action: Final = functools.lru_cache(4096)(Action)
@@ -222,7 +213,7 @@ class Schedule:
             "ties": [[tie.owner, tie.holder] for tie in self.ties],
             "synchronous_updates": self.synchronous_updates,
             "injected": self.injected,
-            "progress": [at.state() for at in self._progress],
+            "progress": [dataclasses.asdict(at) for at in self._progress],
         }
 
     @classmethod
@@ -242,7 +233,7 @@ class Schedule:
         )
         schedule.injected = state["injected"]
         # A copy: the lists inside belong to whoever holds `state`.
-        schedule._progress = [_Progress(**_Progress(**at).state()) for at in state["progress"]]
+        schedule._progress = [_Progress(**copy.deepcopy(at)) for at in state["progress"]]
         return schedule
 
     def copy(self) -> Schedule:

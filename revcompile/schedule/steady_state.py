@@ -14,6 +14,7 @@ steps for every update: the dry run of one update says how long it takes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
@@ -26,7 +27,7 @@ from revcompile.schedule.methods import Method, Order, choose
 
 _ALPHA_STEPS: Final = 20
 """Values of in_flight_per_stage tried between two whole numbers."""
-_MOST_IN_FLIGHT: Final = 1024.0
+_MOST_IN_FLIGHT: Final = 1024
 
 
 def period(
@@ -70,7 +71,7 @@ def _critical_cycle(method: Method, costs: Costs, accumulation_steps: int) -> fl
 def _one_update(method: Method, costs: Costs, accumulation_steps: int) -> float:
     """How long after the first micro-batch of an update that of the next update can enter."""
     stages = len(costs.forward)
-    spans = dry_run(actions(method, stages, accumulation_steps, accumulation_steps), costs).spans
+    spans = dry_run(actions(method, stages, accumulation_steps, accumulation_steps), costs)
     started, ended = [math.inf] * stages, [0.0] * stages
     for span in spans:
         # A receive lasts from when the stage begins to wait: its end is when the message is there.
@@ -116,18 +117,8 @@ def hiding_in_flight(
         chosen = choose(method, in_flight_per_stage=in_flight_of(steps))
         return period(chosen, costs, accumulation_steps, link_busy) <= bound
 
-    low = _ALPHA_STEPS
-    if hides(low):
-        return 1.0
-    high = 2 * low
-    while not hides(high):
-        if in_flight_of(high) >= _MOST_IN_FLIGHT:
-            return in_flight_of(high)
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if hides(middle) else (middle, high)
-    return in_flight_of(high)
+    tried = range(_ALPHA_STEPS, _ALPHA_STEPS * _MOST_IN_FLIGHT)
+    return in_flight_of(_ALPHA_STEPS + bisect_left(tried, True, key=hides))
 
 
 def zero_bubble_period(costs: Costs, accumulation_steps: int, weight_share: float = 0.5) -> float:

@@ -50,7 +50,7 @@ def test_boxes_stand_where_the_dry_run_puts_them() -> None:
     starts = [float(x) for x in re.findall(r"M (\S+) ", forward)]
     widths = [float(x) for x in re.findall(r" h (\d\S*) ", forward)]
     scale = max(widths)
-    spans = dry_run(actions("petra", 3, 60), costs).spans
+    spans = dry_run(actions("petra", 3, 60), costs)
     first = [span.start for span in spans if span.action.op is Op.FORWARD and span.stage == 0][:6]
     left = min(starts)
     drawn = sorted({round((x - left) / scale, 1) for x in starts})

@@ -64,7 +64,7 @@ def played(
     slowest = work.index(max(work))
     ends = {
         span.action.index: span.end
-        for span in dry_run(actions(method, stages, microbatches, accumulation_steps), costs).spans
+        for span in dry_run(actions(method, stages, microbatches, accumulation_steps), costs)
         if span.stage == slowest and span.action.op is Op.BACKWARD
     }
     # Behind slow links micro-batches come in bursts of as many as are in flight.

@@ -22,7 +22,7 @@ from revcompile.schedule import (
     Keep,
     Method,
     Op,
-    Timeline,
+    Span,
     actions,
     choose,
     dry_run,
@@ -70,7 +70,7 @@ class Run:
 
     name: str
     costs: Costs
-    timeline: Timeline
+    spans: tuple[Span, ...]
     rate: float
     """Micro-batches per unit of time once the pipeline is full."""
     updates: float
@@ -183,7 +183,7 @@ def _boxes(run: Run, top: float, row: float, height: float, until: float) -> str
     shapes: dict[Op, list[object]] = {op: [] for op in _BOXES}
     numbers = []
     scale = (_WIDTH - _LEFT - _RIGHT) / until
-    spans = [span for span in run.timeline.spans if span.action.op in shapes and span.start < until]
+    spans = [span for span in run.spans if span.action.op in shapes and span.start < until]
     # Boxes of one width show their numbers all, or none does.
     number_width = width_of("0" * len(str(max(span.action.index for span in spans))), TINY)
     for span in spans:
