@@ -165,7 +165,7 @@ def _reversified(
 ) -> tuple[ReversibleModule, Compared | None]:
     """The passes from a model to a module, and the gradients its chains were compared with."""
     chosen = Policy.named(policy)
-    level = Check.parse(check)
+    level = member_of(caller, "check", check, Check)
     check_leaf_modules(leaf_modules)
     check_meta(caller, model, (example_inputs, example_kwargs))
     if tolerance is not None:

@@ -7,7 +7,7 @@ the device of the call, with the attributes and modes that its modules have now.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InputError
 from revcompile.ir.guards import FlagGuard
-from revcompile.ir.module_tree import device_of_model
+from revcompile.ir.module_tree import child_path, device_of_model
 from revcompile.ir.plain_attributes import attributes_of
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Captured, Rewired
@@ -83,30 +83,43 @@ class Recompiler:
         Raises:
             InputError: the running model has other parameters.
         """
-        state = {**_named_parameters(net), **dict(net.named_buffers(remove_duplicate=False))}
-        own = _named_parameters(self._skeleton)
+        state, own = _tensors(net), _named_parameters(self._skeleton)
         for name in (*own, *_named_parameters(net)):
             if name not in own or name not in state or state[name].shape != own[name].shape:
                 raise InputError(
                     f"original: {name} is not the same parameter as in the original model; take "
                     "adapters (LoRA) and parametrizations back first, by merging them"
                 )
-        memo: dict[int, Any] = {}
-        for name, tensor in (*own.items(), *self._skeleton.named_buffers(remove_duplicate=False)):
+
+        def copied(own: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+            twin = now.detach().clone()
+            is_parameter = isinstance(own, nn.Parameter)
+            return nn.Parameter(twin, now.requires_grad) if is_parameter else twin
+
+        model, _ = self._twin(net, copied)
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                held = state.get(child_path(path, name))
+                if isinstance(value, torch.Tensor) and held is not None:
+                    vars(module)[name] = held.detach().clone()
+        return model
+
+    def _twin(
+        self, net: nn.Module, make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> tuple[nn.Module, dict[str, nn.Module]]:
+        """The original in the modes of `net`, whose modules are returned too.
+
+        `make` gives its tensors, from those of the skeleton and those that `net` has now.
+        """
+        state, memo = _tensors(net), dict[int, Any]()
+        for name, tensor in _tensors(self._skeleton).items():
             if id(tensor) not in memo:
-                twin = state[name].detach().clone()
-                is_parameter = isinstance(tensor, nn.Parameter)
-                requires_grad = state[name].requires_grad
-                memo[id(tensor)] = nn.Parameter(twin, requires_grad) if is_parameter else twin
+                memo[id(tensor)] = make(tensor, state.get(name, tensor))
         model = copy_model(self._skeleton, memo)
         modules = dict(net.named_modules(remove_duplicate=False))
         for path, module in model.named_modules():
             module.training = modules[path].training if path in modules else net.training
-            for name, value in vars(module).items():
-                held = state.get(f"{path}.{name}" if path else name)
-                if isinstance(value, torch.Tensor) and held is not None:
-                    vars(module)[name] = held.detach().clone()
-        return model
+        return model, modules
 
     def _capture(
         self,
@@ -130,16 +143,12 @@ class Recompiler:
 
     def _with_state_of(self, net: nn.Module) -> nn.Module:
         """The original with the tensor types, modes and attributes that `net` has now."""
-        state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-        memo: dict[int, Any] = {}
-        for name, tensor in (*self._skeleton.named_parameters(), *self._skeleton.named_buffers()):
-            now = state.get(name, tensor)
-            twin = empty_like_on(tensor, now.dtype, "meta")
-            memo[id(tensor)] = twin.requires_grad_(now.requires_grad)
-        model = copy_model(self._skeleton, memo)
-        modules = dict(net.named_modules(remove_duplicate=False))
+
+        def empty(own: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+            return empty_like_on(own, now.dtype, "meta").requires_grad_(now.requires_grad)
+
+        model, modules = self._twin(net, empty)
         for path, module in model.named_modules():
-            module.training = modules[path].training if path in modules else net.training
             if path and type(modules.get(path)) is not type(module):  # replaced: an adapter
                 modules.pop(path, None)
         memo = {id(modules[path]): own for path, own in model.named_modules() if path in modules}
@@ -177,6 +186,10 @@ def _copy_attributes(
 
 def _shapes(module: nn.Module) -> list[torch.Size]:
     return [parameter.shape for parameter in module.parameters()]
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**_named_parameters(module), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -13,7 +13,7 @@ there is nothing to rewrite.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any, Final
 
 import torch
@@ -63,14 +63,28 @@ def cast_down(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     that only move elements (windows, rolls, padding) are in between, a cast before those lets them,
     and their gradients, move half the bytes. Moving elements commutes with rounding.
     """
-    if not any(_is_layer_norm(node, root) for node in graph.nodes):
+
+    def cast(node: fx.Node) -> None:
+        if any(map(_only_moves_elements, node.users)):
+            _cast_result(node)
+        _use_cast_down_kernel(node, root)
+
+    def is_cast_down(node: fx.Node) -> bool:
+        return _is_layer_norm(node, root) and _is_only_read_cast(node, root)
+
+    return _rewritten(graph, is_cast_down, cast)
+
+
+def _rewritten(
+    graph: fx.Graph, matches: Callable[[fx.Node], Any], rewrite: Callable[[fx.Node], None]
+) -> fx.Graph:
+    """A copy of a graph with some nodes rewritten; the graph itself if there are none."""
+    if not any(map(matches, graph.nodes)):
         return graph
     copy = copied(graph)
     for node in list(copy.nodes):
-        if _is_layer_norm(node, root) and _is_only_read_cast(node, root):
-            if any(map(_only_moves_elements, node.users)):
-                _cast_result(node)
-            _use_cast_down_kernel(node, root)
+        if matches(node):
+            rewrite(node)
     return copy
 
 
@@ -131,21 +145,13 @@ _RELU_FUNCTIONS: Final = (F.relu, torch.relu)
 
 def fuse_bn_relu(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """A copy of a graph in which batch norms are joined with the ReLU that alone reads them."""
-    if not any(_relu_to_join(node, root) for node in graph.nodes):
-        return graph
-    copy = copied(graph)
-    for node in list(copy.nodes):
-        if relu := _relu_to_join(node, root):
-            _join(node, relu)
-    return copy
+    return _rewritten(graph, lambda node: _is_joined(node, root), _join)
 
 
-def _relu_to_join(node: fx.Node, root: nn.Module) -> fx.Node | None:
-    """The ReLU that alone reads a node, if that is a call of a batch norm."""
-    if len(node.users) != 1 or not _is_batch_norm(node, root):
-        return None
-    (reader,) = node.users
-    return reader if _is_relu(reader, root) else None
+def _is_joined(node: fx.Node, root: nn.Module) -> bool:
+    """Is a node a call of a batch norm that a ReLU alone reads?"""
+    is_read_once = len(node.users) == 1 and _is_relu(next(iter(node.users)), root)
+    return is_read_once and _is_batch_norm(node, root)
 
 
 def _is_batch_norm(node: fx.Node, root: nn.Module) -> bool:
@@ -167,8 +173,9 @@ def _is_relu(node: fx.Node, root: nn.Module) -> bool:
     return is_plain or node.target in _RELU_FUNCTIONS
 
 
-def _join(norm: fx.Node, relu: fx.Node) -> None:
+def _join(norm: fx.Node) -> None:
     graph, is_program = norm.graph, norm.target is call_norm
+    (relu,) = norm.users
     with graph.inserting_before(relu):
         layer = norm.args[0] if is_program else graph.create_node("get_attr", norm.target)
         is_module = relu.op == "call_module"
@@ -201,13 +208,7 @@ def match_dtypes(graph: fx.Graph) -> fx.Graph:
     Residual streams are float32 where the original model's may be in low precision. Most operations
     accept both; these raise.
     """
-    if not any(_operation(node) in _SOURCE_ARGUMENT for node in graph.nodes):
-        return graph
-    copy = copied(graph)
-    for node in list(copy.nodes):
-        if _operation(node) in _SOURCE_ARGUMENT:
-            _match_source(node)
-    return copy
+    return _rewritten(graph, lambda node: _operation(node) in _SOURCE_ARGUMENT, _match_source)
 
 
 def _operation(node: fx.Node) -> str:

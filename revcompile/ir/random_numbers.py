@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
 
 from revcompile.ir.ops import is_random_operator, op_name
 from revcompile.kernels.layer_norm import is_layer_norm
@@ -23,33 +22,9 @@ _RANDOM_COMPOSITES: Final = frozenset(
 _KNOWN_PACKAGES: Final = frozenset(("", "_operator", "builtins", "math", "revcompile", "torch"))
 """Where functions come from that draw no random numbers but by operators of torch."""
 
-_DETERMINISTIC: Final = (
-    _BatchNorm,
-    _ConvNd,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-    nn.AvgPool2d,
-    nn.Embedding,
-    nn.Flatten,
-    nn.GELU,
-    nn.GroupNorm,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Identity,
-    nn.LayerNorm,
-    nn.LeakyReLU,
-    nn.Linear,
-    nn.MaxPool2d,
-    nn.PReLU,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.Sigmoid,
-    nn.SiLU,
-    nn.Softmax,
-    nn.Tanh,
-)
-"""Layers of torch known to draw no random numbers. All others are assumed to."""
+_POOLS: Final = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_RANDOM: Final = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, *_POOLS)
+"""Layers of torch that may draw random numbers; all from elsewhere may."""
 
 
 class RandomReads(NamedTuple):
@@ -84,8 +59,9 @@ def _is_deterministic(layer: nn.Module) -> bool:
     """A subclass from elsewhere may override anything: a noisy linear layer is an `nn.Linear`."""
     if is_layer_norm(layer):
         return True
-    is_own_forward = "forward" in vars(layer) or not type(layer).__module__.startswith("torch.")
-    return not is_own_forward and isinstance(layer, _DETERMINISTIC)
+    kinds = type(layer).__mro__[:-1]  # without `object`
+    is_torchs = all(kind.__module__.startswith("torch.") for kind in kinds)
+    return is_torchs and "forward" not in vars(layer) and not isinstance(layer, _RANDOM)
 
 
 def draws_random(node: fx.Node) -> bool:

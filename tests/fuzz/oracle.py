@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 import revcompile
 from revcompile.compiler.capture import capture
-from revcompile.compiler.capture.random_draws import draws_left_out
+from revcompile.compiler.capture.random_draws import DrawsLeftOut
 from revcompile.errors import InputError, RevcompileError, RevcompileWarning, VerificationError
 from revcompile.ir.coupling_ops import seed_torch
 from revcompile.ir.module_tree import copy_module
@@ -220,7 +220,7 @@ class Examination:
     def observe_original(self, model: nn.Module, calls: Sequence[Call]) -> list[Seen]:
         """The original without the random numbers that decide nothing, which no graph draws: those
         drawn after them are the graph's then."""
-        with draws_left_out(self.captured.draws if self.captured else ()):
+        with DrawsLeftOut(self.captured.draws if self.captured else ()):
             return observe(model, calls, self.net.precision)
 
     # -- capture ------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_what_is_no_model(model: Any, said: str) -> None:
             "policy: expected 'paper', 'pretrained', 'same_parameters' or a revcompile.Policy",
         ),
         ({"policy": ["paper"]}, r"policy: expected .* got \['paper'\]"),
-        ({"check": "slow"}, "check: expected one of 'full', 'fast', 'off', got 'slow'"),
+        ({"check": "slow"}, "check='slow'; use one of: fast, full, off"),
         ({"optimizer_copies": -1}, "optimizer_copies=-1; use .* 1 for SGD with momentum, 2 for Ad"),
         ({"tolerance": X}, "tolerance=Tensor; use a number above 0, or None"),
         ({"leaf_modules": "f"}, r"expected a list .* got 'f'; write leaf_modules=\['f'\]"),

@@ -37,7 +37,7 @@ from revcompile.compiler.capture.functional import (
     functionalize,
     written_inputs,
 )
-from revcompile.compiler.capture.guards import make_guards, with_attributes
+from revcompile.compiler.capture.guards import make_guards
 from revcompile.compiler.capture.isolation import (
     copy_model,
     foreign_rng,
@@ -86,7 +86,7 @@ def capture(
     >>> captured.signature.placeholders
     ('input_1',)
     """
-    level = Check.parse(check)
+    level = Check(check)
     _refuse_hooks(model)
     example = make_example(model, example_inputs, example_kwargs)
     advice = _ADVICE
@@ -271,12 +271,8 @@ class _Capture:
             leaf_modules=tuple(sorted(self._leaves)),
             notes=(*notes, *written_inputs(first.graph)),
             computed=frozenset((path, name) for path, name, key in leaked if key is None),
-            guards=with_attributes(
-                make_guards((first.guards, second.guards), merged, root, self._example),
-                self._model,
-                (train, evaluation),
-                first.asked | second.asked,
-                first.written | second.written,
+            guards=make_guards(
+                self._model, root, self._example, traced, (train, evaluation), merged
             ),
             draws=frozenset(first.draws | second.draws),
             stateful=tuple(f"{path}: {self._reasons[path]}" for path in sorted(self._stateful)),

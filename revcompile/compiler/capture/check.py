@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng, seed_all, set_mode
 from revcompile.compiler.capture.memory import overwrites_unshared, tensors_in
-from revcompile.compiler.capture.random_draws import draws_left_out
+from revcompile.compiler.capture.random_draws import DrawsLeftOut
 from revcompile.compiler.capture.unseen_calls import flag_reads
 from revcompile.errors import InputError
 from revcompile.ir.ops import batch_norm, select, store_buffer
@@ -32,14 +32,6 @@ class Check(enum.Enum):
     FULL = "full"
     FAST = "fast"
     OFF = "off"
-
-    @staticmethod
-    def parse(level: Check | str) -> Check:
-        try:
-            return Check(level)
-        except ValueError:
-            known = ", ".join(repr(c.value) for c in Check)
-            raise InputError(f"check: expected one of {known}, got {level!r}") from None
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ def check_capture(
     for trial in _full() if level is Check.FULL else _fast(captured):
         # in both: a leaf module may draw, to decide something, on a line that decides nothing in
         # another instance of its class
-        with draws_left_out(captured.draws):
+        with DrawsLeftOut(captured.draws):
             problem = _compare_once(model, captured, example, trial, flags)
         if problem is not None:
             return problem

@@ -10,10 +10,10 @@ import dis
 import enum
 import operator
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import fx, nn
@@ -33,7 +33,7 @@ from revcompile.ir.guards import (
 )
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.ops import op_name, store_buffer
-from revcompile.ir.plain_attributes import attributes_of
+from revcompile.ir.plain_attributes import Names, attributes_of
 from revcompile.ir.types import PATH
 
 
@@ -170,6 +170,14 @@ def _with_graph(group: list[tuple[PythonRead, str]]) -> SizeGuards:
     )
 
 
+class Traced(Protocol):
+    """What guards need of the trace of one mode, see `tracer.Tracer`."""
+
+    guards: ModeGuards
+    asked: set[tuple[str, str]]
+    written: set[tuple[str, str]]
+
+
 class ExpressionPrinter:
     """Prints nodes as the user would write them."""
 
@@ -217,19 +225,26 @@ class ExpressionPrinter:
 
 
 def make_guards(
-    modes: Sequence[ModeGuards], merged: fx.Graph | None, root: nn.Module, example: Example
+    model: nn.Module,
+    root: nn.Module,
+    example: Example,
+    traced: Sequence[Traced],
+    graphs: Sequence[fx.Graph],
+    merged: fx.Graph | None,
 ) -> Guards:
-    """The guards of a capture from those of its two traces, but for attributes and flags.
+    """The guards of a capture, but for flags, from its two traces and what became of their graphs.
 
     Where one graph serves both modes (`merged`), it reads modules' `training` flags as it runs, and
     those need no guard; nor does the flag of the whole model, which chooses between the graphs.
     """
     unguarded = {""} | (flags_selected(merged) if merged is not None else set())
+    modes = [mode.guards for mode in traced]
     train, evaluation = (
         replace(mode, modes={p: flag for p, flag in mode.modes.items() if p not in unguarded})
         for mode in modes
     )
     has_sizes = any(sizes.guards for mode in modes for sizes in mode.sizes)
+    plain, asked = _attributes(model, traced, graphs)
     return Guards(
         train,
         evaluation,
@@ -237,22 +252,20 @@ def make_guards(
         seen=frozenset(  # traced without gradients of inputs
             input_types(t.detach() for t in example.tensors(which)) for which in (0, 1)
         ),
+        plain=plain,
+        asked=asked,
     )
 
 
-def with_attributes(
-    guards: Guards,
-    model: nn.Module,
-    graphs: Iterable[fx.Graph],
-    asked: Collection[tuple[str, str]],
-    written: Collection[tuple[str, str]],
-) -> Guards:
-    """Guards on all plain attributes of the modules that graphs do not call.
+def _attributes(
+    model: nn.Module, traced: Sequence[Traced], graphs: Iterable[fx.Graph]
+) -> tuple[Names, Names]:
+    """All plain attributes of the modules that graphs do not call, and names they were asked for.
 
     Those that they call read their own attributes; only what the code of other modules reads of
-    them is guarded, too (`self.drop.p`). `asked` are names that modules were asked for
-    and that are no plain attributes, `written` are attributes that forward passes set.
+    them is guarded, too (`self.drop.p`).
     """
+    written = {pair for mode in traced for pair in mode.written}
     nodes = [node for graph in graphs for node in graph.nodes]
     called = {str(node.target) for node in nodes if node.op == "call_module"}
     within = tuple(f"{path}." for path in sorted(called))
@@ -278,10 +291,10 @@ def with_attributes(
         names = (n for n in attributes_of(module) if child_path(path, n) not in stored)
         plain[path] = frozenset(n for n in names if is_watched(path, n))
     others: dict[str, frozenset[str]] = {}
-    for path, name in sorted(asked):
+    for path, name in sorted({pair for mode in traced for pair in mode.asked}):
         if is_watched(path, name) and name not in plain[path]:
             others[path] = others.get(path, frozenset()) | {name}
-    return replace(guards, plain={p: names for p, names in plain.items() if names}, asked=others)
+    return {path: names for path, names in plain.items() if names}, others
 
 
 def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -75,23 +75,12 @@ def _enters_checkpoint() -> bool:
     return frame is not None and frame.f_code is _CHECKPOINTED
 
 
-class Interceptor(Protocol):
-    """Decides what a call of a module, or a read of a parameter or buffer, returns."""
-
-    def called(self, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
-
-    def attribute(self, value: Any) -> Any: ...
-
-    def note_asked(self, module: nn.Module, name: str) -> None:
-        """The module was asked for a name that is no plain attribute, or for its mode."""
-
-
 class _Members(dict[str, Any]):
     """Parameters or buffers of a module; those that are read by name become proxies."""
 
     __slots__ = ("_tracer",)
 
-    def __init__(self, members: Mapping[str, Any], tracer: Interceptor) -> None:
+    def __init__(self, members: Mapping[str, Any], tracer: ShapedTracer) -> None:
         super().__init__(members)
         self._tracer = tracer
 
@@ -104,7 +93,7 @@ class _Parameters(_Members):
 
     __slots__ = ("_module", "training")
 
-    def __init__(self, module: nn.Module, tracer: Interceptor) -> None:
+    def __init__(self, module: nn.Module, tracer: ShapedTracer) -> None:
         super().__init__(module._parameters, tracer)
         self._module, self.training = module, module.training
 
@@ -119,7 +108,7 @@ class _Parameters(_Members):
 
 
 @contextmanager
-def intercepted(root: nn.Module, tracer: Interceptor) -> Iterator[None]:
+def intercepted(root: nn.Module, tracer: ShapedTracer) -> Iterator[None]:
     """Hand calls of all modules of a model, and reads of parameters and buffers, to a tracer."""
     modules = list(root.modules())
 

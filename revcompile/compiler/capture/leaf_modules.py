@@ -62,7 +62,7 @@ def requested_leaves(
     modules = dict(model.named_modules(remove_duplicate=False))
     first_names = {module: path for path, module in model.named_modules()}
     paths: set[str] = set()
-    for item in [leaf_modules] if isinstance(leaf_modules, (str, type)) else leaf_modules:
+    for item in leaf_modules:
         if not isinstance(item, str | type):
             raise InputError(
                 f"capture: leaf_modules takes paths and classes of modules, not {item!r}"

@@ -59,15 +59,22 @@ class ShapedTracer(fx.Tracer):
 
     def guard(self, node: fx.Node, value: Any, reading: ReadKind) -> None:
         """Note that Python has read a plain value."""
-        raise NotImplementedError
 
     def leave_out(self, draw: fx.Node) -> None:
         """Note that a random number was drawn, and decided nothing."""
-        raise NotImplementedError
 
     def reads_types(self) -> bool:
         """Whether the running code gets dtypes as plain values."""
-        raise NotImplementedError
+        return False
+
+    def called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a call of a module returns."""
+
+    def attribute(self, value: Any) -> Any:
+        """What a read of a parameter or buffer returns."""
+
+    def note_asked(self, module: nn.Module, name: str) -> None:
+        """The module was asked for a name that is no plain attribute, or for its mode."""
 
 
 _HASHED: Final = (int, float, bool, str, torch.Size, torch.dtype, torch.device)

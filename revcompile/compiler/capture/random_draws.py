@@ -7,8 +7,7 @@ the number, and the draw itself is left out of the graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -72,14 +71,9 @@ class NoDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def draws_left_out(lines: Collection[str]) -> Iterator[None]:
-    """Restore the random generator after the draws on these lines, which the graph leaves out."""
-    with _LeftOut(lines) if lines else nullcontext():
-        yield
+class DrawsLeftOut(TorchFunctionMode):
+    """Restores the random generator after the draws on these lines, which the graph leaves out."""
 
-
-class _LeftOut(TorchFunctionMode):
     def __init__(self, lines: Collection[str]) -> None:
         super().__init__()
         self._lines = lines

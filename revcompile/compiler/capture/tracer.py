@@ -199,7 +199,7 @@ class Tracer(ShapedTracer):
             leaves = self._inputs()
             with TracedFunctions(self):
                 args, kwargs = pytree.tree_unflatten(leaves, self._example.in_spec)
-                result = self._traced(root, root, args, kwargs)
+                result = self._traced(root, args, kwargs)
                 self._store_others_buffers()
                 outputs, self.out_spec = pytree.tree_flatten(expanded(result))
                 self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})
@@ -285,20 +285,18 @@ class Tracer(ShapedTracer):
         try:
             if self._path in self._leaf_paths or is_leaf(module):
                 return self.create_proxy("call_module", self._path, args, kwargs)
-            return self._descend(module, module._call_impl, args, kwargs)
+            return self._descend(module, args, kwargs)
         except Exception as error:
             self.failure = self.failure or describe_failure(self._path, error)
             raise
         finally:
             self._path = outer
 
-    def _descend(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _descend(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Trace into a module; if that fails, undo the attempt and make it a leaf module."""
         path, mark = self._path, self._mark()
         try:
-            return self._traced(module, forward, args, kwargs)
+            return self._traced(module, args, kwargs)
         except (Rejected, SuspectedDraw):
             raise
         except Exception as error:
@@ -315,20 +313,18 @@ class Tracer(ShapedTracer):
                 self.stateful.add(path)
             return proxy
 
-    def _traced(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _traced(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a forward; if it hands dtypes to `torch.finfo`, again, with them as plain values."""
         mark = self._mark()
         try:
-            return self._watched(module, forward, args, kwargs)
+            return self._watched(module, args, kwargs)
         except TypeError as error:
             if "finfo" not in str(error) or self.reads_types():
                 raise
         self._roll_back(mark)
         self.restore(module)
         self._reading_types.add(self._path)
-        return self._watched(module, forward, args, kwargs)
+        return self._watched(module, args, kwargs)
 
     def _mark(self) -> tuple[fx.Node | None, int]:
         """The current end of the trace, to roll back to."""
@@ -346,12 +342,10 @@ class Tracer(ShapedTracer):
         proxies = self._state_proxies.items()
         self._state_proxies = {n: p for n, p in proxies if p.node in self.values}
 
-    def _watched(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _watched(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a forward, and raise if it had an effect that is not in the graph."""
         buffers, state = dict(module._buffers), self._state(module)
-        result = forward(*args, **kwargs)
+        result = module._call_impl(*args, **kwargs)
         self._refuse_custom_function(result)
         self._refuse_foreign_rng()
         for name, old in buffers.items():
@@ -366,7 +360,7 @@ class Tracer(ShapedTracer):
             mark, state = self._mark(), self._state(module)
             held = {(p, n): vars(self.root.get_submodule(p)).get(n) for p, n in sorted(changed)}
             users = {key: _users(value) for key, value in held.items()}
-            forward(*args, **kwargs)
+            module._call_impl(*args, **kwargs)
             changed = _changed(state, self._state(module))
             # a tensor that is only stored for the user differs after every call as well
             stored = {key for key in users if users[key] == _users(held[key]) is not None}

@@ -98,18 +98,12 @@ def _differentiate(outputs: Sequence[Any], sources: Sequence[Tensor]) -> None:
         torch.autograd.grad(tensors, sources, ones, allow_unused=True)
 
 
-def _update(parameters: Sequence[Tensor]) -> Callable[[], None]:
+def _update(parameters: Sequence[Tensor]) -> Callable[[], object]:
     """What SGD with momentum does in an update, on copies."""
-    weights, gradients, momenta = (
-        [torch.zeros_like(parameter) for parameter in parameters] for _ in range(3)
-    )
-
-    def run() -> None:
-        torch._foreach_mul_(momenta, 0.9)
-        torch._foreach_add_(momenta, gradients)
-        torch._foreach_add_(weights, momenta, alpha=-0.1)
-
-    return run
+    copies = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    return torch.optim.SGD(copies, lr=0.1, momentum=0.9).step
 
 
 def _time(run: Callable[[], object], device: torch.device) -> float:

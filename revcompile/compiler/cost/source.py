@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,20 +54,11 @@ def sum_costs(costs: Sequence[Cost]) -> Cost:
     65
     """
     first, *rest = costs
-    return Cost(
-        flops=sum(cost.flops for cost in costs),
-        parameters=sum(cost.parameters for cost in costs),
-        forward=math.fsum(cost.forward for cost in costs),
-        backward=math.fsum(cost.backward for cost in costs),
-        update=math.fsum(cost.update for cost in costs),
-        saved=first.saved + sum(cost.saved - cost.shared for cost in rest),
-        shared=first.shared,
-        passing=max(cost.passing for cost in costs),
-        unsaved=costs[-1].unsaved,
-        weights=sum(cost.weights for cost in costs),
-        trained=sum(cost.trained for cost in costs),
-        batch=first.batch,
-    )
+    summed = {name: sum(getattr(cost, name) for cost in costs) for name in vars(first)}
+    shared = {"shared": first.shared, "batch": first.batch, "unsaved": costs[-1].unsaved}
+    saved = first.saved + sum(cost.saved - cost.shared for cost in rest)
+    passing = max(cost.passing for cost in costs)
+    return Cost(**summed | shared | {"saved": saved, "passing": passing})
 
 
 def _given_costs(

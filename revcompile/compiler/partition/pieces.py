@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from revcompile.compiler.capture.memory import works_in_place
 from revcompile.compiler.dataflow import Flow, is_plain, tensor_type
-from revcompile.compiler.rewire.region import ORIGIN
+from revcompile.compiler.rewire.region import ORIGIN, Region
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.types import TYPE, Body, Coupling, Opaque, Rewired, Segment
 
@@ -165,34 +165,16 @@ class _Split:
         return self.live[node]
 
     def _part(self, index: int, group: list[fx.Node], outputs: dict[str, fx.Node]) -> Opaque:
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        inside = set(group)
-        outside = [i for n in (*group, *outputs.values()) for i in (*n.all_input_nodes, n)]
-        inputs = dict.fromkeys(
-            n for n in outside if n not in inside and n not in self.flow.constant
-        )
-        for node in inputs:
-            name = self._name(node)
-            copies[node] = graph.placeholder(name)
-            copies[node].meta = dict(node.meta)
+        region = Region(self.flow)
 
-        def copy(node: fx.Node) -> fx.Node:
-            if node not in copies:
-                for source in node.all_input_nodes:
-                    copy(source)
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-            return copies[node]
+        def outside(node: fx.Node) -> fx.Node:
+            return region.input(self._name(node), like=node)
 
-        constants = {i for n in group for i in n.all_input_nodes} & self.flow.constant
-        for node in self.flow.nodes:
-            if node in inside or node in constants:
-                copy(node)
-        graph.output(tuple(copy(node) for node in outputs.values()))
-        graph.lint()
-        name = self._part_name(index, group)
-        names = tuple(self._name(node) for node in inputs)
-        return Opaque(name, names, tuple(outputs), graph, self.segment.reason)
+        for node in group:
+            region.copy(node, outside)
+        graph = region.finish(tuple(region.value(node, outside) for node in outputs.values()))
+        name, inputs = self._part_name(index, group), tuple(region.inputs)
+        return Opaque(name, inputs, tuple(outputs), graph, self.segment.reason)
 
     def _part_name(self, index: int, group: list[fx.Node]) -> str:
         layer = next((str(n.target) for n in group if n.op == "call_module"), "")

@@ -6,7 +6,7 @@ Every change is noted as a `WeightExpansion`, so that a state dict of the origin
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
@@ -19,7 +19,18 @@ from revcompile.ir.module_tree import child_path, copy_module
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 
 Change = Literal["widen", "widen_norm", "double_inputs"]
-"""Methods of `ModuleEditor` that change the width of a layer."""
+"""Of the width of a layer: twice the outputs, statistics and affine parameters for twice the
+channels, or twice the inputs."""
+_CHANGES: Final[Mapping[Change, tuple[tuple[str, ...], tuple[str, ...], WeightExpansion]]] = {
+    "widen": (("out_features", "out_channels"), ("weight", "bias"), WeightExpansion.TILE),
+    "widen_norm": (
+        ("num_features",),
+        ("weight", "bias", "running_mean", "running_var"),
+        WeightExpansion.TILE,
+    ),
+    "double_inputs": (("in_features", "in_channels"), ("weight",), WeightExpansion.HALVE),
+}
+"""The settings that become twice as large, the tensors that grow, and how."""
 _TENSORS: Final = frozenset(
     ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 )
@@ -49,7 +60,7 @@ def _computes_the_same(module: nn.Module, change: Change, shape: Sequence[int]) 
             tensor.copy_(torch.rand(tensor.shape, generator=generator, device="cpu"))
         a, b = torch.randn((2, *shape), generator=generator, dtype=torch.float64, device="cpu")
         trial = ModuleEditor(nn.Sequential(twin))
-        getattr(trial, change)("0")
+        trial.change("0", change)
         b = b if change == "widen_norm" else a
         wide = a if change == "widen" else torch.cat([a, b], 1)
         expected = twin(a) if change == "double_inputs" else torch.cat([twin(a), twin(b)], 1)
@@ -81,38 +92,17 @@ class ModuleEditor:
             fits = type(module) is nn.Linear
         return fits and _computes_the_same(module, change, shape)
 
-    def widen(self, path: str) -> None:
-        """Twice the outputs: `[W, W]`."""
-        if not self._first(path, "widen"):
+    def change(self, path: str, change: Change) -> None:
+        """Make a layer wider."""
+        if not self._first(path, change):
             return
-        module = self._replace(path)
-        if isinstance(module, nn.Linear):
-            module.out_features *= 2
-        elif isinstance(module, _ConvNd):
-            module.out_channels *= 2
-        for name in ("weight", "bias"):
-            self._grow(path, module, name, WeightExpansion.TILE)
-
-    def widen_norm(self, path: str) -> None:
-        """Statistics and affine parameters for twice the channels."""
-        if not self._first(path, "widen_norm"):
-            return
-        module = self._replace(path)
-        assert isinstance(module, _BatchNorm)
-        module.num_features *= 2
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            self._grow(path, module, name, WeightExpansion.TILE)
-
-    def double_inputs(self, path: str) -> None:
-        """Twice the inputs: `[W/2, W/2]`, the same result for two equal streams."""
-        if not self._first(path, "double_inputs"):
-            return
-        module = self._replace(path)
-        if isinstance(module, nn.Linear):
-            module.in_features *= 2
-        elif isinstance(module, _ConvNd):
-            module.in_channels *= 2
-        self._grow(path, module, "weight", WeightExpansion.HALVE)
+        module: Any = self._replace(path)
+        settings, tensors, how = _CHANGES[change]
+        for name in settings:
+            if hasattr(module, name):
+                setattr(module, name, 2 * getattr(module, name))
+        for name in tensors:
+            self._grow(path, module, name, how)
 
     def revive_zero_init(self, path: str) -> None:
         """A norm that was 0 throughout, weight and bias, starts with weight 1."""

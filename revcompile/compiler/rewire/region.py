@@ -65,14 +65,14 @@ class Region:
         for source in original.all_input_nodes:
             self.value(source, outside)
         new = self.graph.node_copy(original, self._copies.__getitem__)
-        new.meta[ORIGIN] = original.name
+        new.meta.setdefault(ORIGIN, original.name)
         self._copies[original] = new
         return new
 
     def copy_size(self, original: fx.Node, sized: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """Compute a size here; `sized` gives for each tensor one of the same shape."""
         new = self.graph.node_copy(original, sized)
-        new.meta[ORIGIN] = original.name
+        new.meta.setdefault(ORIGIN, original.name)
         self._copies[original] = new
         return new
 

@@ -52,9 +52,9 @@ def enter_widened(flow: Flow, editor: ModuleEditor, x: fx.Node) -> int | None:
     layer = editor.root.get_submodule(str(node.target))
     if isinstance(layer, nn.Linear) and not is_elementwise:  # its outputs are the last dimension
         return None
-    editor.widen(str(node.target))
+    editor.change(str(node.target), "widen")
     for norm in norms:
-        editor.widen_norm(norm)
+        editor.change(norm, "widen_norm")
     return -1 if isinstance(layer, nn.Linear) else 1
 
 
@@ -106,8 +106,8 @@ def _double_consumer(flow: Flow, editor: ModuleEditor, node: fx.Node) -> int | N
     if isinstance(layer, nn.Linear) and _rank(source) != 2:
         return None
     for norm in norms:
-        editor.widen_norm(norm)
-    editor.double_inputs(str(node.target))
+        editor.change(norm, "widen_norm")
+    editor.change(str(node.target), "double_inputs")
     return 1
 
 
