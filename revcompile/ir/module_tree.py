@@ -136,6 +136,12 @@ def parameters_read(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...
     return TreeReads(graph, root).parameters
 
 
+def parameter_names(graph: fx.Graph, root: nn.Module) -> tuple[str, ...]:
+    """Those parameters, each under the name it has first in the model."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    return tuple(names[id(parameter)] for parameter in parameters_read(graph, root))
+
+
 def convolves(graph: fx.Graph, root: nn.Module) -> bool:
     """Does a graph hold convolutions (which may run in TF32)?"""
     called = (root.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module"))

@@ -13,7 +13,7 @@ import torch
 
 from revcompile.compiler.cost import Workload
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
-from revcompile.compiler.partition.cuts import bytes_sent
+from revcompile.compiler.partition.partition import bytes_sent
 from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Cost

@@ -20,15 +20,18 @@ contents that the graph has computed (`store_buffer`).
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import fx, nn
 from torch.nn import functional
 
 from revcompile.compiler.capture.memory import (
+    INPLACE_OPERATORS,
     LOCATIONS,
     STORAGES,
     WRITES,
@@ -36,18 +39,22 @@ from revcompile.compiler.capture.memory import (
     Location,
     eliminate_dead_code,
     is_effect,
-    overwrites_unshared,
-    works_in_place,
-)
-from revcompile.compiler.capture.out_of_place import (
     is_structured,
     location_of,
     other_name_of,
-    out_of_place_call,
-    written_argument,
+    overwrites_unshared,
+    works_in_place,
 )
-from revcompile.ir.ops import attribute, batch_norm, read_buffer, store_buffer, with_item
-from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
+from revcompile.ir.ops import (
+    attribute,
+    batch_norm,
+    op_name,
+    out_of_place,
+    read_buffer,
+    store_buffer,
+    with_item,
+)
+from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, TensorType
 
 
 class NotFunctional(Exception):
@@ -370,3 +377,76 @@ def _raise_stores(graph: fx.Graph) -> None:
         assert isinstance(buffer, fx.Node) and isinstance(value, fx.Node)
         before = [value, *(user for user in buffer.users if user is not store)]
         max(before, key=order.__getitem__).append(store)
+
+
+# -- single operations ----------------------------------------------------------------------------
+
+_NEW_STORAGE: Final = ("resize_", "resize_as_", "set_", "share_memory_", "apply_", "map_", "map2_")
+"""Methods that change more than the contents of a tensor, or call back into Python."""
+
+_OTHER_MEANING: Final = frozenset(
+    f"{name}_"
+    for name in (
+        *("eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal"),
+        *("not_equal", "logical_and", "logical_or", "logical_xor", "logical_not"),
+        *("bernoulli", "fill", "normal"),
+    )
+)
+"""Methods that are something else, or have another type, without the underscore."""
+
+
+@dataclass(frozen=True)
+class OutOfPlace:
+    """An out-of-place call: the op, target and arguments of a node."""
+
+    op: str
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def written_argument(node: fx.Node) -> fx.Node | None:
+    """The input that an operation writes to."""
+    target = node.kwargs.get("out")
+    if target is None:
+        first = (node.kwargs.get(name) for name in ("input", "self"))
+        target = node.args[0] if node.args else next((f for f in first if f is not None), None)
+    return target if isinstance(target, fx.Node) else None
+
+
+def out_of_place_call(node: fx.Node) -> OutOfPlace | None:
+    """The out-of-place form of a node that writes to its `written_argument`, if there is one."""
+    args, kwargs, name = node.args, dict(node.kwargs), op_name(node)
+    if node.target is operator.setitem:
+        return OutOfPlace("call_function", with_item, args, kwargs)
+    if kwargs.pop("out", None) is not None or kwargs.pop("inplace", False):
+        return OutOfPlace("call_function", node.target, args, kwargs)
+    is_operator = node.target in INPLACE_OPERATORS
+    in_place = f"__{name}__" if is_operator else name
+    if not promotes(written_argument(node), node) and name not in _OTHER_MEANING:
+        plain = name[:-1] if name.endswith("_") else ""
+        if is_operator:
+            return OutOfPlace("call_function", INPLACE_OPERATORS[node.target], args, kwargs)
+        if node.op == "call_method" and name not in _NEW_STORAGE and hasattr(torch.Tensor, plain):
+            return OutOfPlace("call_method", plain, args, kwargs)
+        function = getattr(functional, plain, None) or getattr(torch, plain, None)
+        if node.op == "call_function" and inspect.isroutine(function):
+            return OutOfPlace("call_function", function, args, kwargs)
+    if name in _NEW_STORAGE or not args or not hasattr(torch.Tensor, in_place):
+        return None
+    return OutOfPlace("call_function", out_of_place, (args[0], in_place, *args[1:]), kwargs)
+
+
+def promotes(target: Any, node: fx.Node) -> bool:
+    """Would the out-of-place form have another type than the target?"""
+
+    def empty(n: Any) -> torch.Tensor | None:
+        known = n.meta.get(TYPE) if isinstance(n, fx.Node) else None
+        if not isinstance(known, TensorType):
+            return None
+        return torch.empty(known.shape, dtype=known.dtype, device="meta")
+
+    result, others = empty(target), [empty(n) for n in node.all_input_nodes]
+    if result is None or result.dtype is torch.bool:
+        return False
+    return any(o is not None and torch.result_type(result, o) != result.dtype for o in others)

@@ -21,6 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.module_tree import NORMS, called_module
 from revcompile.ir.ops import op_name, store_buffer, writes_self
+from revcompile.ir.types import TYPE
 
 STORAGES: Final = "revcompile_storages"
 """`node.meta` key: the storages of the tensors in the node's value."""
@@ -128,6 +129,47 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     with_storage = (t for t in tensors if torch._C._has_storage(t))
     return frozenset(t.untyped_storage()._cdata for t in with_storage)
+
+
+# -- names of values ------------------------------------------------------------------------------
+
+
+def location_of(node: fx.Node) -> Location | None:
+    """Where the node's value is in memory, if it is a single tensor."""
+    locations = node.meta.get(LOCATIONS, ())
+    return locations[0] if len(locations) == 1 and not is_structured(node) else None
+
+
+def is_structured(node: fx.Node) -> bool:
+    """Is the node's value a container of tensors?"""
+    return isinstance(node.meta.get(TYPE), (tuple, dict))
+
+
+def other_name_of(node: fx.Node, root: nn.Module) -> fx.Node | None:
+    """The input of which the value of a node that writes nothing is another name, if it is."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.op != "call_module":
+        return source if _converts_to_itself(node) else None
+    result, given = location_of(node), location_of(source)
+    if result is None or given is None or not result.same_elements(given):
+        return None
+    of_torch = type(root.get_submodule(str(node.target))).__module__.startswith("torch.nn")
+    return source if of_torch or result.tensor == given.tensor else None  # no layer detaches
+
+
+def _converts_to_itself(node: fx.Node) -> bool:
+    """Is it `x.to(x.dtype)`, `x.to(x)` or the like, which is `x` itself in every precision?"""
+    x, *rest = node.args
+
+    def is_own(given: Any) -> bool:
+        if not isinstance(given, fx.Node):
+            return isinstance(given, bool)
+        return given is x or (given.target is getattr and given.args == (x, "dtype"))
+
+    converts = node.op == "call_method" and node.target in ("to", "type", "type_as")
+    return converts and all(map(is_own, (*rest, *node.kwargs.values())))
 
 
 # -- nodes with effects ---------------------------------------------------------------------------

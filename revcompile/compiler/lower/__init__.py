@@ -17,8 +17,7 @@ from revcompile.compiler.lower.backward import BackwardWriter
 from revcompile.compiler.lower.code import Printed, Printer, Program, Value
 from revcompile.compiler.lower.forward import forward_program, inverse_program
 from revcompile.compiler.lower.trace import trace
-from revcompile.compiler.lower.units import units_of
-from revcompile.compiler.lower.writer import StageUnits
+from revcompile.compiler.lower.writer import StageUnits, units_of
 from revcompile.errors import InputError
 from revcompile.ir import coupling_ops
 from revcompile.ir.program import GraphFunction, Partition, Port, StageCode, StageProgram

@@ -18,16 +18,12 @@ import networkx as nx
 
 from revcompile.compiler.cost import CostSource, MemoryModel, Workload, piece_costs, sum_costs
 from revcompile.compiler.partition.balance import balance, largest
-from revcompile.compiler.partition.cuts import (
-    bytes_sent,
-    live_at_cuts,
-    shared_parameters,
-    written_buffers,
-)
 from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
 from revcompile.errors import InputError
+from revcompile.ir.module_tree import parameter_names
+from revcompile.ir.ops import read_buffer, store_buffer
 from revcompile.ir.program import Part, Partition
-from revcompile.ir.types import Cost, Rewired, Segment
+from revcompile.ir.types import Cost, Coupling, Live, Rewired, Segment, TensorType
 from revcompile.schedule import Tie
 from revcompile.units import format_size
 
@@ -269,3 +265,58 @@ def _ties(row: _Row, ends: Sequence[int]) -> dict[Tie, tuple[str, ...]]:
         for holder in holders:
             ties[Tie(owner, holder)] = (*ties.get(Tie(owner, holder), ()), name)
     return ties
+
+
+# -- what crosses a cut ---------------------------------------------------------------------------
+
+
+def live_at_cuts(rewired: Rewired, pieces: Sequence[Segment]) -> list[tuple[str, ...]]:
+    """The live values at every cut: entry `i` lists what is alive before piece `i`.
+
+    Streams come first, then grids. The last entry holds the model's results.
+    """
+    last_use: dict[str, int] = {}
+    for index, piece in enumerate(pieces):
+        for name in piece.inputs:
+            last_use[name] = index
+    for leaf in rewired.body.result:
+        if isinstance(leaf, Live):
+            last_use[leaf.name] = len(pieces)
+    couplings = [piece for piece in pieces if isinstance(piece, Coupling)]
+    grids = {piece.grid for piece in couplings}
+    streams = {name for piece in couplings for name in (*piece.streams_in, *piece.streams_out)}
+    alive: dict[str, None] = dict.fromkeys(rewired.signature.placeholders)
+    cuts = [tuple(alive)]
+    for index, piece in enumerate(pieces):
+        alive |= dict.fromkeys(piece.outputs)
+        alive = {name: None for name in alive if last_use.get(name, -1) > index}
+        cuts.append(tuple(sorted(alive, key=lambda n: 0 if n in streams else 1 + (n not in grids))))
+    return cuts
+
+
+def bytes_sent(
+    names: Sequence[str], types: Mapping[str, Any], microbatch_size: int | None = None
+) -> int:
+    """Bytes of live values at a batch size, or at the example's."""
+    kinds = (types.get(name) for name in names)
+    return sum(kind.nbytes(microbatch_size) for kind in kinds if isinstance(kind, TensorType))
+
+
+def shared_parameters(rewired: Rewired, pieces: Sequence[Segment]) -> dict[str, tuple[int, ...]]:
+    """Parameters that several pieces read: name -> those pieces."""
+    readers: dict[str, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        for name in parameter_names(piece.graph, rewired.root):
+            readers.setdefault(name, []).append(index)
+    return {name: tuple(users) for name, users in readers.items() if len(users) > 1}
+
+
+def written_buffers(pieces: Sequence[Segment]) -> dict[str, tuple[int, ...]]:
+    """Buffers that graphs write to: name -> the pieces that read or write them."""
+    users: dict[str, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        for node in piece.graph.nodes:
+            if node.target in (read_buffer, store_buffer):
+                (buffer, *_) = node.all_input_nodes
+                users.setdefault(str(buffer.target), []).append(index)
+    return {name: tuple(dict.fromkeys(indices)) for name, indices in users.items()}

@@ -10,7 +10,7 @@ read the pair fused into one value.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,11 @@ from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.find.conflicts import contracted
 from revcompile.compiler.rewire.rearrange import build_rearrange, rearranged_source
 from revcompile.compiler.rewire.region import Region
-from revcompile.compiler.rewire.sizes import WrittenSizes
 from revcompile.ir.ops import fuse_mean, op_name, read_buffer, shape
 from revcompile.ir.types import TYPE, VALUE, Live, Rearrange, Residual
 
+WrittenSizes = tuple[Iterable[fx.Node], fx.Node | None]
+"""Sizes that became functions of the batch size, and an input that grows with the batch."""
 Pair = tuple[str, str]
 """The two streams of one captured value, as names of live values."""
 

@@ -6,25 +6,33 @@ them (`placement`). How streams begin and end (`stream_ends`) is the policy's ch
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
+import torch
 from torch import fx, nn
 
+from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.functional import forbid_inplace
+from revcompile.compiler.capture.guards import ExpressionPrinter, copy_needed
 from revcompile.compiler.capture.memory import is_effect
 from revcompile.compiler.dataflow import Flow
 from revcompile.compiler.find.residual import Found, find
 from revcompile.compiler.rewire.module_editor import ModuleEditor, own_copy
-from revcompile.compiler.rewire.placement import Blocks, Placement
+from revcompile.compiler.rewire.placement import Blocks, Placement, WrittenSizes
 from revcompile.compiler.rewire.region import ORIGIN, Region
 from revcompile.compiler.rewire.segments import coupling, transition
-from revcompile.compiler.rewire.sizes import guards_with
 from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
+from revcompile.ir.guards import Guards, SizeGuard, SizeGuards
 from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.policy import Enter, Fuse, Policy
 from revcompile.ir.types import (
     PATH,
+    SOURCE,
+    TYPE,
+    VALUE,
     Body,
     Captured,
     Live,
@@ -34,6 +42,7 @@ from revcompile.ir.types import (
     ResidualKind,
     Rewired,
     Segment,
+    TensorType,
 )
 
 _INEXPRESSIBLE: Final = {
@@ -86,7 +95,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         refusals=found.refusals,
         weight_expansions=dict(editor.weight_expansions),
         notes=(*captured.notes, *rewiring.notes),
-        guards=guards_with(captured, sizes, eval_sizes),
+        guards=_guards_with(captured, sizes, eval_sizes),
         stateful=captured.stateful,
     )
 
@@ -255,3 +264,63 @@ def _finer(flow: Flow, block: Residual) -> str | None:
         module = dict(flow.root.named_modules()).get(path)
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return path
+
+
+# -- guards ---------------------------------------------------------------------------------------
+
+
+def _guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSizes) -> Guards:
+    """The guards of a capture and those of sizes that became functions of the batch size.
+
+    The size of a value inside a chain cannot be read where the chain's values are not kept. It is
+    computed from the batch size instead, as seen at two batch sizes, which is right only for inputs
+    that have the example's other sizes.
+    """
+    guards = captured.guards
+    written = [_size_guards(captured, *sizes) for sizes in (train, evaluation)]
+    if not any(sizes.guards for sizes in written):
+        return guards
+    return replace(
+        guards,
+        train=replace(guards.train, sizes=(*guards.train.sizes, written[0])),
+        evaluation=replace(guards.evaluation, sizes=(*guards.evaluation.sizes, written[1])),
+        skeleton=guards.skeleton or meta_copy(captured.root),
+    )
+
+
+def _size_guards(
+    captured: Captured, nodes: Iterable[fx.Node], batched: fx.Node | None
+) -> SizeGuards:
+    nodes = list(nodes)
+    if not nodes:
+        return SizeGuards()
+    signature = captured.signature
+    printer = ExpressionPrinter(dict(zip(signature.placeholders, signature.labels, strict=True)))
+    graph, copies = copy_needed(nodes)
+    guards: list[SizeGuard] = []
+    outputs: list[fx.Node] = []
+
+    def expect(value: fx.Node, seen: tuple[int, int], text: str, source: str) -> None:
+        rest, slope = seen[0], seen[1] - seen[0]
+        if slope:
+            assert batched is not None
+            kind: TensorType = batched.meta[TYPE]
+            size = graph.call_function(torch.Tensor.size, (copies[batched], kind.batch_dim))
+            scaled = graph.call_function(operator.mul, (size, slope))
+            value = graph.call_function(operator.sub, (value, scaled))
+            text = f"{text} - {slope} * {printer.show(batched)}.shape[{kind.batch_dim}]"
+            rest -= slope * kind.batch
+        guards.append(SizeGuard(text, rest, source))
+        outputs.append(value)
+
+    for node in nodes:
+        seen: Any = node.meta[VALUE]
+        text, source = printer.show(node), str(node.meta.get(SOURCE, "?"))
+        if isinstance(seen[0], tuple):
+            for i, pair in enumerate(zip(*seen, strict=True)):
+                item = graph.call_function(operator.getitem, (copies[node], i))
+                expect(item, pair, f"{text}[{i}]", source)
+        else:
+            expect(copies[node], seen, text, source)
+    graph.output(tuple(outputs))
+    return SizeGuards(tuple(guards), graph)
