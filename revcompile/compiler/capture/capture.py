@@ -2,8 +2,7 @@
 
 make_example         arguments bound, flattened, at two batch sizes           example.py
 trace                a raw graph for train mode and one for eval mode         tracer.py
-functionalize        writes to memory become new values                       functional.py
-remove_identities    nn.Identity hides where a block begins                   cleanup.py
+functionalize        writes to memory become new values, identities go        functional.py
 unpack_structures    tuples and dicts of tensors become tensors               structures.py
 forbid_inplace       layers with inplace=True that others would see           functional.py
 merge_modes          one graph for both modes, where their structure agrees   modes.py
@@ -22,7 +21,6 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from revcompile.compiler.capture.check import Check, Flags, check_capture, why_it_fails
-from revcompile.compiler.capture.cleanup import remove_identities
 from revcompile.compiler.capture.example import (
     Example,
     make_example,
@@ -314,7 +312,6 @@ def trace(
 def _normalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """The form that the compiler works on: pure, without identities, tensors as values."""
     graph = functionalize(graph, root)
-    graph = remove_identities(graph, root)
     unpack_structures(graph)
     return graph
 

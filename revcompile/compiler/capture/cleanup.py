@@ -49,23 +49,11 @@ def _detach(graph: fx.Graph, node: fx.Node, before: fx.Node, users: list[fx.Node
         user.replace_input_with(node, detached)
 
 
-def remove_identities(graph: fx.Graph, root: nn.Module) -> fx.Graph:
-    """A copy without what passes a value on and hides where a residual block begins.
+def passed_on(node: fx.Node, root: nn.Module) -> fx.Node | None:
+    """What a node only passes on, which would hide where a residual block begins.
 
-    That is `nn.Identity`, and the 0 to which Python's `sum` adds its first summand.
+    Such nodes are `nn.Identity`, and the 0 to which Python's `sum` adds its first summand.
     """
-    result = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        source = _passed_on(node, root)
-        if source is not None:
-            copies[node] = copies[source]
-        else:
-            copies[node] = result.node_copy(node, copies.__getitem__)
-    return result
-
-
-def _passed_on(node: fx.Node, root: nn.Module) -> fx.Node | None:
     module = called_module(node, root)
     if type(module) is nn.Identity and len(node.args) == 1:
         is_passed = not (module._forward_hooks or module._forward_pre_hooks)

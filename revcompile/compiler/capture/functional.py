@@ -30,6 +30,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from revcompile.compiler.capture.cleanup import passed_on
 from revcompile.compiler.capture.memory import (
     INPLACE_OPERATORS,
     LOCATIONS,
@@ -146,6 +147,8 @@ class _Functional:
             self.assigned[location.storage] = value
         elif node.target is functional.batch_norm:
             self._batch_norm(node)
+        elif (source := passed_on(node, self.root)) is not None:
+            self._define(node, self._read(source))
         elif node.op == "placeholder" or node.target is batch_norm or not is_effect(node):
             self._define(node, self.graph.node_copy(node, self._read))
         elif node.op == "call_module":

@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.module_tree import NORMS, called_module
-from revcompile.ir.ops import op_name, store_buffer, writes_self
+from revcompile.ir.ops import store_buffer, writes_self
 from revcompile.ir.types import TYPE
 
 STORAGES: Final = "revcompile_storages"
@@ -52,10 +52,6 @@ INPLACE_OPERATORS: Final[dict[Any, Callable[..., Any]]] = {
     operator.ilshift: operator.lshift,
     operator.irshift: operator.rshift,
 }
-
-ASSERTIONS: Final = frozenset(
-    ("_assert", "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range")
-)
 
 _MAKE_NEW_MEMORY: Final = (_ConvNd, nn.Linear, *NORMS)
 """Layers whose result never shares memory with their input."""
@@ -212,8 +208,5 @@ def overwrites_unshared(node: fx.Node, root: nn.Module) -> bool:
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Remove pure nodes without users, assertions, and parameters without readers."""
-    for node in reversed(list(graph.nodes)):
-        is_assertion = node.op == "call_function" and op_name(node) in ASSERTIONS
-        is_needed = node.users or node.op in ("placeholder", "output", "call_module")
-        if is_assertion or not (is_needed or is_effect(node)):
-            graph.erase_node(node)
+    kept = ("placeholder", "output", "call_module")
+    graph.eliminate_dead_code(lambda node: node.op in kept or is_effect(node))

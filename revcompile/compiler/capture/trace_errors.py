@@ -19,9 +19,8 @@ from torch.fx.proxy import TraceError
 
 _TORCH: Final = torch.__path__[0]
 _TRACERS: Final = (str(Path(__file__).parent), str(Path(_TORCH, "fx")))
-_COMPILERS: Final = (_TORCH, str(Path(__file__).parents[2]), "<frozen")
 _GENERATED: Final = ("<frozen", "<string>", "<eval_with_key>", "<attrs", "<__array_function__")
-_NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parent), *_GENERATED)
+_NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parents[2]), *_GENERATED)
 """How the paths of files begin that no user wrote; `<stdin>` and `<ipython-input-…>` are theirs."""
 
 
@@ -109,7 +108,7 @@ def is_torch_code() -> bool:
 
 
 def is_users_file(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith(_COMPILERS)
+    return not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
 
 
 def user_line() -> str:

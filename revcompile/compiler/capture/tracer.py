@@ -75,7 +75,7 @@ from revcompile.compiler.capture.trace_errors import (
 )
 from revcompile.ir.guards import ModeGuards
 from revcompile.ir.module_tree import called_module, child_path
-from revcompile.ir.ops import attribute, store_buffer
+from revcompile.ir.ops import attribute, called, store_buffer
 from revcompile.ir.plain_attributes import PLAIN, attributes_of
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
 
@@ -516,9 +516,7 @@ class Tracer(ShapedTracer):
                 if layer is not None and not _keeps_attributes(layer):
                     with preserve_attributes(layer):  # not what the forward around it changes
                         return layer(*args, **kwargs)
-                if node.op == "call_method":
-                    return getattr(args[0], target)(*args[1:], **kwargs)
-                return (target if layer is None else layer)(*args, **kwargs)
+                return layer(*args, **kwargs) if layer is not None else called(node, args, kwargs)
         except NEEDS_DATA:
             if layer is None:
                 raise

@@ -81,10 +81,8 @@ class _Trace:
 
     def finish(self, result: Iterable[Any]) -> fx.Graph:
         self.graph.output(tuple(result))
-        for node in reversed(list(self.graph.nodes)):
-            is_removable = node.op == "get_attr" or node.target in (operator.getitem, *PURE)
-            if is_removable and not node.users:
-                self.graph.erase_node(node)
+        pure = (operator.getitem, *PURE)
+        self.graph.eliminate_dead_code(lambda n: n.op != "get_attr" and n.target not in pure)
         self.graph.lint()
         return self.graph
 

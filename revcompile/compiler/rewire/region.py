@@ -85,11 +85,12 @@ class Region:
     def finish(self, outputs: tuple[fx.Node, ...] | fx.Node) -> fx.Graph:
         """Close the graph, and erase nodes that nothing needs."""
         self.graph.output(outputs)
-        for node in reversed(list(self.graph.nodes)):
-            is_needed = node.op in ("call_module", "output") or is_effect(node)
-            if not is_needed and not node.users and node is not self.keep:
-                self.graph.erase_node(node)
-                self.inputs = {k: v for k, v in self.inputs.items() if v is not node}
+        kept = ("call_module", "output")
+        self.graph.eliminate_dead_code(
+            lambda node: node.op in kept or node is self.keep or is_effect(node)
+        )
+        placeholders = {*self.graph.find_nodes(op="placeholder")}
+        self.inputs = {name: node for name, node in self.inputs.items() if node in placeholders}
         self.graph.lint()
         return self.graph
 
