@@ -158,6 +158,9 @@ class Unit:
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
 
 
+Role = Literal["run", "again", "arrange", "restore"]
+
+
 @dataclass(frozen=True, eq=False)
 class GraphFunction:
     """A function that computes what a graph does: F, an opaque piece, or a rearrangement.
@@ -168,7 +171,7 @@ class GraphFunction:
 
     name: str
     segment: Segment
-    role: Literal["run", "again", "arrange", "restore"]
+    role: Role
     graph: fx.Graph
     arguments: tuple[str, ...]
     """What they are called in printed code, where not as in the graph."""

@@ -17,7 +17,7 @@ from revcompile.compiler.lower.backward import BackwardWriter
 from revcompile.compiler.lower.code import Printed, Printer, Program, Value
 from revcompile.compiler.lower.forward import forward_program, inverse_program
 from revcompile.compiler.lower.trace import trace
-from revcompile.compiler.lower.writer import StageUnits, units_of
+from revcompile.compiler.lower.writer import StageUnits
 from revcompile.errors import InputError
 from revcompile.ir import coupling_ops
 from revcompile.ir.program import GraphFunction, Partition, Port, StageCode, StageProgram
@@ -56,8 +56,7 @@ def lower(
         return Port(name, tensor, partition.requires_grad(name))
 
     for part, keep in zip(partition.parts, keeps, strict=True):
-        units = units_of(partition, part, keep)
-        stage = StageUnits(partition, part, units)
+        stage = StageUnits(partition, part, keep)
         walk = BackwardWriter(stage)
         backward = walk.write(sends_back)
         forward = forward_program(stage, walk.kept.values())
@@ -68,7 +67,7 @@ def lower(
                 index=part.index,
                 stages=len(partition.parts),
                 method=method,
-                units=units,
+                units=stage.units,
                 inputs=tuple(map(port, part.inputs)),
                 outputs=tuple(map(port, part.outputs)),
                 kept=tuple(walk.kept),
@@ -89,11 +88,11 @@ def _code(
 ) -> tuple[StageCode, dict[str, fx.Graph]]:
     """The programs as text, and the graphs traced from it by their names."""
     written = list(filter(None, programs))
-    functions, runs = stage.functions.made, list(stage.runs.values())
+    functions, runs = stage.functions, list(stage.runs.values())
     pure = {function.__name__ for function in coupling_ops.PURE}
     pure |= {function.name for function in functions if function.role in ("arrange", "restore")}
     has_key = any(unit.random for unit in stage.units)
-    printer = Printer(stage.partition, stage.functions.names, pure, has_key)
+    printer = Printer(stage.partition, stage.names, pure, has_key)
     printed = {program: printer.print(program) for program in (*runs, *written)}
     called: list[GraphFunction | Printed] = [*functions, *(printed[run] for run in runs)]
     graphs = {

@@ -150,7 +150,7 @@ class BackwardWriter(Writer):
         of_b, of_y = map(self.gradient, piece.streams_out)
         extras = [self.gradient(name) for name in piece.extras]
         grid, sides = self.value(piece.grid), self.leaves(piece.sides)
-        function = self.functions.of_piece(piece, again=True).name
+        function = self.stage.of_piece(piece, "again").name
         arguments = [function, "self", b, y, of_b, of_y, grid, GRADS, *sides]
         if extras:
             arguments.append(f"extras={tupled(extras)}")
@@ -179,7 +179,7 @@ class BackwardWriter(Writer):
         self, piece: Segment, streams: Sequence[Value], gradients: Sequence[Value]
     ) -> list[Value]:
         """A rearrangement only moves elements, so gradients go back as values do."""
-        restore = self.functions.rearrangement(piece, back=True).name
+        restore = self.stage.of_piece(piece, "restore").name
         shapes = self.keep(Value(piece.name, "shapes"))
         restored = [self.new_gradient(gradient.name) for gradient in gradients]
         for target, gradient in zip(restored, gradients, strict=True):

@@ -70,7 +70,7 @@ def inverse_program(stage: StageUnits, given: Sequence[Value]) -> Program | None
         assert isinstance(piece, Coupling) and piece.grid is not None
         writer.reseed(piece)
         b, y = (writer.values[name] for name in piece.streams_out)
-        function = writer.functions.of_piece(piece, again=True)
+        function = stage.of_piece(piece, "again")
         sign = writer.sign(piece, b)
         addend = writer.branch(piece, b, function, [None] * len(piece.extras))
         grid, lost = writer.values[piece.grid], Value(piece.name, "lost")
@@ -84,7 +84,7 @@ def inverse_program(stage: StageUnits, given: Sequence[Value]) -> Program | None
             arranged = [Value(name, "arranged") for name in piece.streams_in]
             writer.assign(arranged, a, b, comment=piece.name)
             shapes = Value(piece.name, "shapes")
-            restore = writer.functions.rearrangement(piece, back=True)
+            restore = stage.of_piece(piece, "restore")
             writer.assign(streams, *(f"{restore.name}(self, {one}, {shapes})" for one in arranged))
         writer.values |= dict(zip(piece.streams_in, streams, strict=True))
     return writer.program("inverse", (KEY, *given), listed(streams))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,10 +21,14 @@ from revcompile.compiler.lower.fusion_regions import (
     fuse_residual_adds,
 )
 from revcompile.ir import coupling_ops
+from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import attribute, widened
 from revcompile.ir.python_code import copied
 from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, with_copy
 from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded
+
+_CAST: Final = (nn.Conv1d, nn.Conv2d, nn.Linear)
+"""Layers of regions for which autocast casts."""
 
 
 class Fusion:
@@ -58,7 +62,7 @@ class Fusion:
         for region in regions[1]:
             for node in region.inputs:
                 if node.target in (coupling_ops.leaf, coupling_ops.stream_leaf):
-                    is_cast = _is_cast(region, node)
+                    is_cast = _is_cast(region, node, root)
                     node.target = cast_leaf if is_cast else coupling_ops.leaf
                     if is_cast and is_stored_as_read:
                         node.args = tuple(map(_as_stored, node.args))
@@ -161,13 +165,11 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def _is_cast(region: FusionRegion, node: fx.Node) -> bool:
+def _is_cast(region: FusionRegion, node: fx.Node, root: nn.Module) -> bool:
     """Do only layers read an input, for which autocast casts it to low precision?"""
     users = [user for user in node.users if user in region.nodes]
-    return bool(users) and all(
-        user.op == "call_module" and f"{user.target}.weight" in region.autocast_weights
-        for user in users
-    )
+    layers = [called_module(user, root) for user in users]
+    return bool(users) and all(isinstance(layer, _CAST) for layer in layers)
 
 
 def cast_leaf(x: Any) -> Any:

@@ -100,8 +100,6 @@ class FusionRegion:
     """Paths of the tensors it reads of layers."""
     statistics: set[str] = field(default_factory=set)
     """Those of `reads` that are running statistics."""
-    autocast_weights: set[str] = field(default_factory=set)
-    """Those of `reads` that autocast casts to low precision, with the layer's input."""
     counters: list[str] = field(default_factory=list)
     """Paths of `num_batches_tracked`, which the function does not write."""
     modules: list[nn.Module] = field(default_factory=list)
@@ -295,8 +293,6 @@ def _emit(
         args = fx.map_arg(node.args, copies.__getitem__)
         if type(layer) in _LIFTED:
             function, names, settings = _LIFTED[type(layer)](layer)
-            if not isinstance(layer, nn.LayerNorm):
-                region.autocast_weights.add(f"{node.target}.weight")
             arguments = [lifted.get(f"{node.target}.{name}") for name in names]
             return graph.call_function(function, (*args, *arguments, *settings))
         region.modules.append(layer)

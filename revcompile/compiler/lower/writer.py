@@ -1,7 +1,7 @@
 """Writing a stage's code, as the forward, inverse and backward programs do.
 
 units_of    what of a stage is differentiated at once
-StageUnits  these units, and the functions that compute them
+StageUnits  the units of a stage, and the functions that compute them
 Writer      statements that call the functions
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import keyword
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -18,7 +18,7 @@ from torch import fx, nn
 from revcompile.compiler.lower.code import GRADS, KEY, Program, Statement, Value, hints, listed
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.module_tree import convolves, has_batch_norm, parameter_names
-from revcompile.ir.program import GraphFunction, Part, Partition, Unit, legal
+from revcompile.ir.program import GraphFunction, Part, Partition, Role, Unit, legal
 from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Coupling, Segment, TensorType
 from revcompile.schedule import Keep
@@ -69,63 +69,6 @@ def _draws(piece: Segment, root: nn.Module) -> bool:
     return random_reads(piece.graph, root).may_ever_draw
 
 
-class Functions:
-    """Makes each function of a stage once. No variable may have one of the `names`."""
-
-    def __init__(self, partition: Partition, part: Part) -> None:
-        self.partition = partition
-        self.places = {id(piece): place for place, piece in enumerate(part.pieces)}
-        programs = ("forward", "inverse", "backward")
-        self.names = {*coupling_ops.HELPERS, *programs, "self", "torch", GRADS}
-        self._hints = hints(partition)
-        self._made: dict[tuple[int, str], GraphFunction] = {}
-
-    @property
-    def made(self) -> tuple[GraphFunction, ...]:
-        """All of them, in the order of the stage's pieces."""
-        return tuple(sorted(self._made.values(), key=lambda f: self.places[id(f.segment)]))
-
-    def name(self, wanted: str) -> str:
-        """A name for a function that nothing else has."""
-        name = legal(wanted)
-        while name in self.names or keyword.iskeyword(name):
-            name += "_"
-        self.names.add(name)
-        return name
-
-    def of_piece(self, piece: Segment, *, again: bool = False) -> GraphFunction:
-        """F of a coupling, or an opaque piece; `again`: without the buffers it writes."""
-        role: Literal["again", "run"] = "again" if again and writes_buffers(piece) else "run"
-        if (id(piece), role) not in self._made:
-            root = self.partition.rewired.root
-            name = self.name(piece.name if role == "run" else f"{piece.name}_again")
-            inputs = ("x", *piece.sides) if isinstance(piece, Coupling) else piece.inputs
-            arguments = tuple(legal(self._hints.get(given, given)) for given in inputs)
-            graph = _prepared(piece.graph, root, self._casts(piece), stores=role == "run")
-            self._made[id(piece), role] = GraphFunction(name, piece, role, graph, arguments)
-        return self._made[id(piece), role]
-
-    def _casts(self, piece: Segment) -> dict[int, torch.dtype]:
-        """Streams are float32 at least, and are given to the model's code in its own precision."""
-        if isinstance(piece, Coupling):
-            streams = [piece.streams_in[0]]
-        else:
-            of_couplings = self.partition.stream_outputs
-            streams = [name if name in of_couplings else "" for name in piece.inputs]
-        dtypes = enumerate(map(self.partition.low_precision, streams))
-        return {place: dtype for place, dtype in dtypes if dtype is not None}
-
-    def rearrangement(self, piece: Segment, *, back: bool) -> GraphFunction:
-        """Rearranges a stream for a coupling, and gives shapes; `back`: undoes it, given those."""
-        role: Literal["restore", "arrange"] = "restore" if back else "arrange"
-        if (id(piece), role) not in self._made:
-            assert isinstance(piece, Coupling) and piece.rearrange is not None
-            graph = piece.rearrange.inverse if back else piece.rearrange.forward
-            name = self.name(f"{piece.name}_{role}")
-            self._made[id(piece), role] = GraphFunction(name, piece, role, graph, ())
-        return self._made[id(piece), role]
-
-
 def writes_buffers(piece: Segment) -> bool:
     """Does a piece write buffers? Backward, which computes it again, must not."""
     return bool(piece.graph.find_nodes(op="call_function", target=ops.store_buffer))
@@ -163,19 +106,72 @@ def _norm_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]
 
 
 class StageUnits:
-    """The units of a stage, and the functions that compute them."""
+    """The units of a stage, and the functions that compute them, each made once.
 
-    def __init__(self, partition: Partition, part: Part, units: Sequence[Unit]) -> None:
-        self.partition, self.part, self.units = partition, part, units
-        self.functions = Functions(partition, part)
-        self.random = {id(p) for unit in units for p in unit.pieces if p.name in unit.random}
+    No variable may have one of the `names`.
+    """
+
+    def __init__(self, partition: Partition, part: Part, keep: Keep) -> None:
+        self.partition, self.part = partition, part
+        self.units = units_of(partition, part, keep)
+        self.random = {id(p) for unit in self.units for p in unit.pieces if p.name in unit.random}
+        self.places = {id(piece): place for place, piece in enumerate(part.pieces)}
         self.runs: dict[tuple[int, bool], Program] = {}
         """Programs that compute several pieces."""
+        programs = ("forward", "inverse", "backward")
+        self.names = {*coupling_ops.HELPERS, *programs, "self", "torch", GRADS}
+        self._hints = hints(partition)
+        self._made: dict[tuple[int, str], GraphFunction] = {}
+
+    @property
+    def functions(self) -> tuple[GraphFunction, ...]:
+        """Those of graphs, in the order of the stage's pieces."""
+        return tuple(sorted(self._made.values(), key=lambda f: self.places[id(f.segment)]))
+
+    def name(self, wanted: str) -> str:
+        """A name for a function that nothing else has."""
+        name = legal(wanted)
+        while name in self.names or keyword.iskeyword(name):
+            name += "_"
+        self.names.add(name)
+        return name
+
+    def of_piece(self, piece: Segment, role: Role = "run") -> GraphFunction:
+        """F of a coupling, an opaque piece, or how a coupling rearranges a stream and restores it.
+
+        `again`: without the buffers it writes.
+        """
+        role = "run" if role == "again" and not writes_buffers(piece) else role
+        if (id(piece), role) not in self._made:
+            name = self.name(piece.name if role == "run" else f"{piece.name}_{role}")
+            made = GraphFunction(name, piece, role, *self._graph(piece, role))
+            self._made[id(piece), role] = made
+        return self._made[id(piece), role]
+
+    def _graph(self, piece: Segment, role: Role) -> tuple[fx.Graph, tuple[str, ...]]:
+        """What a function computes, and its arguments."""
+        if role in ("arrange", "restore"):
+            assert isinstance(piece, Coupling) and piece.rearrange is not None
+            return piece.rearrange.inverse if role == "restore" else piece.rearrange.forward, ()
+        inputs = ("x", *piece.sides) if isinstance(piece, Coupling) else piece.inputs
+        arguments = tuple(legal(self._hints.get(given, given)) for given in inputs)
+        root = self.partition.rewired.root
+        return _prepared(piece.graph, root, self._casts(piece), stores=role == "run"), arguments
+
+    def _casts(self, piece: Segment) -> dict[int, torch.dtype]:
+        """Streams are float32 at least, and are given to the model's code in its own precision."""
+        if isinstance(piece, Coupling):
+            streams = [piece.streams_in[0]]
+        else:
+            of_couplings = self.partition.stream_outputs
+            streams = [name if name in of_couplings else "" for name in piece.inputs]
+        dtypes = enumerate(map(self.partition.low_precision, streams))
+        return {place: dtype for place, dtype in dtypes if dtype is not None}
 
     def function(self, unit: Unit, *, again: bool = False) -> GraphFunction | Program:
         """A unit that is differentiated at once as one function of its inputs."""
         if is_piece(unit):
-            return self.functions.of_piece(unit.pieces[0], again=again)
+            return self.of_piece(unit.pieces[0], "again" if again else "run")
         again = again and any(map(writes_buffers, unit.pieces))
         if (id(unit), again) not in self.runs:
             whole = len(self.units) == 1
@@ -184,7 +180,7 @@ class StageUnits:
             for piece in unit.pieces:
                 writer.compute(piece, again=again)
             self.runs[id(unit), again] = writer.program(
-                self.functions.name(f"{name}_again" if again else name),
+                self.name(f"{name}_again" if again else name),
                 (*self.key(unit), *map(Value, unit.inputs)),
                 listed(writer.values[name] for name in self.outputs(unit)),
                 comment=unit.name,
@@ -214,7 +210,6 @@ class Writer:
 
     def __init__(self, stage: StageUnits, inputs: Iterable[str] = ()) -> None:
         self.stage, self.partition = stage, stage.partition
-        self.functions = stage.functions
         self.values = {name: Value(name) for name in inputs}
         self.statements: list[Statement] = []
 
@@ -245,13 +240,13 @@ class Writer:
     def reseed(self, piece: Segment) -> None:
         """Seed a piece by its place in the stage, so that all methods draw the same numbers."""
         if id(piece) in self.stage.random:
-            place = self.functions.places[id(piece)]
+            place = self.stage.places[id(piece)]
             self.assign((), f"reseed({KEY}, {place})", note=_SEEDS)
 
     def compute(self, piece: Segment, *, again: bool = False) -> None:
         """Run a piece; `again`: in backward, where buffers are not written."""
         self.reseed(piece)
-        function = self.functions.of_piece(piece, again=again)
+        function = self.stage.of_piece(piece, "again" if again else "run")
         if isinstance(piece, Coupling):
             self._couple(piece, function)
         else:
@@ -273,7 +268,7 @@ class Writer:
             self.assign((a, b, Value(piece.grid)), entered, note=_GRID)
         if piece.rearrange is not None:
             shapes: Value | None = Value(piece.name, "shapes")
-            arrange = self.functions.rearrangement(piece, back=False)
+            arrange = self.stage.of_piece(piece, "arrange")
             arranged = [Value(name, "arranged") for name in piece.streams_in]
             for stream, target in zip((a, b), arranged, strict=True):
                 arranging = self.called(arrange, piece.rearrange.sides, stream)
