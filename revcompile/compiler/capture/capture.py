@@ -3,7 +3,6 @@
 make_example         arguments bound, flattened, at two batch sizes           example.py
 trace                a raw graph for train mode and one for eval mode         tracer.py
 functionalize        writes to memory become new values, identities go        functional.py
-unpack_structures    tuples and dicts of tensors become tensors               structures.py
 forbid_inplace       layers with inplace=True that others would see           functional.py
 merge_modes          one graph for both modes, where their structure agrees   modes.py
 make_guards          conditions under which the graph is the model            guards.py
@@ -49,7 +48,6 @@ from revcompile.compiler.capture.leaf_modules import (
 )
 from revcompile.compiler.capture.modes import merge_modes
 from revcompile.compiler.capture.random_draws import SuspectedDraw
-from revcompile.compiler.capture.structures import unpack_structures
 from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.compiler.capture.tracer import Tracer
 from revcompile.compiler.capture.unseen_calls import foreign_draws
@@ -211,7 +209,7 @@ class _Capture:
             for name, tensor in {**train.constants, **evaluation.constants}.items():
                 register_constant(root, name, tensor)
             try:
-                graphs = [_normalize(mode.graph, root) for mode in traced]
+                graphs = [functionalize(mode.graph, root) for mode in traced]
             except NotFunctional as error:  # a write that only a leaf module can hide
                 self._add_leaf(error)
                 continue
@@ -307,13 +305,6 @@ def trace(
             finally:
                 if has_drawn():
                     restore()
-
-
-def _normalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
-    """The form that the compiler works on: pure, without identities, tensors as values."""
-    graph = functionalize(graph, root)
-    unpack_structures(graph)
-    return graph
 
 
 # -- other readings of the example ----------------------------------------------------------------

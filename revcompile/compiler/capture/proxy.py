@@ -178,8 +178,6 @@ class ShapedProxy:
         return a
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self.known.first, dict):
-            return iter(list(self.known.first))
         return iter([self._call(operator.getitem, i) for i in range(len(self))])
 
     def __contains__(self, item: Any) -> bool:

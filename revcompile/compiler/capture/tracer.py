@@ -58,13 +58,15 @@ from revcompile.compiler.capture.proxy import (
 )
 from revcompile.compiler.capture.random_draws import SuspectedDraw
 from revcompile.compiler.capture.structures import (
-    STRUCTURE,
-    expanded,
+    is_structure,
     refuse_hidden_tensors,
-    structure_of,
+    refuse_lost_type,
+    unpacked,
+    with_fields,
 )
 from revcompile.compiler.capture.trace_errors import (
     AUTOCAST,
+    BatchDependent,
     PythonState,
     Rejected,
     Untraceable,
@@ -201,7 +203,7 @@ class Tracer(ShapedTracer):
                 args, kwargs = pytree.tree_unflatten(leaves, self._example.in_spec)
                 result = self._traced(root, args, kwargs)
                 self._store_others_buffers()
-                outputs, self.out_spec = pytree.tree_flatten(expanded(result))
+                outputs, self.out_spec = pytree.tree_flatten(with_fields(result))
                 self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})
         self.guards = self._guards()
         state = {name for name, _ in named}
@@ -226,7 +228,19 @@ class Tracer(ShapedTracer):
         return leaves
 
     def proxy(self, node: fx.Node) -> Any:
-        return proxy_for(node, self, node in self._data)
+        """What stands for a node in Python code: a proxy, or a structure of proxies."""
+        value, grown = self.values[node]
+        if not is_structure(value):
+            return proxy_for(node, self, node in self._data)
+        if isinstance(value, tuple | list):
+            if len(value) != len(grown):
+                raise BatchDependent(len(value), len(grown))
+            self.guard(node, len(value), ReadKind.LENGTH)
+
+        def take(function: Any, source: fx.Node, key: Any) -> fx.Node:
+            return self.create_node("call_function", function, (source, key), {})
+
+        return unpacked(node, value, take, self.proxy)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, ShapedProxy):
@@ -239,6 +253,7 @@ class Tracer(ShapedTracer):
                 "generator, which torch.manual_seed seeds",
                 self.root.get_submodule(self._path),
             )
+        refuse_lost_type(a)
         if isinstance(a, torch.Size):
             return tuple(self.create_arg(n) for n in a)
         if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
@@ -384,7 +399,7 @@ class Tracer(ShapedTracer):
         for name, value in attributes_of(module).items():
             entries = value.items() if type(value) is dict else [(None, value)]
             for key, held in entries:
-                if isinstance(held, ShapedProxy) and self._is_computed(held.node):
+                if any(map(self._is_computed, _nodes_in(held))):
                     self.leaked.add((self._path, name, key))
 
     def _is_computed(self, node: fx.Node) -> bool:
@@ -462,7 +477,7 @@ class Tracer(ShapedTracer):
                     first, second = (self._evaluate(node, layer, which) for which in (0, 1))
                     self._learn(node, first, second)
                 self._refuse_hidden_write(node)
-                refuse_hidden_tensors(node, self.values[node].first)
+                refuse_hidden_tensors(self.values[node].first)
                 self._keep_buffer_writer(node)
             except Exception:
                 self.graph.erase_node(node)
@@ -491,7 +506,6 @@ class Tracer(ShapedTracer):
         self.values[node] = Values(first, second)
         node.meta[TYPE] = type_of_values(first, second, self._example.batch)
         node.meta[VALUE] = size_of_values(first, second, self._example.batch)
-        node.meta[STRUCTURE] = structure_of(self.values[node], self._example.batch)
         sources = node.all_input_nodes
         is_data = node.op in _DATA or node.target in RANDOM or not self._data.isdisjoint(sources)
         if is_data and tensors_in(first):
@@ -551,10 +565,14 @@ def _keeps_attributes(layer: nn.Module) -> bool:
     return type(layer).__module__.startswith("torch.nn.") and not layer._forward_pre_hooks
 
 
+def _nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes of the proxies in a value."""
+    return [leaf.node for leaf in pytree.tree_leaves(value) if isinstance(leaf, ShapedProxy)]
+
+
 def _users(value: Any) -> int | None:
     """How many nodes read a value that an attribute holds; None if it is not in the graph."""
-    held = (value, *getattr(value, "__dict__", {}).values())
-    nodes = [each.node for each in held if isinstance(each, ShapedProxy)]
+    nodes = _nodes_in((value, *getattr(value, "__dict__", {}).values()))
     return sum(len(node.users) for node in nodes) if nodes else None
 
 
