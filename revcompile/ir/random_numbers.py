@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from torch import fx, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from revcompile.ir.ops import is_random_operator, op_name
 from revcompile.kernels.layer_norm import is_layer_norm
@@ -22,8 +21,11 @@ _RANDOM_COMPOSITES: Final = frozenset(
 _KNOWN_PACKAGES: Final = frozenset(("", "_operator", "builtins", "math", "revcompile", "torch"))
 """Where functions come from that draw no random numbers but by operators of torch."""
 
-_POOLS: Final = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-_RANDOM: Final = (_DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, *_POOLS)
+_RANDOM: Final = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
+    *(nn.FeatureAlphaDropout, nn.RReLU, nn.MultiheadAttention, nn.RNNBase),
+    *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+)
 """Layers of torch that may draw random numbers; all from elsewhere may."""
 
 
