@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -324,3 +325,34 @@ def test_a_counter_in_a_branch_is_told_to_be_a_buffer() -> None:
 def test_what_is_remembered_in_a_child_is_no_counter() -> None:
     captured = capture(nn.Sequential(RemembersInChild(), Block()), X, check="full")
     assert captured.leaf_modules == ()
+
+
+# -- other threads --------------------------------------------------------------------------------
+
+
+def test_other_threads_see_nothing_of_captures() -> None:
+    """They draw, ask for types and read the very modules that are captured."""
+    net = Block()
+    weight, begin, end = net.l.weight, threading.Barrier(5), threading.Event()
+    foreign: list[Any] = []
+
+    def use() -> None:
+        begin.wait()
+        while not end.is_set():
+            drawn = torch.randn(3)
+            read = net.l.weight is weight, net.training, type(net.ema) is Tensor
+            if type(drawn) is not Tensor or not isinstance(drawn, Tensor) or not all(read):
+                foreign.append((drawn, read))
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    begin.wait()
+    try:
+        for _ in range(50):
+            capture(net, X, check="off")
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
+    assert not foreign
