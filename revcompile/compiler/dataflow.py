@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from revcompile.compiler.capture.memory import is_effect
 from revcompile.ir.module_tree import parameters_of
-from revcompile.ir.ops import op_name, read_buffer
+from revcompile.ir.ops import FACTORIES, op_name, read_buffer
 from revcompile.ir.random_numbers import draws_random
 from revcompile.ir.types import TYPE, VALUE, TensorType, types_in
 
@@ -22,16 +22,6 @@ _ADDS: Final = frozenset(
 _WEIGHTED_FUNCTIONS: Final = frozenset(
     ("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "matmul", "bmm", "mm")
 ) | {"addmm"}
-
-
-_FACTORIES: Final = frozenset(
-    (
-        *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like"),
-        *("zeros_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor"),
-        "new_zeros",
-    )
-)
-"""Functions that read only the shape, type and device of their input."""
 
 
 def tensor_type(node: fx.Node) -> TensorType | None:
@@ -54,7 +44,7 @@ def cuts_gradient(node: fx.Node) -> bool:
     if node.target is getattr:
         return bool(node.args[1] == "data")
     name = op_name(node)
-    return node.op != "call_module" and (name in ("detach", "detach_") or name in _FACTORIES)
+    return node.op != "call_module" and (name in ("detach", "detach_") or name in FACTORIES)
 
 
 def is_add(node: fx.Node) -> bool:

@@ -90,6 +90,15 @@ def op_name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
+FACTORIES: Final = frozenset(
+    (
+        *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like"),
+        *("zeros_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor"),
+        "new_zeros",
+    )
+)
+"""Functions that read only the shape, type and device of their input."""
+
 _INPLACE_METHODS: Final = frozenset(("apply_", "map_", "map2_", "share_memory_"))
 """In-place methods of tensors that are no operators of torch, which has no schema of them."""
 

@@ -103,10 +103,7 @@ class _Values:
         self._entries: list[tuple[dict[str, Any], str, Any]] = []
         self._present: list[tuple[dict[str, Any], str]] = []
         """Members: they must not be None."""
-        self._tables: list[Mapping[str, Any]] = []
-        """Of objects: another field is another size."""
         self._others: list[tuple[Callable[[], Any], Any]] = []
-        self._tensors: list[Tensor] = []
         self._seen: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,8 +116,6 @@ class _Values:
         return (
             all(map(is_, found, self._objects))
             and all(map(is_not, map(dict.get, *self._members), repeat(None)))
-            and list(map(len, self._tables)) == self._sizes
-            and list(map(_version, self._tensors)) == self._versions
             and all(_equals(read(), expected) for read, expected in self._others)
         )
 
@@ -129,8 +124,6 @@ class _Values:
         self._keys = [key for _, key, _ in self._entries]
         self._objects = [value for _, _, value in self._entries]
         self._members = [table for table, _ in self._present], [name for _, name in self._present]
-        self._sizes = list(map(len, self._tables))
-        self._versions = list(map(_version, self._tensors))
 
     def add_attribute(self, module: nn.Module, name: str, label: str) -> None:
         """Note an attribute; a tensor may have become a buffer since it was captured."""
@@ -179,7 +172,7 @@ class _Values:
         if isinstance(value, Tensor):
             self.found[label] = _Elements(value)
             if not value.is_inference():
-                self._tensors.append(value)
+                self._others.append((partial(_version, value), value._version))
         elif _is_array(value):
             self.found[label] = elements = _Elements(value)
             self._others.append((partial(_Elements, value), elements))
@@ -217,7 +210,7 @@ class _Values:
                 fields = _without_dunders(value)
                 self._others.append((partial(_without_dunders, value), fields))
         elif isinstance(own := getattr(value, "__dict__", None), dict):
-            self._tables.append(own)
+            self._others.append((partial(len, own), len(own)))  # another field: another size
             fields = {n: v for n, v in own.items() if not is_module or n not in INTERNAL}
             self._entries += [(own, name, held) for name, held in fields.items()]
         for name in () if isinstance(value, type) else _slots(kind):

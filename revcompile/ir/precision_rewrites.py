@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from revcompile.ir import coupling_ops
 from revcompile.ir.coupling_ops import call_bn_relu, call_norm
 from revcompile.ir.module_tree import called_module, casts_input, is_cast
-from revcompile.ir.ops import as_read, matching, widened
+from revcompile.ir.ops import as_read, matching, op_name, widened
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import copied
 from revcompile.ir.types import TYPE, TensorType
@@ -47,11 +47,8 @@ def for_stages(
 
 # -- cast_down ------------------------------------------------------------------------------------
 
-_MOVING_METHODS: Final = frozenset(
+_MOVING: Final = frozenset(
     ("contiguous", "flatten", "permute", "reshape", "roll", "transpose", "view")
-)
-_MOVING_FUNCTIONS: Final[frozenset[Any]] = frozenset(
-    (torch.flatten, torch.permute, torch.reshape, torch.roll, torch.transpose)
 )
 _METADATA: Final = ("shape", "ndim", "device")
 
@@ -127,15 +124,11 @@ def _reads_metadata(user: fx.Node) -> bool:
 
 
 def _only_moves_elements(user: fx.Node) -> bool:
-    if user.op == "call_method":
-        return user.target in _MOVING_METHODS
-    if user.op != "call_function":
-        return False
     if user.target is F.pad:
         settings: dict[str, Any] = dict(zip(("mode", "value"), user.args[2:], strict=False))
         settings |= user.kwargs
         return settings.get("mode", "constant") == "constant" and settings.get("value") in (None, 0)
-    return user.target in _MOVING_FUNCTIONS
+    return user.op in ("call_function", "call_method") and op_name(user) in _MOVING
 
 
 # -- fuse_bn_relu ---------------------------------------------------------------------------------
@@ -212,11 +205,7 @@ def match_dtypes(graph: fx.Graph) -> fx.Graph:
 
 
 def _operation(node: fx.Node) -> str:
-    if node.op == "call_method":
-        return str(node.target).removesuffix("_")
-    target: Any = node.target
-    name = str(getattr(target, "__name__", "")) if node.op == "call_function" else ""
-    return name.partition(".")[0].removesuffix("_")
+    return op_name(node).removesuffix("_") if node.op in ("call_function", "call_method") else ""
 
 
 def _match_source(node: fx.Node) -> None:

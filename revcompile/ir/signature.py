@@ -72,7 +72,7 @@ def bind(
     for index, leaf in enumerate(leaves):
         if index in fixed:
             if isinstance(leaf, Tensor) or leaf != fixed[index]:
-                raise InputError(f"{name}: {_other_value(signature, bound, index, leaf)}")
+                raise InputError(f"{name}: {_other_value(signature, bound)}")
             continue
         placeholder, label = next(names)
         if not isinstance(leaf, Tensor):
@@ -143,14 +143,14 @@ def _cache_advice(argument: str, value: Any) -> str:
     return " (a cache of keys and values: pass use_cache=False)" if is_cache else ""
 
 
-def _other_value(signature: Signature, bound: inspect.BoundArguments, index: int, leaf: Any) -> str:
-    marks = [object() for _ in range(signature.in_spec.num_leaves)]  # found again by identity
-    args, kwargs = pytree.tree_unflatten(marks, signature.in_spec)
-    places = _arguments(signature, signature.forward.bind(*args, **kwargs).arguments)
-    argument = next(
-        (name for name, tree in places.items() if marks[index] in pytree.tree_leaves(tree)), "?"
+def _other_value(signature: Signature, bound: inspect.BoundArguments) -> str:
+    now, then = _arguments(signature, bound.arguments), _example(signature)
+    argument, leaf, before = next(
+        (name, *pair)
+        for name in now
+        for pair in zip(pytree.tree_leaves(now[name]), pytree.tree_leaves(then[name]), strict=True)
+        if not isinstance(pair[1], Tensor) and (isinstance(pair[0], Tensor) or pair[0] != pair[1])
     )
-    before = dict(signature.fixed)[index]
     return (
         f"argument {argument} was {before!r} in the example and is {_shown(leaf)} now"
         f"{_cache_advice(argument, leaf)}; it is no tensor, so its value is part of the captured "

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.ir.module_tree import called_module
-from revcompile.ir.ops import op_name
+from revcompile.ir.ops import FACTORIES, op_name
 from revcompile.ir.types import TYPE, TensorType, types_in
 
 DECIDES: Final = "revcompile_decides"
@@ -38,11 +38,9 @@ _PICKS: Final = frozenset((
 ))
 """Operators whose integer or boolean results depend on comparisons."""
 
-_SHAPE_ONLY: Final = frozenset((
-    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like",
-    "zeros_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "isfinite",
-    "isinf", "isnan", "isneginf", "isposinf", "bernoulli",
-))
+_UNCHANGED: Final = FACTORIES | {
+    "isfinite", "isinf", "isnan", "isneginf", "isposinf", "bernoulli",
+}
 """Results of integer or boolean type that no rounding error of the input changes."""
 
 _SELECTS: Final = frozenset((
@@ -69,7 +67,7 @@ def decision(node: fx.Node, root: nn.Module) -> str | None:
     name = _name(node)
     if name in _JUMPS or _rounds(node):
         return name if any(_has_floats(i.meta.get(TYPE)) for i in node.all_input_nodes) else None
-    if name in _SHAPE_ONLY or not _is_discrete(node.meta.get(TYPE)):
+    if name in _UNCHANGED or not _is_discrete(node.meta.get(TYPE)):
         return None
     sources = [i for i in node.all_input_nodes if _has_floats(i.meta.get(TYPE))]
     if not sources:
