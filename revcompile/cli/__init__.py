@@ -11,12 +11,13 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from revcompile import __version__
 from revcompile.cli import coverage, draw, inspect, measure, plan
-from revcompile.cli.output import spinner
+from revcompile.cli.output import Answer
 from revcompile.errors import InputError, RevcompileError
 
 __all__ = ["main"]
@@ -69,11 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"revcompile {args.command}: warning: {message}\n")
 
     try:
-        with warnings.catch_warnings(), spinner(f"{args.command} {args.model}"):
+        with warnings.catch_warnings(), _spinner(f"{args.command} {args.model}"):
             warnings.showwarning = warn  # type: ignore[assignment]
-            code: int = _COMMANDS[args.command].run(args)
+            answer: Answer = _COMMANDS[args.command].run(args)
+        sys.stdout.write(f"{answer.json if args.json else answer.text}\n")
         sys.stdout.flush()
-        return code
+        return answer.code
     except RevcompileError as error:
         sys.stderr.write(f"revcompile {args.command}: {error}\n")
         return 2 if isinstance(error, InputError) else 1
@@ -83,6 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe is gone: `revcompile ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _spinner(text: str) -> AbstractContextManager[Any]:
+    """Shows that something goes on, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True, force_jupyter=False).status(text)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from revcompile.cli.models import add_model, load, rewired
-from revcompile.cli.output import say, say_json
+from revcompile.cli.output import Answer
 
 if TYPE_CHECKING:
     from revcompile.ir.types import Cost, Rewired
@@ -20,18 +20,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the segments, their shares, and the reasons."""
+def run(args: argparse.Namespace) -> Answer:
+    """The segments, their shares, and the reasons."""
     from revcompile.compiler.cost import segment_costs
     from revcompile.inspect.tables import summary_text
 
     net = rewired(load(args), args).rewired
     costs = segment_costs(net)
-    if args.json:
-        say_json(_facts(net, costs))
-    else:
-        say(summary_text(net, costs))
-    return 0 if net.couplings else 1
+    return Answer(summary_text(net, costs), _facts(net, costs), 0 if net.couplings else 1)
 
 
 def _facts(net: Rewired, segment_costs: tuple[Cost, ...]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from revcompile.cli.models import add_model, add_stages, load, staged
-from revcompile.cli.output import say, say_json
+from revcompile.cli.output import Answer
 from revcompile.errors import InputError
 
 
@@ -21,17 +21,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", type=Path, metavar="FILE", help="timeline.svg")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Write the files; print their names."""
+def run(args: argparse.Namespace) -> Answer:
+    """Write the files; the answer is their names."""
     if args.out is None and args.schedule is None:
         raise InputError("nothing to draw; give --out net.svg (or .html) or --schedule t.svg")
     loaded = load(args)
     net = staged(loaded, args)
-    written = []
+    names = []
     if args.out is not None:
-        written.append(net.draw(args.out, microbatch_size=args.microbatch_size, name=loaded.name))
+        size = args.microbatch_size
+        names.append(str(net.draw(args.out, microbatch_size=size, name=loaded.name)))
     if args.schedule is not None:
-        written.append(net.draw_schedule(args.schedule))
-    names = [str(path) for path in written]
-    say_json({"written": names}) if args.json else say("\n".join(names))
-    return 0
+        names.append(str(net.draw_schedule(args.schedule)))
+    return Answer("\n".join(names), {"written": names})

@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Final
 
 from revcompile.cli.models import add_model, add_stages, load, staged
-from revcompile.cli.output import say, say_json
+from revcompile.cli.output import Answer
 from revcompile.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,24 +33,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--program", type=int, metavar="STAGE", help="a stage's list of actions")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the table of stages, or the detail that an option names."""
+def run(args: argparse.Namespace) -> Answer:
+    """The table of stages, or the detail that an option names."""
     net = staged(load(args), args)
     if args.explain is not None:
         explanation = net.explain(args.explain)
-        say_json(dataclasses.asdict(explanation)) if args.json else say(explanation)
-    elif args.code is not None:
+        return Answer(explanation, dataclasses.asdict(explanation))
+    if args.code is not None:
         code = _stage(net, args.code).code
-        say_json({"stage": args.code, "code": code}) if args.json else say(code)
-    elif args.program is not None:
+        return Answer(code, {"stage": args.code, "code": code})
+    if args.program is not None:
         actions = _stage(net, args.program).program
-        listed = {"stage": args.program, "actions": [str(action) for action in actions]}
-        say_json(listed) if args.json else say(actions)
-    elif args.json:
-        say_json(_facts(net, args.microbatch_size))
-    else:
-        say(net.summary(args.microbatch_size))
-    return 0
+        return Answer(actions, {"stage": args.program, "actions": [*map(str, actions)]})
+    return Answer(net.summary(args.microbatch_size), _facts(net, args.microbatch_size))
 
 
 def _stage(net: StagedModel, index: int) -> CompiledStage:

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from revcompile.cli.models import add_model, load, rewired
-from revcompile.cli.output import say, say_json
+from revcompile.cli.output import Answer
 from revcompile.cli.units import count
 from revcompile.units import format_size
 
@@ -33,8 +33,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=count, default=3, help="how many are timed")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print a row with a bar for each way to train."""
+def run(args: argparse.Namespace) -> Answer:
+    """A row with a bar for each way to train."""
     from revcompile.arguments import check_device
 
     device = check_device("measure", args.device)
@@ -48,16 +48,14 @@ def run(args: argparse.Namespace) -> int:
     for name, make in makers.items():
         if (model := make()) is not None:
             rows[name] = _measured(model.train(), loaded.example, str(device), args.steps)
-    if args.json:
-        say_json({"model": loaded.name, "batch_size": args.batch_size, "rows": rows})
-        return 0
     most = max(row["bytes"] for row in rows.values())
-    say(f"{loaded.name}: a training step with {args.batch_size} samples on {device}")
+    lines = [f"{loaded.name}: a training step with {args.batch_size} samples on {device}"]
     for name, row in rows.items():
         bar = "█" * max(1, round(_BAR * row["bytes"] / most))
         memory, time = format_size(int(row["bytes"])), f"{1e3 * row['seconds']:.0f} ms"
-        say(f"{name:12} {memory:>10} {bar:{_BAR}} {time:>9}")
-    return 0
+        lines.append(f"{name:12} {memory:>10} {bar:{_BAR}} {time:>9}")
+    facts = {"model": loaded.name, "batch_size": args.batch_size, "rows": rows}
+    return Answer("\n".join(lines), facts)
 
 
 def _checkpointed(model: nn.Module) -> nn.Module | None:

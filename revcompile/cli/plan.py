@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from revcompile.cli.models import add_model, load, rewired
-from revcompile.cli.output import say, say_json
+from revcompile.cli.output import Answer
 from revcompile.cli.units import bandwidth, count, rate, seconds, size
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the forecasts; exit code 1 if a memory budget was given and nothing fits."""
+def run(args: argparse.Namespace) -> Answer:
+    """The forecasts; exit code 1 if a memory budget was given and nothing fits."""
     from revcompile.arguments import check_device
     from revcompile.compiler.cost import Workload
     from revcompile.plan.cluster import Cluster, NetworkLink
@@ -120,10 +120,11 @@ def run(args: argparse.Namespace) -> int:
         forecasts,
         lambda petra: better_stages(model, cluster, workload, petra, **options),
     )
-    say_json(_facts(loaded.name, args, cut, forecasts, notes)) if args.json else say(
-        _table(loaded.name, args, forecasts, notes)
+    return Answer(
+        _table(loaded.name, args, forecasts, notes),
+        _facts(loaded.name, args, cut, forecasts, notes),
+        code=int(args.memory_budget is not None and not any(row.fits for row in forecasts)),
     )
-    return 1 if args.memory_budget and not any(forecast.fits for forecast in forecasts) else 0
 
 
 def _time_model(args: argparse.Namespace) -> TimeModel:

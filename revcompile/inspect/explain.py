@@ -199,7 +199,7 @@ class _Explainer:
         """What is kept between forward and backward for the unit the piece belongs to."""
         units = self.stage.program.units
         unit = next(unit for unit in units if self.piece in unit.pieces)
-        count = f"{self.stage.window} micro-batch{'es' * (self.stage.window != 1)} in flight"
+        count = f"{plural(self.stage.window, 'micro-batch')} in flight"
         if unit.keep is Keep.NOTHING:
             return f"with {count} it keeps nothing: backward inverts it"
         if unit.keep is Keep.GRAPH:

@@ -25,8 +25,8 @@ def amount(count: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{count} {noun}" + "s" * (count != 1)
+    """`1 stage`, `2 stages`, `2 batches`."""
+    return f"{count} {noun}" + ("es" if noun.endswith("ch") else "s") * (count != 1)
 
 
 def share(part: float, whole: float) -> str:

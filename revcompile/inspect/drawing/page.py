@@ -176,7 +176,7 @@ def _facts(view: ModelView, stage: StageView) -> Iterator[tuple[str, str]]:
     yield "parameters", f"{stage.parameters:,}"
     yield "forward FLOPs", amount(stage.flops)
     yield "work", share(stage.work_share, 1)
-    yield "in flight", f"{stage.window} micro-batch{'es' * (stage.window != 1)}"
+    yield "in flight", plural(stage.window, "micro-batch")
     yield "delay", plural(stage.delay, "update")
     yield "keeps", stage.keeps
     yield "peak memory", size(stage.memory.total)

@@ -226,7 +226,7 @@ def _facts(stage: StageView) -> tuple[str, str, str]:
 def _about(stage: StageView) -> Iterator[str]:
     yield f"stage {stage.index}: {stage.title} ({plural(len(stage.blocks), 'block')})"
     yield f"{amount(stage.parameters)} parameters, {amount(stage.flops)} FLOPs forward"
-    yield f"{stage.window} micro-batches in flight, delay {stage.delay}"
+    yield f"{plural(stage.window, 'micro-batch')} in flight, delay {stage.delay}"
     yield f"peak memory {size(stage.memory.total)}"
 
 
