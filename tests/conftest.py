@@ -65,7 +65,6 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     "interop/test_pipelining.py::test_a_schedule_of_torch_trains_as_ours": (),
     "interop/test_pretrained.py": ("test_eval_mode_is_the_original[vit]",),
     "kernels/test_norms.py::test_the_kernels_equal_torch": (),
-    "optim/test_optim.py::test_with_a_lead_it_stays_calm": ("1",),
     "plan/test_accounting.py::test_the_table_of_the_paper": (),
     "plan/test_budget.py::test_training_holds_no_more_than_was_predicted": ("vit-0.5", "vit-1.0"),
     "plan/test_memory.py::test_a_block_adds_nothing": ("conv-same_parameters",),

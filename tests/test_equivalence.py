@@ -24,6 +24,7 @@ from transcription import ROWS, Transcription
 import revcompile
 from revcompile import TrainerOptions
 from revcompile.runtime.trainer.trainer import Trainer
+from tests.recorded import Recorded, standing_still
 
 EXACT: Final = 1e-10
 STAGES: Final = 4
@@ -99,38 +100,6 @@ def momentum(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(
         parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-2, foreach=False
     )
-
-
-class Recorded:
-    """An optimizer factory that writes down, for each of its optimizers, every gradient."""
-
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer] = momentum) -> None:
-        self.make = make
-        self.steps: list[list[dict[int, Tensor]]] = []
-
-    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        given = list(parameters)
-        optimizer = self.make(given)
-        mine: list[dict[int, Tensor]] = []
-        self.steps.append(mine)
-
-        def write(*_: Any) -> None:
-            mine.append({id(p): p.grad.clone() for p in given if p.grad is not None})
-
-        optimizer.register_step_pre_hook(write)
-        return optimizer
-
-    def gradients(self, names: Mapping[int, str]) -> list[dict[str, Tensor]]:
-        """Update by update, the gradients of all stages."""
-        stages = [steps for steps in self.steps if steps and steps[0].keys() <= names.keys()]
-        return [
-            {names[i]: gradient for step in steps for i, gradient in step.items()}
-            for steps in zip(*stages, strict=True)
-        ]
-
-
-def standing_still(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.0)
 
 
 def engine(

@@ -419,8 +419,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = {
 
 # Importing torch.compile takes longest.
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.nightly if n == "compiled" else ()) for n in REFUSED],
+    "name", [pytest.param(n, marks=pytest.mark.nightly if n == "compiled" else ()) for n in REFUSED]
 )
 def test_what_cannot_be_captured_says_why(name: str) -> None:
     make, example, options, said = REFUSED[name]

@@ -173,10 +173,7 @@ ON_CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-HOW = [
-    ("measured", "cpu"),
-    pytest.param("measured", "cuda", marks=ON_CUDA),
-]
+HOW = [("measured", "cpu"), pytest.param("measured", "cuda", marks=ON_CUDA)]
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,11 +13,7 @@ from torch.utils import _pytree as pytree
 
 import revcompile
 from revcompile.compiler.lower.fusion import Fusion
-from revcompile.compiler.lower.fusion_regions import (
-    find_regions,
-    folded_conv2d,
-    fuse_residual_adds,
-)
+from revcompile.compiler.lower.fusion_regions import folded_conv2d
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.python_code import compile_graph
 from revcompile.kernels.exact_sum import make_grid, rounded
@@ -49,20 +44,6 @@ def test_sums_become_a_part_of_their_branch() -> None:
     assert _calls(forward) == _calls(backward) == ["compiled_0_and_sum"]
     targets = {node.target for graph in (forward, backward) for node in graph.nodes}
     assert not targets & {coupling_ops.plus, coupling_ops.minus}
-
-
-def test_both_directions_or_neither() -> None:
-    """A result that backward reads elsewhere too is written to memory, in forward as well."""
-    net = _net()
-    program = net._programs(net.method)[4]
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.backward, {}))
-    minus = next(node for node in graph.nodes if node.target is coupling_ops.minus)
-    with graph.inserting_after(minus):
-        graph.call_function(operator.neg, (minus.args[1],))
-    found = find_regions(program.forward, net.model), find_regions(graph, net.model)
-    fuse_residual_adds(*found)
-    assert [r.fused_add for r in (*found[0], *found[1])] == [None, None]
 
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

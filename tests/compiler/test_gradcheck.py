@@ -38,9 +38,7 @@ class Noisy(nn.Module):
 # -- numbers --------------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_stages_lose_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gradient_that_stages_lose_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Partition.requires_grad
 
     def real_numbers_alone(self: Partition, name: str) -> bool:
@@ -145,24 +143,6 @@ def test_ties_of_max_pooling_are_explained(pool: Callable[[Tensor], Tensor]) -> 
         revcompile.reversify(Pooling(pool), x, leaf_modules=leaves)
     revcompile.reversify(Pooling(pool), x, leaf_modules=leaves, check="off")
     revcompile.reversify(Pooling(pool), torch.randn(2, 4, 8), leaf_modules=leaves)
-
-
-class Dropped(nn.Module):
-    """A block that is there at the seeds 0 and 1, and left out at half of all seeds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.training and torch.rand([]) < 0.49 else x + self.layer(x).tanh()
-
-
-def test_random_decisions_of_stages_are_not_compared_with_those_of_the_model() -> None:
-    for seed in (0, 1):
-        assert torch.rand([], generator=torch.Generator().manual_seed(seed)) > 0.49
-    model = nn.Sequential(nn.Linear(8, 8), Dropped(), nn.Linear(8, 8))
-    revcompile.petrafy(model, 2, torch.randn(5, 8), leaf_modules=[Dropped])
 
 
 @pytest.mark.parametrize("check", ["fast", "full"])

@@ -67,14 +67,7 @@ def on_contents_of_sizes(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
     return h * 2 if torch.arange(h.shape[1]).max() > 7 else h
 
 
-STEERED = [
-    on_length,
-    to_even,
-    over_time,
-    by_text,
-    baked_length,
-    on_contents_of_sizes,
-]
+STEERED = [on_length, to_even, over_time, by_text, baked_length, on_contents_of_sizes]
 
 
 def _expected(model: nn.Module, x: Tensor) -> nn.Module:

@@ -94,11 +94,7 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
         lambda net: net.first.scales.append(3.0),
         "first.scales was [1.0, 2.0] and is [1.0, 2.0, 3.0] now",
     ),
-    "mode": (
-        Kind.SETTING,
-        lambda net: net.drop.eval(),
-        "drop.training was True and is False now",
-    ),
+    "mode": (Kind.SETTING, lambda net: net.drop.eval(), "drop.training was True and is False now"),
     "hook": (Kind.HOOK, _hook, "a hook of last was registered or removed"),
     "gradient hook": (
         Kind.GRADIENT_HOOK,

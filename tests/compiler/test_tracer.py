@@ -122,17 +122,6 @@ def test_writing_under_no_grad_into_a_value_with_gradients() -> None:
 # -- modules -------------------------------------------------------------------------------------
 
 
-def test_an_attempt_that_the_model_catches_leaves_nothing_behind() -> None:
-    def forward(x: Tensor) -> Tensor:
-        y = x.tanh()
-        try:
-            return y.add_(torch.ones(7))
-        except RuntimeError:
-            return y.relu()
-
-    assert graph_lines(forward, X) == ["tanh = tanh(x)", "relu = relu(tanh)"]
-
-
 def test_a_layer_that_fails_is_named_with_the_line_that_calls_it() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -52,16 +52,6 @@ class Caching(nn.Module):
         return x + (self.f(x) + bias).tanh()
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f, self.count = nn.Linear(8, 8), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return self.f(x) * self.count  # type: ignore[no-any-return]
-
-
 def _net() -> Any:
     return revcompile.reversify(nn.Sequential(Block(), Block(), Block()), X)
 
@@ -106,20 +96,3 @@ def test_a_gradient_into_what_a_hook_took_from_a_chain_is_an_error() -> None:
     seen.clear()
     net.reversible = False
     (net(X).sum() + seen[-1].pow(2).sum()).backward()
-
-
-def test_counters_start_where_the_model_left_them() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), Counting(), nn.Linear(8, 8))
-    with pytest.warns(revcompile.errors.RevcompileWarning):
-        net = revcompile.reversify(model, X)
-    assert net.get_submodule("1").count == 0
-    torch.testing.assert_close(net(X), model(X))
-
-
-def test_wrong_arguments_are_reported() -> None:
-    with pytest.raises(InputError, match="no samples"):
-        revcompile.reversify(Block(), X[:0])
-    with pytest.raises(InputError, match="paths and classes"):
-        revcompile.reversify(Block(), X, leaf_modules=[3])  # type: ignore[list-item]
-    with pytest.raises(InputError, match="above 0"):
-        revcompile.reversify(Block(), X, tolerance=-1)

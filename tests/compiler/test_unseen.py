@@ -156,28 +156,6 @@ def test_data_that_a_submodule_assigns_moves() -> None:
     torch.testing.assert_close(net.get_buffer("0.ema"), expected.get_buffer("0.ema"))
 
 
-class ScaledByData(nn.Module):
-    """A branch whose buffer is another one after each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(6, 6)
-        self.register_buffer("scale", torch.ones(6))
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.scale.data = self.scale.data * 1.5
-        return torch.tanh(self.l(h * self.scale))
-
-
-def test_data_that_a_branch_assigns_is_as_it_was_when_the_branch_is_run_again() -> None:
-    net = revcompile.reversify(Chain(ScaledByData(), nn.Linear(6, 6), nn.Linear(6, 6)), X)
-    assert len(net.rewired.couplings) == 3
-    stored = copy.deepcopy(net)
-    stored.reversible = False
-    for _ in range(3):
-        torch.testing.assert_close(gradients(net), gradients(stored))
-
-
 # -- buffers that are written later ---------------------------------------------------------------
 
 

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 from revcompile.ir.coupling_ops import seed_torch
 from revcompile.runtime.reversible import coupling
 from revcompile.runtime.reversible.stream_sums import Averaged
+from tests.recorded import dense
 
 __all__ = [
     "Call",
     "Seen",
     "Values",
     "autocasting",
-    "dense",
     "difference",
     "distance",
     "loss",
@@ -119,7 +119,10 @@ def observe(
         if module.training:
             loss(output, torch.tensor(0.1 * (index + 1))).backward()
             gradients = {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
-            gradients |= {name: dense(p.grad) for name, p in module.named_parameters()}
+            gradients |= {
+                name: None if p.grad is None else dense(p.grad)
+                for name, p in module.named_parameters()
+            }
         buffers: Values = {name: b.detach().clone() for name, b in module.named_buffers()}
         seen.append(Seen(outputs, gradients, buffers))
         with torch.no_grad():
@@ -127,13 +130,6 @@ def observe(
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=rate)
     return seen
-
-
-def dense(gradient: Tensor | None) -> Tensor | None:
-    """A copy of a gradient, whatever its layout."""
-    if gradient is None:
-        return None
-    return gradient.detach().todense().clone() if gradient.is_sparse else gradient.detach().clone()  # type: ignore[attr-defined]
 
 
 def difference(

@@ -12,7 +12,7 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -35,7 +35,6 @@ from tests.fuzz.compare import (
     Call,
     Seen,
     Values,
-    dense,
     difference,
     distance,
     loss,
@@ -44,6 +43,7 @@ from tests.fuzz.compare import (
 )
 from tests.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from tests.fuzz.net import Net, simpler
+from tests.recorded import Recorded
 
 __all__ = ["METHODS", "PHASES", "Finding", "Refusal", "Report", "examine", "shrink"]
 
@@ -461,7 +461,7 @@ class Examination:
     def _trained(
         self, staged: revcompile.StagedModel, method: str, fed: Sequence[Call]
     ) -> list[Seen]:
-        recorder = Recorder()
+        recorder = Recorded()
         low = torch.bfloat16 if self.net.precision == "bfloat16" else None
         trainer = staged.trainer(recorder, loss, method=method, autocast=low)
         for index, call in enumerate(fed):
@@ -510,33 +510,6 @@ def _as_inputs(staged: revcompile.StagedModel, call: Call) -> Any:
         return call.args
     bound = staged._partition.rewired.signature.forward.bind(*call.args, **call.kwargs)
     return dict(bound.arguments)
-
-
-class Recorder:
-    """Makes optimizers that change nothing and keep every gradient they are given."""
-
-    def __init__(self) -> None:
-        self.stages: list[list[dict[int, Tensor]]] = []
-
-    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        given = list(parameters)
-        optimizer = torch.optim.SGD(given, lr=0.0)
-        steps: list[dict[int, Tensor]] = []
-        self.stages.append(steps)
-
-        def keep(*_: Any) -> None:
-            steps.append({id(p): dense(p.grad) for p in given if p.grad is not None})
-
-        optimizer.register_step_pre_hook(keep)
-        return optimizer
-
-    def gradients(self, names: Mapping[int, str]) -> list[dict[str, Tensor]]:
-        """Update by update, the gradients of all stages."""
-        stages = [steps for steps in self.stages if steps]
-        return [
-            {names[i]: gradient for step in steps for i, gradient in step.items()}
-            for steps in zip(*stages, strict=True)
-        ]
 
 
 @contextmanager

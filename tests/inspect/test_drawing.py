@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import json
 import re
@@ -12,20 +11,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
-from drawn import SVG, Compiled, compiled, groups, parsed, shown
+from drawn import Compiled, compiled, groups, parsed, shown
 
 from revcompile.errors import InputError
 from revcompile.inspect.drawing import draw, draw_schedule
 from revcompile.inspect.drawing.graph import HEIGHT, drawn_graph, layout
-from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import embedded, page
-from revcompile.inspect.drawing.svg import width_of
-from revcompile.inspect.drawing.theme import SMALL
 from revcompile.inspect.drawing.timeline import timeline_svg
 from revcompile.inspect.source import code_text
-from revcompile.inspect.views import SkipValue
-from revcompile.ir.types import TensorType
 from revcompile.schedule import Costs, choose
 
 # -- the model as stages --------------------------------------------------------------------------
@@ -46,44 +39,6 @@ def ends(path: ET.Element) -> list[tuple[float, float]]:
     """Where a curve begins and ends."""
     numbers = [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?", path.get("d", ""))]
     return [(numbers[0], numbers[1]), (numbers[-2], numbers[-1])]
-
-
-def test_a_skip_value_is_seen_at_every_stage_it_passes() -> None:
-    net = compiled("hourglass", 5)
-    (skip,) = net.picture().skips
-    assert skip.last - skip.first >= 2
-    root = parsed(net.picture())
-    seen = [
-        int(stage.get("data-stage", "-1"))
-        for stage in groups(root, "rv-stage")
-        if any(
-            one.get("data-names") == ", ".join(skip.names) for one in groups(stage, "rv-skip-line")
-        )
-    ]
-    assert seen == list(range(skip.first, skip.last + 1))
-    labels = [text for one in groups(root, "rv-skip-line") for text in shown(one)]
-    assert labels == ["2×f32[B,8] 128 B"]
-
-
-def test_no_text_reaches_beyond_the_drawing() -> None:
-    facts = compiled("hourglass", 5).picture()
-    kind = TensorType((2, 1024, 128, 128), (1, 0, 0, 0), torch.float32, 2)
-    for first, width in itertools.product(range(3), (430.0, 640.0, 1000.0)):
-        skip = SkipValue(("left", "right"), kind, first, first + 2, frozenset({first + 2}))
-        drawn = network_svg(dataclasses.replace(facts, skips=(skip,)), width)
-        root = ET.fromstring(drawn)
-        for place in root.findall(f"{SVG}g[@transform]"):
-            moved = float(re.findall(r"[\d.]+", place.get("transform", ""))[0])
-            for text in place.iter(f"{SVG}text"):
-                left, right = extent(text)
-                assert moved + left >= 0 and moved + right <= width, text.text
-
-
-def extent(text: ET.Element) -> tuple[float, float]:
-    """From where to where a text reaches, about."""
-    x, wide = float(text.get("x", "0")), width_of(text.text or "", SMALL)
-    before = wide / 2 if "rv-middle" in text.get("class", "") else 0.0
-    return x - before, x - before + wide
 
 
 @pytest.mark.parametrize("method", ["backprop", "gpipe", "pipedream", "dni", "petra"])

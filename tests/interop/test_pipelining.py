@@ -36,6 +36,7 @@ from torch.nn import functional as F
 
 import revcompile
 from revcompile.errors import InputError
+from tests.recorded import Recorded
 
 EXACT: Final = 1e-10
 
@@ -225,28 +226,15 @@ def by_us(model: str, method: str) -> tuple[list[float], dict[str, Tensor]]:
     """The same step with our engine: losses, gradients and buffers."""
     net, (inputs, target) = compiled(model), data(model)
     start = net.to_module().state_dict()
-    gradients: dict[int, Tensor] = {}
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made = torch.optim.SGD(list(parameters), lr=0.0)
-
-        def note(*_: Any) -> None:
-            group = made.param_groups[0]["params"]
-            gradients.update({id(p): p.grad.clone() for p in group if p.grad is not None})
-
-        made.register_step_pre_hook(note)
-        return made
-
-    trainer = net.trainer(
-        optimizer, F.cross_entropy, method=method, accumulation_steps=MICROBATCHES
-    )
+    record = Recorded()
+    trainer = net.trainer(record, F.cross_entropy, method=method, accumulation_steps=MICROBATCHES)
     losses: dict[int, float] = {}
     chunks = zip(*(t.chunk(MICROBATCHES) for t in (*inputs, target)), strict=True)
     for *fed, wanted in chunks:
         metrics = trainer.step(tuple(fed), wanted)
         losses[metrics.microbatch] = metrics.loss
     trainer.flush()
-    state = {n: gradients[id(p)] for n, p in trainer.named_parameters() if id(p) in gradients}
+    (state,) = record.gradients({id(p): n for n, p in trainer.named_parameters()})
     buffers = net.model.named_buffers()
     state |= {f"buffer {n}": b.clone() for n, b in buffers if b.is_floating_point()}
     net.model.load_state_dict(start)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import revcompile
 from revcompile.ir import coupling_ops, precision_rewrites
-from revcompile.ir.ops import as_read
-from revcompile.ir.precision_rewrites import cast_down
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
@@ -141,41 +138,6 @@ def test_a_gradient_is_read_as_it_was_copied(
         casts.append(seen.casts_down)
     assert casts[0] - casts[1] == copies
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
-
-
-def _has_early_casts(net: revcompile.ReversibleModule) -> list[bool]:
-    branches = [cast_down(coupling.branch, net) for coupling in net.rewired.couplings]
-    return [any(n.target is as_read for n in branch.nodes) for branch in branches]
-
-
-class _Branch(nn.Module):
-    """`x + layer(between(norm(x)))`."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(self.between(self.norm(x)))
-
-
-@pytest.mark.parametrize(
-    ("between", "expected"),
-    [
-        (lambda x: x.reshape(-1, 8).view(2, 4, 8), True),
-        (lambda x: F.pad(x.roll(1, 0), (0, 0, 0, 0)), True),
-        (lambda x: F.pad(x, (0, 0, 0, 0), value=1.5), False),
-        (lambda x: x.view(2, 4, 8).exp(), False),
-        (lambda x: x, False),
-    ],
-    ids=["rearranged", "rolled and padded", "padded with a number", "computed with", "as it is"],
-)
-def test_only_what_is_merely_rearranged_is_cast_early(
-    between: Callable[[Tensor], Tensor], expected: bool
-) -> None:
-    net = revcompile.reversify(_Branch(between), torch.randn(2, 4, 8), check="off")
-    assert _has_early_casts(net) == [expected]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -10,14 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
-from training import (
-    Plain,
-    batches,
-    feed,
-    fresh,
-    same,
-    seeded,
-)
+from training import Plain, batches, feed, fresh, same, seeded
 
 from revcompile.errors import InputError
 from revcompile.optim import CombinedOptimizer, ErrorFeedback
@@ -27,10 +20,7 @@ def both(parameters: Any) -> list[Optimizer]:
     """SGD for matrices, AdamW for everything else."""
     given = list(parameters)
     matrices, rest = ([p for p in given if (p.ndim == 2) is kind] for kind in (True, False))
-    return [
-        ErrorFeedback(SGD(matrices, lr=0.05, momentum=0.9)),
-        AdamW(rest, lr=0.01),
-    ]
+    return [ErrorFeedback(SGD(matrices, lr=0.05, momentum=0.9)), AdamW(rest, lr=0.01)]
 
 
 def falling(optimizer: Optimizer) -> lr_scheduler.LRScheduler:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -114,35 +113,6 @@ def test_a_step_as_it_is_recorded_is_the_same(make: Callable[..., Any]) -> None:
 
 
 # -- late gradients ------------------------------------------------------------------------------
-
-
-def _reach(make: Callable[..., Any], delay: int, curved: float, steps: int = 4000) -> float:
-    """How far from the least a parameter is, if its gradients come so late.
-
-    `curved`: the loss's curvature times how far a gradient moves the parameter in the end.
-    """
-    p = nn.Parameter(torch.ones((), dtype=torch.float64))
-    optimizer = make([p])
-    optimizer.delay = delay
-    late: deque[Tensor] = deque([torch.zeros_like(p)] * delay)
-    full = round(averaging_horizon(delay))  # as long as the memory grows, so does a learning rate
-    for step in range(steps):
-        late.append(p.detach() * curved * 0.1 * (step >= full))
-        p.grad = late.popleft()
-        optimizer.step()
-        if not p.detach().abs() < 1e6:
-            return float("inf")
-    return float(p.detach().abs())
-
-
-def _nesterov(params: Any) -> Optimizer:
-    return SGD(params, 1.0, 0.9, nesterov=True)
-
-
-@pytest.mark.parametrize("delay", [1, 5])
-def test_with_a_lead_it_stays_calm(delay: int) -> None:
-    calm = _reach(lambda p: DelayAwareSGD(p, 1.0), delay, 4.0, 1000 * (1 + delay))
-    assert calm < 1e-3 and _reach(_nesterov, delay, 4.0) == float("inf")
 
 
 def test_settings_that_make_no_sense() -> None:

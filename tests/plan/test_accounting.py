@@ -15,15 +15,7 @@ import revcompile
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.compiler.lower import lower
 from revcompile.compiler.partition import partition
-from revcompile.ir.types import (
-    Cost,
-    Coupling,
-    Opaque,
-    ResidualKind,
-    Rewired,
-    Segment,
-    TensorType,
-)
+from revcompile.ir.types import Cost, Coupling, Opaque, ResidualKind, Rewired, Segment, TensorType
 from revcompile.schedule import Method, choose, window
 from tests.support.accounting import ROWS, revnet50, table3
 

@@ -22,14 +22,7 @@ import tests.plan.test_stage_memory as models
 from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
-from revcompile.plan.budget import (
-    Choice,
-    MemoryPlan,
-    _Device,
-    choices,
-    plan_memory,
-    state_copies,
-)
+from revcompile.plan.budget import Choice, MemoryPlan, _Device, choices, plan_memory, state_copies
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel

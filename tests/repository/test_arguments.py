@@ -165,10 +165,7 @@ def raising(argument: Any) -> Any:
         ({"optimizer": torch.optim.SparseAdam}, "stage 0: SparseAdam takes sparse gradients"),
         ({"loss": 3}, r"expected a function of \(output, target\), got int"),
         ({"loss": nn.Linear(3, 1)}, "parameters of its own"),
-        (
-            {"accumulation_steps": 1.5},
-            "accumulation_steps=1.5; expected a whole number",
-        ),
+        ({"accumulation_steps": 1.5}, "accumulation_steps=1.5; expected a whole number"),
         ({"measure_reconstruction_every": 0}, "measure_reconstruction_every=0; expected a whole"),
         ({"seed": "a"}, "seed='a'; use a whole number"),
         ({"lr_schedule": 3}, "lr_schedule: expected a function, called once a stage, got int"),
@@ -176,10 +173,7 @@ def raising(argument: Any) -> Any:
         ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
         ({"method": "backprop", "in_flight_per_stage": 2}, "has a fixed order"),
         ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
-        (
-            {"lr_schedule": lambda o: StepLR(SGD(PARAMETERS), 1)},
-            "schedule of another optimizer",
-        ),
+        ({"lr_schedule": lambda o: StepLR(SGD(PARAMETERS), 1)}, "schedule of another optimizer"),
         ({"lr_schedule": ReduceLROnPlateau}, "needs a metric at every step"),
         ({"param_groups": lambda named: []}, "stage 0: .* empty parameter list; .* param_groups= "),
         ({"param_groups": lambda named: [{"params": [p for _, p in named[1:]]}]}, "it lacks 0.f.w"),
@@ -198,10 +192,7 @@ def raising(argument: Any) -> Any:
             r"in_flight_per_stage='x'; use a number, at least 1 \(1: the least",
         ),
         ({"in_flight_per_stage": True}, "in_flight_per_stage=True; use a number, at least 1"),
-        (
-            {"param_groups": lambda named: None},
-            r"stage 0: .* got None; return a list of dicts",
-        ),
+        ({"param_groups": lambda named: None}, r"stage 0: .* got None; return a list of dicts"),
         (
             {"param_groups": lambda named: [{"params": [p for _, p in named]}] * 2},
             "more than one parameter group; .* hold every parameter once, e.g. lambda named",
@@ -223,10 +214,7 @@ def raising(argument: Any) -> Any:
         ({"clip_grad_norm": True}, "clip_grad_norm=True; use a positive norm or None"),
         ({"timeout": -1}, "TrainerOptions: timeout=-1; use a number of seconds above 0"),
         ({"timeout": None}, "timeout=None; use a number of seconds"),
-        (
-            {"stage_to_rank": [0]},
-            r"stage_to_rank=\[0\]; expected a list of 2 numbers",
-        ),
+        ({"stage_to_rank": [0]}, r"stage_to_rank=\[0\]; expected a list of 2 numbers"),
         ({"stage_to_rank": "01"}, "stage_to_rank='01'; expected a list of 2 numbers"),
         ({"stage_to_rank": [0, "1"]}, "an entry of stage_to_rank='1'; expected a whole number"),
         ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number, at least 1"),
@@ -258,16 +246,10 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
             lambda net: net.delays("2"),
             "net.delays: accumulation_steps='2'; expected a whole number",
         ),
-        (
-            lambda net: net.memory(-1),
-            "net.memory: microbatch_size=-1; .* at least 1",
-        ),
+        (lambda net: net.memory(-1), "net.memory: microbatch_size=-1; .* at least 1"),
         (lambda net: net.summary(0), "microbatch_size=0; expected a whole number, at least 1"),
         (lambda net: net.memory_plan("1GiB", optimizer_copies=-1), "optimizer_copies=-1; use "),
-        (
-            lambda net: net.memory_plan("1GiB", stage_to_rank=[0]),
-            "one for each stage",
-        ),
+        (lambda net: net.memory_plan("1GiB", stage_to_rank=[0]), "one for each stage"),
         (
             lambda net: net.trainer(nn.functional.mse_loss, lambda p: SGD(p)),
             r"net\.trainer\(optimizer, loss\) takes the function that makes an optimizer first",
@@ -320,17 +302,6 @@ def test_the_trainer_documents_every_backend_and_buffer() -> None:
     text = StagedModel.trainer.__doc__ or ""
     assert all(f'"{name}"' in text for name in get_args(arguments.BackendName))
     assert all(str(dtype) in text for dtype in BUFFER_DTYPES)
-
-
-def test_check_invertible_rewires_with_a_policy() -> None:
-    class Large(Block):
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            return x + 1e6 * self.f(x).tanh()
-
-    model = nn.Sequential(Large(), Large())
-    assert revcompile.check_invertible(model, X).worst[1] < float("inf")
-    # The fixed-point streams of averaged couplings cannot hold such numbers.
-    assert revcompile.check_invertible(model, X, policy="pretrained").worst[1] == float("inf")
 
 
 def test_a_trace_needs_a_file(staged: StagedModel) -> None:

@@ -75,11 +75,7 @@ def _speech(samples: int, length: int) -> dict[str, Any]:
     """A spectrogram has one length; the text that is said has several."""
     sound = torch.sin(torch.arange(samples * 8 * 16, dtype=torch.float64)).view(samples, 8, 16)
     answer, mask = _tokens(samples, length), _mask(samples, length)
-    return {
-        "input_features": sound,
-        "decoder_input_ids": answer,
-        "decoder_attention_mask": mask,
-    }
+    return {"input_features": sound, "decoder_input_ids": answer, "decoder_attention_mask": mask}
 
 
 def _image(samples: int, length: int) -> dict[str, Any]:

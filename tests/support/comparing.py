@@ -72,12 +72,7 @@ def fixed_randomness(model: nn.Module) -> None:
 
 
 def examine_timm(
-    name: str,
-    stages: int,
-    steps: int,
-    double: float,
-    device: str = "cpu",
-    side: int | None = None,
+    name: str, stages: int, steps: int, double: float, device: str = "cpu", side: int | None = None
 ) -> dict[str, Any]:
     """Petrafy a model, train some steps at rate 0, compare; `side` of images: the model's own."""
     torch.manual_seed(0)

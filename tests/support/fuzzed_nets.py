@@ -38,9 +38,7 @@ FOUND: Final[dict[str, Net]] = {
         "rows", (plain("inplace_layer", behind="nn.Identity()({})"),)
     ),
     "in place behind its own type": Net(
-        "rows",
-        (BLOCK, plain("inplace_layer", behind="{}.to({}.dtype)")),
-        precision="bfloat16",
+        "rows", (BLOCK, plain("inplace_layer", behind="{}.to({}.dtype)")), precision="bfloat16"
     ),
     "written through a view": Net("rows", (plain("written", what="v = h[:, 1:]; v.tanh_()"),)),
     "written through a transpose": Net(

@@ -10,12 +10,7 @@ import torch
 from distributed_worker import compiled, optimizer
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from training import settings_of
 
 from revcompile.errors import InputError, RankError
@@ -68,14 +63,7 @@ def only_what_is_needed(rank: int) -> Any:
 
 LOADERS: Final[dict[str, Callable[[int], Any]]] = {
     f.__name__: f
-    for f in (
-        unseeded,
-        distributed_sampler,
-        seeded,
-        augmented,
-        targets_apart,
-        only_what_is_needed,
-    )
+    for f in (unseeded, distributed_sampler, seeded, augmented, targets_apart, only_what_is_needed)
 }
 
 

@@ -16,26 +16,14 @@ from typing import Any, Final, cast
 import pytest
 import torch
 from distributed_memory import absent, holdings
-from distributed_worker import (
-    Run,
-    batches,
-    differences,
-    fed,
-    launch,
-    trained,
-    trainer_of,
-)
+from distributed_worker import Run, batches, differences, fed, launch, trained, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError
-from revcompile.runtime.distributed.layout import (
-    Layout,
-    check_ranks_agree,
-    make_layout,
-)
+from revcompile.runtime.distributed.layout import Layout, check_ranks_agree, make_layout
 from revcompile.runtime.distributed.rank_weights import SharedBuffers
 from revcompile.schedule import METHODS
 

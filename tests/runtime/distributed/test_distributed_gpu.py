@@ -42,14 +42,7 @@ def ranks(
 ) -> tuple[list[Any], list[int | None]]:
     """Processes of their own: what has used CUDA cannot be forked."""
     return launch(
-        folder,
-        count,
-        scenario,
-        start="spawn",
-        limit=limit,
-        device="cuda",
-        env=ONE_GPU,
-        **options,
+        folder, count, scenario, start="spawn", limit=limit, device="cuda", env=ONE_GPU, **options
     )
 
 

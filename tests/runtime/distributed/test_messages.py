@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.distributed.channel import (
-    ReceiveThread,
-    SendThread,
-)
+from revcompile.runtime.distributed.channel import ReceiveThread, SendThread
 from revcompile.runtime.distributed.wire import Describer
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.messages import Message, MessageKind

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_worker import launch
-from rank_data import (
-    dataset,
-    evaluate,
-    own_loader,
-    own_loaders,
-    small,
-    through_trainer,
-)
+from rank_data import dataset, evaluate, own_loader, own_loaders, small, through_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

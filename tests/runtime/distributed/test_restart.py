@@ -18,15 +18,7 @@ from typing import Any, Final
 import pytest
 import torch
 from distributed_worker import MODELS, Run, inputs, trainer_of
-from restart_worker import (
-    Course,
-    End,
-    Ended,
-    held_out,
-    on_ranks,
-    schedule,
-    undisturbed,
-)
+from restart_worker import Course, End, Ended, held_out, on_ranks, schedule, undisturbed
 from torch import nn
 from torch.nn import functional as F
 from training import groups_of, same

@@ -30,10 +30,7 @@ from revcompile.compiler.lower.fusion_regions import find_regions
 from revcompile.errors import InputError, NonFiniteError, RevcompileWarning
 from revcompile.runtime.executor import captured_steps, runner
 from revcompile.runtime.executor.captured_steps import CapturedSteps
-from revcompile.runtime.executor.graphs import (
-    CaptureUnsupported,
-    EagerReplay,
-)
+from revcompile.runtime.executor.graphs import CaptureUnsupported, EagerReplay
 from revcompile.runtime.executor.messages import Message, MessageKind, MessageSlots, Transport
 from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.stage.tensors import found_inf
@@ -167,8 +164,7 @@ def test_an_odd_batch_goes_the_ordinary_way(accumulation_steps: int, method: str
 
 @BOTH
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [("eager", "static"), ("static", "eager"), ("static", "static")],
+    ("source", "target"), [("eager", "static"), ("static", "eager"), ("static", "static")]
 )
 def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: str) -> None:
     data = even(3 * FULL)

@@ -14,8 +14,7 @@ import torch
 from distributed_worker import Run, batches, launch, trainer_of
 
 from revcompile.errors import InputError
-from revcompile.schedule import Action, Op, actions
-from revcompile.schedule.chrome import Process, TraceEvent, chrome_trace
+from revcompile.schedule import Action, actions
 
 RUN = Run(stages=3, steps=6)
 
@@ -151,18 +150,3 @@ def test_on_a_gpu_every_action_is_timed_by_the_device(tmp_path: Path, backend: s
     assert [name for name in names if name.startswith("F")] == ["F6", "F7", "F8", "F9"]
     assert all(event["dur"] > 0 for event in slices(trace, "compute"))
     assert found.busy is not None and 0 < found.busy[0] <= 1
-
-
-def test_copies_of_a_pipeline_do_not_mix_their_messages() -> None:
-    def pair(copy: int, start: float) -> list[Process]:
-        sent = TraceEvent(0, Action(Op.SEND_Y, 0), start, start, start)
-        got = TraceEvent(1, Action(Op.RECV_X, 0), start, start + 1, start + 1)
-        return [Process(2 * copy, (sent,), copy), Process(2 * copy + 1, (got,), copy)]
-
-    events = chrome_trace([*pair(0, 0.0), *pair(1, 5.0)])["traceEvents"]
-    ends = {e["id"]: (e["pid"], e["ts"]) for e in events if e["ph"] == "f"}
-    starts = {e["id"]: (e["pid"], e["ts"]) for e in events if e["ph"] == "s"}
-    assert [(starts[i], ends[i]) for i in starts] == [
-        ((0, 0.0), (1, 1e6)),
-        ((2, 5e6), (3, 6e6)),
-    ]

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import revcompile
 from revcompile.errors import ModifiedError
 from revcompile.ir.module_tree import copy_module
-from revcompile.runtime.reversible.coupling import Chain
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -181,22 +180,6 @@ def test_modes_and_rates_of_the_forward_hold_in_backward() -> None:
     assert all(map(torch.allclose, *results))
 
 
-def test_an_output_written_to_is_an_error_as_in_autograd() -> None:
-    class Bare(Stack):
-        def forward(self, x: Tensor) -> Any:
-            for block in self.blocks:
-                x = x + block(x)
-            return x
-
-    net = revcompile.reversify(Bare().double(), X, policy="paper", check="off").train()
-    (chain,) = [step.run for step in net._plan(net.rewired.body) if isinstance(step.run, Chain)]
-    a, b = chain.reversible(X.clone().requires_grad_(), X.clone().requires_grad_(), [])
-    with torch.no_grad():
-        b.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (a.sum() + b.sum()).backward()
-
-
 # -- hooks -----------------------------------------------------------------------------------------
 
 
@@ -240,23 +223,6 @@ def test_a_hook_on_an_inlined_module_is_an_error_until_it_is_removed() -> None:
     assert_exact(net)
 
 
-# -- a live trainer --------------------------------------------------------------------------------
-
-
-def test_a_new_trainer_trains_replaced_parameters_and_refuses_other_layers() -> None:
-    net = revcompile.petrafy(Stack(), 2, X.float(), check="off")
-    weight = nn.Parameter(torch.eye(8))
-    net.model.blocks[1][0].weight = weight
-    sgd, loss = lambda p: torch.optim.SGD(p, lr=0.1), nn.functional.mse_loss
-    trainer = net.trainer(sgd, loss)
-    trainer.step(X.float(), torch.zeros(4, 2))
-    trainer.flush()
-    assert not torch.equal(weight, torch.eye(8))
-    net.model.blocks[1][0] = nn.Sequential(net.model.blocks[1][0])
-    with pytest.raises(revcompile.RevcompileError, match=r"blocks\.1\.0 was a Linear.*petrafy"):
-        net.trainer(sgd, loss)
-
-
 # -- other ways to run and to differentiate --------------------------------------------------------
 
 
@@ -297,36 +263,3 @@ def test_second_derivatives_say_what_to_do(power: int) -> None:
             torch.autograd.grad(penalty, wanted, retain_graph=True, allow_unused=True)
     with pytest.raises(revcompile.RevcompileError, match="a second time"):
         torch.autograd.functional.hessian(lambda x: net(x).pow(power).sum(), X)
-
-
-class Field(nn.Module):
-    """The gradient of an energy: differentiates inside its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            energy = torch.tanh(self.energy(x)).sum()
-            return torch.autograd.grad(energy, x, create_graph=True)[0]
-
-
-class Fields(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fields = nn.ModuleList(Field() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        for field in self.fields:
-            x = x + field(x)
-        return x
-
-
-def test_a_layer_may_differentiate_in_its_forward_and_a_model_may_not() -> None:
-    net = revcompile.reversify(Fields().double(), X).train()
-    assert len(net.rewired.couplings) == 3
-    assert_exact(net)
-    with pytest.raises(revcompile.RevcompileError, match=r"put it into a\s+submodule of its own"):
-        revcompile.reversify(Field(), X.float())

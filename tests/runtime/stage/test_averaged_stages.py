@@ -121,29 +121,3 @@ def test_rearranged_streams() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     revcompile.petrafy(Arranged().double(), 2, x, policy="pretrained", check="full")
-
-
-@pytest.mark.parametrize(
-    "methods", [("petra", "pipedream"), ("reversible_backprop", "backprop")], ids=" ".join
-)
-def test_nothing_is_rebuilt_or_sent_back_below_the_first_trainable_block(
-    methods: tuple[str, str],
-) -> None:
-    """Block 3 is the second of the second stage."""
-    found = []
-    for method in methods:
-        net = staged()
-        net.model.stem.requires_grad_(False)
-        net.model.blocks[:3].requires_grad_(False)
-        trainer = net.trainer(sgd, F.mse_loss, method=method, seed=3)
-        for x, y in batches():
-            trainer.step(x, y)
-        trainer.flush()
-        found.append({name: p.detach() for name, p in net.to_module().named_parameters()})
-        first, second, _ = (executor.stage.program for executor in trainer._executors)
-        assert not first.kept and not first.needs_back and not second.sends_back
-        assert not first.outputs_with_grad
-        if method == methods[0]:
-            assert [unit.is_frozen for unit in second.units] == [True, False]
-            assert [name for name in second.kept if "lost" in name] == ["blocks.3 lost"]
-    assert worst(*found)[0] < 1e-10

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from training import plain_sgd, same, weights
+from training import same, weights
 
-import revcompile
-from revcompile import TrainerOptions
 from revcompile.errors import InputError
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import FULL, even, is_active, made
@@ -32,51 +28,6 @@ def test_inputs_wait_in_fewer_bits() -> None:
         assert {value.dtype for value in kept(trainer)} == {dtype or torch.float32}
         ends.append(weights(net))
     assert not same(*ends)
-
-
-class Mixed(nn.Module):
-    """A transition in the middle, between couplings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.middle, self.head = nn.Linear(5, 8), nn.Linear(8, 64), nn.Linear(64, 3)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = torch.tanh(self.middle(x + torch.tanh(self.first(x))))
-        return self.head(x + torch.tanh(self.second(x)))
-
-
-def test_inputs_of_what_is_not_reversible_wait_wherever_it_is_in_a_stage() -> None:
-    net = revcompile.petrafy(Mixed(), 2, torch.zeros(4, 5), check="off")
-    assert len(net._partition.parts[0].pieces) > 2
-    trainer = net.trainer(
-        plain_sgd, F.cross_entropy, options=TrainerOptions(kept_input_dtype=torch.bfloat16)
-    )
-    trainer.step(torch.randn(4, 5), torch.zeros(4, dtype=torch.long))
-    stage = trainer._executors[0].stage
-    (held,) = stage.in_flight.values()
-    found = [value for value in held.kept if isinstance(value, Tensor)]
-    assert sorted(value.shape[1] for value in found) == [5, 8, 8]  # before stem and transition
-    assert {value.dtype for value in found} == {torch.bfloat16}
-
-
-def test_a_model_in_low_precision_is_trained_with_its_inputs_as_they_are() -> None:
-    found = []
-    for buffers in (None, torch.bfloat16):
-        torch.manual_seed(0)
-        layers = (layer for _ in range(3) for layer in (nn.Linear(5, 5), nn.Tanh()))
-        x = torch.randn(4, 5, dtype=torch.bfloat16)
-        net = revcompile.petrafy(nn.Sequential(*layers).bfloat16(), 3, x, check="off")
-        trainer = net.trainer(
-            plain_sgd, F.cross_entropy, options=TrainerOptions(kept_input_dtype=buffers)
-        )
-        for _ in range(4):
-            trainer.step(x, torch.zeros(4, dtype=torch.long))
-        trainer.flush()
-        found.append(weights(net))
-    assert same(*found)
 
 
 # -- messages -------------------------------------------------------------------------------------

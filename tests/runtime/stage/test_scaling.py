@@ -17,18 +17,7 @@ from distributed_worker import trainer_of as of_ranks
 from helpers import worst
 from torch import Tensor
 from torch.nn import functional as F
-from training import (
-    METHODS,
-    Net,
-    Plain,
-    batches,
-    feed,
-    fresh,
-    plain_sgd,
-    same,
-    trainer_of,
-    weights,
-)
+from training import METHODS, Net, Plain, batches, feed, fresh, plain_sgd, same, trainer_of, weights
 
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.messages import Message

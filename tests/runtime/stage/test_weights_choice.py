@@ -8,16 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import (
-    Plain,
-    batches,
-    feed,
-    fresh,
-    momentum,
-    same,
-    settings_of,
-    weights,
-)
+from training import Plain, batches, feed, fresh, momentum, same, settings_of, weights
 from transcription import Message, Stage, Transcription
 
 from revcompile.errors import InputError

@@ -289,10 +289,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(
-    found: dict[str, Tensor],
-    expected: dict[str, Tensor],
-    backend: str = "eager",
-    name: str = "",
+    found: dict[str, Tensor], expected: dict[str, Tensor], backend: str = "eager", name: str = ""
 ) -> None:
     """To 1e-8; fused optimizers on a GPU have learning rates in single precision."""
     rtol, atol = (1e-8, 1e-10) if backend in ON_CPU else (1e-5, 1e-6)

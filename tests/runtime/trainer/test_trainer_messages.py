@@ -27,10 +27,7 @@ Call = Callable[[Trainer], Any]
         (lambda t: t.step(), r"Call trainer.step\(inputs, target\)"),
         (lambda t: t.step((X, Y)), r"Call trainer.step\(x, y\), not trainer.step\(\(x, y\)\)"),
         (lambda t: t.step({"x": X, "y": Y}), "targets taken out of the dict"),
-        (
-            lambda t: t.step(X.numpy(), Y),
-            r"expected a tensor for x(.|\n)*ndarray float64\[4, 5\]",
-        ),
+        (lambda t: t.step(X.numpy(), Y), r"expected a tensor for x(.|\n)*ndarray float64\[4, 5\]"),
         (lambda t: t.step(X, Y.numpy()), r"target: ndarray int64\[4\]"),
         (lambda t: t.step(X[:0], Y[:0]), r"the batch has no samples \(float64\[0, 5\]\)"),
         (lambda t: t.step(X.to("meta"), Y), r"meta device, .* \(float64\[4, 5\]\)"),
@@ -62,10 +59,7 @@ def test_a_wrong_step_says_how_to_call_and_is_left_out(call: Call, said: str) ->
         ),
         (lambda t: t.evaluate([(X[:, :2], Y)]), "evaluation, batch 0: the model failed on it"),
         (lambda t: t.evaluate([(X[:0], Y[:0])]), "evaluation, batch 0: the batch has no samples"),
-        (
-            lambda t: t.evaluate([(None, Y)]),
-            "evaluation, batch 0: .*expected a tensor",
-        ),
+        (lambda t: t.evaluate([(None, Y)]), "evaluation, batch 0: .*expected a tensor"),
         (lambda t: t.evaluate([(X, Y)], [F.l1_loss]), "metrics= is a dict .* got list"),
         (lambda t: t.evaluate([(X, Y)], {"loss": F.l1_loss}), '"loss" is taken'),
         (lambda t: t.evaluate([(X, Y)], {"a": lambda o, y: o}), "metric 'a' raised .*one number"),

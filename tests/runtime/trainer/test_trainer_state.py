@@ -28,7 +28,6 @@ from training import (
     groups_of,
     momentum,
     same,
-    seeded,
     through_a_file,
     trainer_of,
     weights,
@@ -397,25 +396,6 @@ def test_throughput_is_that_of_training_alone(
     trainer.flush()
     now[0] += 100.0
     assert trainer.step(*data[0]).throughput == 7 * 4 / 8
-
-
-def test_samples_are_counted_where_the_batch_is() -> None:
-    class Pairs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = Plain()
-
-        def forward(self, scale: Tensor, x: Tensor) -> Tensor:
-            return self.body(x.unflatten(0, (-1, 2)).mean(1) * scale)
-
-    def inputs(samples: int) -> tuple[Tensor, Tensor]:
-        return torch.ones((), dtype=torch.float64), torch.zeros(samples, 5, dtype=torch.float64)
-
-    net = revcompile.petrafy(seeded(Pairs), 2, inputs(4), check="off")
-    trainer = trainer_of(net)
-    batch = inputs(6), torch.zeros(3, dtype=torch.long)
-    assert trainer.step(*batch).samples == 6
-    assert trainer.evaluate([batch]).samples == 6
 
 
 # -- bad input ------------------------------------------------------------------------------------
