@@ -70,6 +70,12 @@ FLAGS: Final = (
 """Functions of torch that return flags."""
 
 
+def autocast_state() -> tuple[Any, ...]:
+    """Is autocast on, and to which type, on the devices that have it?"""
+    devices = ("cpu", "cuda")
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+
+
 @dataclass(frozen=True)
 class FlagGuard:
     """A flag of torch that the forward pass reads."""
@@ -82,8 +88,7 @@ class FlagGuard:
         """The flag as it is now; autocast is read for all devices."""
         if "autocast" not in name:
             return FlagGuard(name, getattr(torch, name)())
-        now = ((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        return FlagGuard(name, tuple(now))
+        return FlagGuard(name, autocast_state())
 
     @property
     def expression(self) -> str:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, repeat
-from operator import attrgetter, call, is_, itemgetter
+from itertools import chain
+from operator import attrgetter, call, is_, itemgetter, methodcaller
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -120,7 +120,6 @@ _TABLES: Final[Mapping[Kind, str]] = {
     Kind.PARAMETER: "_parameters",
     Kind.BUFFER: "_buffers",
 }
-_requires_grad: Final = attrgetter("requires_grad")
 
 
 def is_sharding_hook(hook: Callable[..., Any]) -> bool:
@@ -342,21 +341,21 @@ def _comparison(
         return _same_settings(owners, [held for _, held in pairs], sized)
     if kind in (Kind.HOOK, Kind.MEMBERS):
         kinds = HOOKS if kind is Kind.HOOK else _TABLES.values()
-        return _same_sizes([own[name] for own in owners for name in kinds])
+        return _unchanged(len, [own[name] for own in owners for name in kinds])
     if kind is Kind.CLASS:
-        classes = list(map(type, modules))
-        return lambda: list(map(type, modules)) == classes
+        return _unchanged(type, modules)
     if kind is Kind.FORWARD:
-        forwards = [held[""] for _, held in pairs]
-        return lambda: list(map(dict.get, owners, repeat("forward"))) == forwards
-    if kind is Kind.GRADIENT_HOOK:
-        handles = RemovableHandle.next_id  # the same as long as nobody registers a hook
-        return lambda: handles == RemovableHandle.next_id
-    look = _requires_grad if kind is Kind.REQUIRES_GRAD else Tensor.data_ptr
+        return _unchanged(methodcaller("get", "forward"), owners)
+    if kind is Kind.GRADIENT_HOOK:  # the same as long as nobody registers a hook
+        return _unchanged(attrgetter("next_id"), [RemovableHandle])
+    look = attrgetter("requires_grad") if kind is Kind.REQUIRES_GRAD else Tensor.data_ptr
     found = [(_tensors(each.module), held) for each, held in pairs]
-    tensors = [table[name] for table, held in found for name in held]
-    seen = list(map(look, tensors))
-    return lambda: list(map(look, tensors)) == seen
+    return _unchanged(look, [table[name] for table, held in found for name in held])
+
+
+def _unchanged(look: Callable[[Any], Any], objects: Sequence[Any]) -> Callable[[], bool]:
+    seen = list(map(look, objects))
+    return lambda: list(map(look, objects)) == seen
 
 
 def _same_settings(
@@ -366,7 +365,7 @@ def _same_settings(
 ) -> Callable[[], bool]:
     getters = [itemgetter(*held) for held in before]
     expected = list(map(call, getters, before))
-    are_as_large = _same_sizes(sized)
+    are_as_large = _unchanged(len, sized)
 
     def are_same() -> bool:
         try:
@@ -375,9 +374,3 @@ def _same_settings(
             return False
 
     return are_same
-
-
-def _same_sizes(tables: Sequence[Mapping[Any, Any]]) -> Callable[[], bool]:
-    empty, filled = [table for table in tables if not table], [table for table in tables if table]
-    sizes = list(map(len, filled))
-    return lambda: not any(empty) and list(map(len, filled)) == sizes

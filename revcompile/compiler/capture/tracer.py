@@ -75,7 +75,7 @@ from revcompile.compiler.capture.trace_errors import (
     is_torch_code,
     user_line,
 )
-from revcompile.ir.guards import ModeGuards
+from revcompile.ir.guards import ModeGuards, autocast_state
 from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import attribute, called, store_buffer
 from revcompile.ir.plain_attributes import PLAIN, attributes_of
@@ -128,7 +128,7 @@ class Tracer(ShapedTracer):
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths, self._constants = leaf_paths, constants
         self._path = ""
-        self._autocast = _autocast_state()
+        self._autocast = autocast_state()
         self._foreign_rng, self._has_drawn = foreign_rng_state(), has_drawn
         self._names: dict[int, str] = {}
         """Of parameters and buffers, by id."""
@@ -460,7 +460,7 @@ class Tracer(ShapedTracer):
         return self._state_proxies[name]
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        if kind.startswith("call") and _autocast_state() != self._autocast:
+        if kind.startswith("call") and autocast_state() != self._autocast:
             raise TraceError(AUTOCAST)
         if kind == "call_function" and args[0] in _DIFFERENTIATING:
             raise TraceError(
@@ -588,9 +588,3 @@ def _content(value: Any) -> Any:
 
 def _fake_value(value: Any) -> Any:
     return value.known.first if isinstance(value, ShapedProxy) else value
-
-
-def _autocast_state() -> tuple[Any, ...]:
-    """Is autocast on, and to which type, on the devices that have it?"""
-    devices = ("cpu", "cuda")
-    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
