@@ -480,15 +480,3 @@ def test_sizes_are_checked() -> None:
         Schedule("petra", 0)
     with pytest.raises(InputError, match="accumulation_steps=0"):
         Schedule("petra", 1, accumulation_steps=0)
-    with pytest.raises(InputError, match="stage=3, but with 3 stages it is 0 to 2"):
-        window(METHODS["petra"], 3, 3)
-    with pytest.raises(InputError, match=r"owner=2, holder=1.*swap the two"):
-        Tie(2, 1)
-    with pytest.raises(InputError, match=r"holder=3.*the last of 3 stages is 2"):
-        Schedule("petra", 3, ties=[Tie(0, 3)])
-    with pytest.raises(InputError, match="2 action lists, but costs of 3 stages"):
-        dry_run(actions("petra", 2, 1), Costs.uniform(3))
-    with pytest.raises(InputError, match=r"link_forward has 2 entries, but 2 stages .* need 1"):
-        Costs((1, 1), (1, 1), (0, 0), (0, 0), (0,))
-    with pytest.raises(InputError, match=r"backward=.*no time is below 0"):
-        Costs.uniform(2, backward=-1)

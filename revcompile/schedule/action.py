@@ -89,12 +89,8 @@ class Action:
 class Tie:
     """Two stages that use the same parameters: the owner updates them, the holder has a copy.
 
-    All parameters that the two share are exchanged in one message.
+    The owner is the earlier stage. All parameters that the two share are exchanged in one message.
     """
 
     owner: int
     holder: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.owner < self.holder:
-            raise InputError(f"{self}: the owner must be the earlier stage; swap the two")

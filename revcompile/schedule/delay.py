@@ -30,8 +30,6 @@ def window(method: Method, stages: int, stage: int, accumulation_steps: int = 1)
     [4, 3, 2, 1]
     """
     check_sizes(stages, accumulation_steps)
-    if not 0 <= stage < stages:
-        raise InputError(f"stage={stage}, but with {stages} stages it is 0 to {stages - 1}")
     later_stages = stages - 1 - stage
     match method.order:
         case Order.LOCKED | Order.SYNTHETIC:

@@ -6,14 +6,12 @@ how busy each stage would be. Every schedule that trains is checked this way fir
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from revcompile.errors import InputError, RevcompileError
+from revcompile.errors import RevcompileError
 from revcompile.schedule.action import SHORT, Action, Op, Tie
 from revcompile.schedule.delay import window
 from revcompile.schedule.generate import actions
@@ -22,10 +20,6 @@ from revcompile.schedule.methods import Method
 
 class ScheduleError(RevcompileError):
     """Action lists that do not fit together: some stage would wait for ever."""
-
-
-LINKS: Final = ("link_forward", "link_backward")
-"""Fields of `Costs` with an entry for each link, not for each stage."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +34,6 @@ class Costs:
     update: tuple[float, ...]
     link_forward: tuple[float, ...]
     link_backward: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        stages = len(self.forward)
-        for field in dataclasses.fields(self):
-            times = getattr(self, field.name)
-            expected = stages - 1 if field.name in LINKS else stages
-            if len(times) != expected:
-                raise InputError(
-                    f"Costs: {field.name} has {len(times)} entries, but {stages} stages "
-                    f"(by forward) need {expected}"
-                )
-            if not all(0 <= time < math.inf for time in times):
-                raise InputError(f"Costs: {field.name}={times}, but no time is below 0 or infinite")
 
     @classmethod
     def uniform(
@@ -119,10 +100,6 @@ def dry_run(lists: Sequence[Sequence[Action]], costs: Costs) -> tuple[Span, ...]
     Raises:
         ScheduleError: Some stage would wait for ever, or the lists do not fit together.
     """
-    if len(lists) != len(costs.forward):
-        raise InputError(
-            f"dry_run: {len(lists)} action lists, but costs of {len(costs.forward)} stages"
-        )
     return _DryRun(lists, costs).run()
 
 

@@ -109,8 +109,6 @@ class Schedule:
         self._owners: list[list[int]] = [[] for _ in range(stages)]
         self._holders: list[list[int]] = [[] for _ in range(stages)]
         for tie in self.ties:
-            if tie.holder >= stages:
-                raise InputError(f"{tie}: the last of {stages} stages is {stages - 1}")
             self._owners[tie.holder].append(tie.owner)
             self._holders[tie.owner].append(tie.holder)
 
