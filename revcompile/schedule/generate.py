@@ -221,11 +221,6 @@ class Schedule:
         method = Method(**(state["method"] | choices))
         ties = [Tie(*pair) for pair in state["ties"]]
         synchronous_updates = state.get("synchronous_updates", 0)
-        if len(state["progress"]) != state["stages"]:
-            raise InputError(
-                f"a schedule of {state['stages']} stages with the progress of "
-                f"{len(state['progress'])}"
-            )
         schedule = cls(
             method, state["stages"], state["accumulation_steps"], ties, synchronous_updates
         )

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.errors import CaptureError
 from revcompile.ir.coupling_ops import seed_torch
 from revcompile.ir.module_tree import Contents, copy_module
@@ -52,9 +51,6 @@ def register_constant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
     If it is a plain attribute of the model, the attribute becomes the buffer.
     """
-    if not isinstance(tensor, torch.Tensor):
-        what = "a region of the graph (no_grad, autocast) kept as a submodule"
-        raise Untraceable("", what, f"{name}: {type(tensor).__name__}")
     path, _, leaf = name.rpartition(".")
     owner = root.get_submodule(path)
     value = vars(owner).pop(leaf, tensor)

@@ -30,13 +30,11 @@ from typing import Any
 import torch
 
 from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
-from revcompile.errors import InputError
 from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.program import Partition, StageMemory
 from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType, types_in
 from revcompile.kernels.fixed_point import KEPT_BITS
 from revcompile.schedule import Keep, Method, Weights, delay, window
-from revcompile.units import is_int
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,6 @@ class Workload:
     optimizer_copies: float = 1.0
     buffer_bytes: int | None = None
     autocast: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if not is_int(self.microbatch_size) or self.microbatch_size < 1:
-            raise InputError(
-                f"microbatch_size={self.microbatch_size!r}; a micro-batch has 1 sample at least"
-            )
 
 
 class MemoryModel:

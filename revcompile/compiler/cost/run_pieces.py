@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from revcompile.errors import InputError
 from revcompile.ir import coupling_ops
 from revcompile.ir.python_code import compile_graph
 from revcompile.ir.types import Coupling, Opaque, Rewired, Segment, TensorType
@@ -95,7 +94,5 @@ def submodules_only(root: nn.Module) -> nn.Module:
 
 def example_batch_size(rewired: Rewired, types: Mapping[str, Any]) -> int:
     """The batch size of the example the model was captured with."""
-    for name in rewired.signature.placeholders:
-        if isinstance(types[name], TensorType):
-            return int(types[name].batch)
-    raise InputError(f"cost: {rewired.name} takes no tensor, so it has no batch size")
+    kinds = (types[name] for name in rewired.signature.placeholders)
+    return next(kind.batch for kind in kinds if isinstance(kind, TensorType))

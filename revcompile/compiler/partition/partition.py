@@ -181,8 +181,6 @@ class _Row:
 
 
 def _check_count(rewired: Rewired, stages: int, pieces: Sequence[Segment]) -> None:
-    if stages < 1:
-        raise InputError(f"petrafy: num_stages={stages}; a model has at least 1 stage")
     if stages <= len(pieces):
         return
     blocks = sum(piece.reversible for piece in pieces)
