@@ -132,17 +132,15 @@ def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
 
 
 def _build(name: str) -> tuple[nn.Module, Any]:
-    source, colon, rest = name.partition(":")
+    source, _, wanted = name.rpartition(":")
+    libraries = {"timm": _from_timm, "torchvision": _from_torchvision}
     if source == "hf":
-        return _from_transformers(rest)
-    if colon and source not in ("timm", "torchvision"):
-        return _call_factory(source, rest)
-    wanted = rest if colon else name
-    for library, find in (("timm", _from_timm), ("torchvision", _from_torchvision)):
-        if not colon or source == library:
-            model = find(wanted)
-            if model is not None:
-                return model, None
+        return _from_transformers(wanted)
+    if source and source not in libraries:
+        return _call_factory(source, wanted)
+    for library in [source] if source else libraries:
+        if (model := libraries[library](wanted)) is not None:
+            return model, None
     raise InputError(_unknown(wanted))
 
 

@@ -77,7 +77,10 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def _parsed(text: str, units: dict[str, float], examples: str) -> float:
-    return _as_argument_error(lambda: parse_quantity(text, units, examples))
+    value = _as_argument_error(lambda: parse_quantity(text, units, examples))
+    if not value and units is not _TIMES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
 
 
 def _as_argument_error(read: Callable[[], Number]) -> Number:

@@ -14,7 +14,6 @@ import torch
 from revcompile.compiler.cost import Workload
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.compiler.partition.partition import bytes_sent
-from revcompile.errors import InputError
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Cost
 from revcompile.runtime.stage.tensors import all_finite
@@ -35,13 +34,6 @@ class NetworkLink:
     bandwidth: float
     latency: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or not 0 <= self.latency < math.inf:
-            raise InputError(
-                f"NetworkLink: bandwidth={self.bandwidth}, latency={self.latency}; expected bytes "
-                "a second above 0 and seconds from 0 on"
-            )
-
     def transfer_time(self, nbytes: float) -> float:
         """From sending the first byte to receiving the last one."""
         return self.latency + self.busy_time(nbytes)
@@ -60,12 +52,6 @@ class Device:
 
     flops: float = 400e12
     bandwidth: float = 3.3e12
-
-    def __post_init__(self) -> None:
-        if not (self.flops > 0 and self.bandwidth > 0):
-            raise InputError(
-                f"Device: flops={self.flops}, bandwidth={self.bandwidth}; both are above 0"
-            )
 
 
 @dataclass(frozen=True)
@@ -109,10 +95,6 @@ class Cluster:
     devices: int
     link: NetworkLink
     time: TimeModel
-
-    def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise InputError(f"plan: devices={self.devices}; there is at least 1")
 
 
 def stage_times(

@@ -144,6 +144,7 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         (["draw", MODEL, "--stages", "2", "--out", "net.png"], "net.png"),
         (["plan", MODEL, "--devices", "4", "--link", "fast"], "'fast' is not understood"),
         (["coverage", MODEL, "--depth", "3"], "unrecognized arguments: --depth 3"),
+        (["plan", MODEL, "--devices", "2", "--link", "0Gbps"], "'0Gbps' is not above 0"),
         (["dance"], "invalid choice"),
         ([], "COMMAND"),
     ],

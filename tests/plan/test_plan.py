@@ -218,7 +218,6 @@ def test_with_a_memory_limit_the_fastest_cut_that_fits_is_taken() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": 0}, "at least 1"),
         ({"devices": 4, "stages": 5}, "use 1 to 4"),
         ({"devices": 64, "stages": 60}, "num_stages=60"),
         ({"devices": 4, "methods": ["petar"]}, "did you mean 'petra'"),
