@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from revcompile.errors import NonFiniteError, RankError, RevcompileError, RevcompileWarning
     from revcompile.ir.policy import Policy
     from revcompile.runtime.stage.loss import LossScale
-    from revcompile.runtime.trainer.settings import TrainerOptions
+    from revcompile.runtime.stage.settings import TrainerOptions
     from revcompile.runtime.trainer.steps import Metrics
     from revcompile.runtime.trainer.trainer import Trainer
     from revcompile.staged import StagedModel
@@ -44,7 +44,7 @@ _MODULES = {
     "RevcompileWarning": "errors",
     "StagedModel": "staged",
     "Trainer": "runtime.trainer.trainer",
-    "TrainerOptions": "runtime.trainer.settings",
+    "TrainerOptions": "runtime.stage.settings",
 }
 """The module that defines a public name; `api` has all others."""
 

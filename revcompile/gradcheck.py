@@ -42,6 +42,7 @@ from revcompile.ir.types import Coupling, Rewired, Segment
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.runtime.stage.loss import LossHead
+from revcompile.runtime.stage.settings import Settings, TrainerOptions
 from revcompile.runtime.stage.stage import Stage
 from revcompile.schedule import Keep, choose
 
@@ -269,9 +270,10 @@ def _staged_gradients(
     """One micro-batch forward through all stages, and back."""
     twin = copy_module(net)
     set_mode(twin, net, training=True)
-    stages = [Stage(program, twin, check_finite=False) for program in programs]
+    settings = Settings(options=TrainerOptions(check_finite=False))
+    stages = [Stage(program, twin, settings) for program in programs]
     loss_head = LossHead(partition.rewired, _staged_loss, None, len(stages) - 1)
-    loss_head.check_finite, loss_head.targets[0] = False, None
+    loss_head.check_finite = False
     args, kwargs = compared.args, compared.kwargs
     values: Mapping[str, Any] = {
         name: value.detach().clone()

@@ -35,17 +35,16 @@ from revcompile.ir.program import Partition
 from revcompile.plan.budget import plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
 from revcompile.plan.report import StageReport
-from revcompile.runtime.checkpoint.weights import export_weights, load_into
+from revcompile.runtime.checkpoint.training import export_weights, load_into
 from revcompile.runtime.distributed.layout import make_layout, world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
-from revcompile.runtime.executor.runner import Backend
 from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.module_guards import TreeGuard
 from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.runtime.stage.loss import Loss, loss_scale_of
-from revcompile.runtime.stage.module_guards import TreeGuard
 from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
+from revcompile.runtime.stage.settings import Backend, Settings, Task, TrainerOptions
 from revcompile.runtime.trainer.placement import Placement, RankPlacement
-from revcompile.runtime.trainer.settings import Settings, Task, TrainerOptions
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Method, check_schedule, delay
 from revcompile.units import parse_memory_budget

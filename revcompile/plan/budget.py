@@ -327,7 +327,7 @@ def state_copies(
     }
     updater = Updater("memory_budget=", small, factory, groups=groups, delay=delay)
     updater.apply({name: torch.zeros_like(p) for name, p in small.items()})
-    state = updater.optimizer.state if updater.optimizer is not None else {}
+    state = updater.optimizer.state
     state_bytes = parameter_bytes = 0
     for name, parameter in small.items():
         size = parameters[name].numel()

@@ -65,7 +65,7 @@ def warn_of_delay(trainer: Trainer) -> None:
     late = [
         (trainer.delays[stage], optimizer)
         for stage, updater in updaters
-        if updater.optimizer is not None and trainer.delays[stage] > _HARMLESS
+        if updater.parameters and trainer.delays[stage] > _HARMLESS
         for optimizer in members(updater.optimizer)
     ]
     is_told = trainer.is_first and not trainer.replica and late

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.ir.coupling_ops import seed_torch
 from revcompile.runtime.reversible import coupling
-from revcompile.runtime.reversible.stream_sums import Averaged
+from revcompile.runtime.reversible.block import Averaged
 from tests.recorded import dense
 
 __all__ = [

@@ -19,7 +19,7 @@ from revcompile.kernels import gradient_sum as gradients
 from revcompile.kernels import layer_norm as norms
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.kernels.layer_norm import call_layer_norm, layer_norm
-from revcompile.runtime.reversible import stream_sums
+from revcompile.runtime.reversible import block as chain_sums
 from tests.support.measuring import capture_step
 
 pytestmark = [
@@ -188,9 +188,9 @@ def test_a_step_with_copied_sums_to_the_bit(
     twin = copy.deepcopy(net)
     found = _step(net, x)
     assert counted == {"add_and_cast": 9}, "three sums each way, and three of gradients"
-    add_or_subtract, added = stream_sums.add_or_subtract, gradients.add_gradients  # type: ignore[attr-defined]
+    add_or_subtract, added = chain_sums.add_or_subtract, gradients.add_gradients  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        stream_sums,
+        chain_sums,
         "add_or_subtract",
         lambda *given: add_or_subtract(*given[:-1], False),  # type: ignore[call-arg]
     )

@@ -16,7 +16,7 @@ from revcompile.ir import coupling_ops, precision_rewrites
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
-from revcompile.runtime.reversible import stream_sums
+from revcompile.runtime.reversible import block as chain_sums
 
 BF16 = torch.bfloat16
 
@@ -102,8 +102,8 @@ def test_a_sum_is_read_as_it_was_copied(
     links = [coupling.rearrange is not None for coupling in net.rewired.couplings]
     assert links == [False, False, isinstance(model, _Turned)]
     results = []
-    for add_or_subtract in (stream_sums.add_or_subtract, _copied):  # type: ignore[attr-defined]
-        monkeypatch.setattr(stream_sums, "add_or_subtract", add_or_subtract)
+    for add_or_subtract in (chain_sums.add_or_subtract, _copied):  # type: ignore[attr-defined]
+        monkeypatch.setattr(chain_sums, "add_or_subtract", add_or_subtract)
         with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
             results.append(gradients(copy.deepcopy(net), X))
     # Seeds of three backward passes are cast too.

@@ -289,7 +289,7 @@ def test_a_pipeline_trains_with_it(method: str) -> None:
         method=method,
         param_groups=muon_groups(model),
     )
-    delays = [executor.updater.optimizer.delay for executor in trainer._executors]  # type: ignore[union-attr]
+    delays = [executor.updater.optimizer.delay for executor in trainer._executors]
     assert (delays[0] > 0) == (method != "1f1b") and delays[-1] == 0
     losses = [trainer.step(tokens, tokens) for _ in range(60)]
     seen = [metrics.loss for metrics in losses if metrics.loss is not None]

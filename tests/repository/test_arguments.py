@@ -22,10 +22,10 @@ import revcompile
 from revcompile import StagedModel, arguments
 from revcompile.compiler.capture.check import Check
 from revcompile.errors import InputError, RevcompileWarning
-from revcompile.runtime.executor.runner import Backend
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.stage.activations import BUFFER_DTYPES
 from revcompile.runtime.stage.loss import LossScale
+from revcompile.runtime.stage.settings import Backend
 from revcompile.schedule import METHODS, Keep
 
 

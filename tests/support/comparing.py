@@ -125,7 +125,7 @@ def gradient_error(trainer: Any, reference: nn.Module, index: int, x: Any, y: Te
     largest = max(float(g.abs().max()) for g in expected.values() if g is not None)
     worst = 0.0
     for executor in trainer._executors:
-        if executor.updater.optimizer is None:
+        if not executor.updater.parameters:
             continue
         seen = executor.updater.optimizer.seen[index]
         for name, got in zip(executor.updater.parameters, seen, strict=True):

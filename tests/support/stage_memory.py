@@ -320,13 +320,13 @@ def held_by(executor: StageExecutor, transport: Transport) -> StageMemory:
     stage, count = executor.stage, Bytes()
     own = count.of(stage.parameters)
     count.of(dict(stage.root.named_buffers()))
-    optimizer = executor.updater.optimizer
-    state = optimizer.state if optimizer is not None else {}
-    flights = stage.in_flight.values()
+    state = executor.updater.optimizer.state
+    flights, stash = stage.in_flight.values(), stage.weights.stash
+    copies = [dict(flight.used.copies or {}) for flight in flights]
     return StageMemory(
         parameters=own,
         optimizer=count.of(list(state.values())),
-        stashed=count.of(list(map(dict, stage.stashed()))),
+        stashed=count.of([list(map(dict, stash.past)) if stash else [], copies]),
         gradients=count.of([stage.gradients, executor.updates.gradients]),
         buffers=sum(_in_flight(stage, flight, count) for flight in flights),
         messages=count.of(list(_mail(executor, transport))),

@@ -236,13 +236,11 @@ class Checkpoint:
             self.step = int(index["step"])
             """How many micro-batches had been fed."""
             self._files = {n: (e["bytes"], e["sha256"]) for n, e in index["files"].items()}
-            self.world = len(self._files) // 2
-            """How many ranks saved it."""
 
     def trees(self) -> list[Any]:
         """The tree of each rank, with a `StoredTensor` for each tensor."""
         found = []
-        for name in (f"rank_{rank:05d}" for rank in range(self.world)):
+        for name in (f"rank_{rank:05d}" for rank in range(len(self._files) // 2)):
             plain = json.loads(self._verified(f"{name}.json").read_bytes())
             found.append(decode_tree(plain, f"{name}.safetensors"))
         return found

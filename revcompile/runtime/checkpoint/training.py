@@ -1,4 +1,4 @@
-"""A trainer's state on disk: how ranks save it together, and how it is read.
+"""A trainer's state on disk, and the weights alone: how ranks save them, and how they are read.
 
 {"model": {name: ...}, "optimizer": {name: ...}, "stages": {0: ..., 3: ...}, ...}
 
@@ -8,7 +8,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,8 +19,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from revcompile.runtime.checkpoint.folder import Checkpoint, Gather, save_checkpoint
-from revcompile.runtime.checkpoint.tree import StoredTensor
+from revcompile.errors import InputError
+from revcompile.runtime.checkpoint.folder import (
+    Checkpoint,
+    Gather,
+    find_checkpoint,
+    save_checkpoint,
+)
+from revcompile.runtime.checkpoint.tree import StoredTensor, TensorFile, write_tensors
 
 COMMON: Final = ("format", "cuts", "seed", "device", "schedule")
 """Entries that are the same on every rank."""
@@ -137,3 +146,63 @@ def set_generators(saved: Mapping[str, Any] | None) -> None:
     torch.set_rng_state(saved["torch"].clone())
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"].clone())
+
+
+# -- weights alone --------------------------------------------------------------------------------
+
+
+_ALIASES: Final = "revcompile.aliases"
+
+
+def export_weights(model: nn.Module, file: Path) -> Path:
+    """Write the state dict as one safetensors file, tied tensors once.
+
+    `safetensors.torch.load_model` and `load_weights` read it.
+    """
+    if file.suffix != ".safetensors":
+        raise InputError(f"export: {file.name}; name the file ....safetensors")
+    tensors = dict(model.state_dict())
+    names = aliases(tensors)
+    for name, t in tensors.items():
+        is_plain = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+        if not is_plain or t.is_quantized or t.is_meta:
+            kind = f"a {type(t).__name__}, not a dense tensor with values"
+            raise InputError(f"export: {name} is {kind}, and cannot be written")
+    distinct = {name: tensor for name, tensor in tensors.items() if name not in names}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f"{file.name}.{secrets.token_hex(4)}.new")  # several ranks may export
+    write_tensors(new, distinct, {_ALIASES: json.dumps(names)})
+    os.replace(new, file)
+    return file
+
+
+def load_weights(place: str | Path) -> dict[str, Any]:
+    """A state dict, from a folder of checkpoints (the newest), a checkpoint, or an export.
+
+    It loads into `net.to_module()`, into what `reversify` makes of the same model, and into
+    `net.model` of any number of stages.
+    """
+    place = Path(place)
+    if place.is_file() or place.suffix == ".safetensors":
+        return _exported(place)
+    checkpoint = Checkpoint(find_checkpoint(place))
+    weights = checkpoint.read(merged_state(checkpoint)["model"])
+    return {name: w.clone() if isinstance(w, Tensor) else w for name, w in weights.items()}
+
+
+def _exported(file: Path) -> dict[str, Tensor]:
+    try:
+        opened = TensorFile(file)
+        tensors = {name: opened.read(name).clone() for name in opened.names}
+        return with_aliases(tensors, [json.loads(opened.about.get(_ALIASES, "{}"))])
+    except Exception as error:  # of the system, of safetensors, of torch
+        raise InputError(f"load_weights: {file} cannot be read ({error})") from error
+
+
+def load_into(model: nn.Module, place: str | Path) -> None:
+    """Load saved weights into a model; if they do not fit, nothing is changed."""
+    weights = load_weights(place)
+    problems = list(model_mismatches(model, weights))
+    if problems:
+        raise InputError(f"net.load_weights: {place} holds another model: {first_few(problems)}")
+    model.load_state_dict(weights)

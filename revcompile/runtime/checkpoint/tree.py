@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import json
 import math
 import os
@@ -26,21 +27,35 @@ from safetensors import safe_open
 from torch import Tensor
 
 from revcompile.errors import InputError, RevcompileError
-from revcompile.runtime.stage.tensors import keeps_strides
+from revcompile.runtime.stage.tensors import overlaps
 
 Special = Callable[[Any, str], dict[str, Any] | None]
 """Encodes values that the caller treats itself (tensors), given their path; None: as usual."""
 
 _PLAIN: Final = (bool, int, float, str)
-_TORCH: Final = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-_SEQUENCES: Final = {"tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset}
-_FROM_PARTS: Final[Mapping[str, tuple[Any, Callable[[Any], list[Any]]]]] = {
-    "slice": (slice, lambda value: [value.start, value.stop, value.step]),
-    "complex": (complex, lambda value: [value.real, value.imag]),
-    "device": (torch.device, lambda value: [str(value)]),
-    "ellipsis": (type(...), lambda value: []),
+_sorted: Final = functools.partial(sorted, key=repr)
+"""The order of a set differs between processes."""
+
+
+def _without_torch(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+_constant: Final = vars(torch).__getitem__  # getattr would import what torch loads on demand
+_KINDS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]]] = {
+    "tuple": (tuple, list, tuple),
+    "size": (torch.Size, list, torch.Size),
+    "set": (set, _sorted, set),
+    "frozenset": (frozenset, _sorted, frozenset),
+    "slice": (slice, lambda value: [value.start, value.stop, value.step], lambda p: slice(*p)),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda p: complex(*p)),
+    "device": (torch.device, lambda value: [str(value)], lambda p: torch.device(*p)),
+    "ellipsis": (type(...), lambda value: [], lambda p: ...),
+    "dtype": (torch.dtype, _without_torch, _constant),
+    "layout": (torch.layout, _without_torch, _constant),
+    "memory_format": (torch.memory_format, _without_torch, _constant),
 }
-"""Types whose values are made from a few others, and these for a value."""
+"""Types, the parts or the name that stand for a value, and how it is made from those."""
 _COMPLEX: Final = "revcompile.complex"
 """In a file's header: the names of tensors stored as pairs of real numbers, as JSON."""
 
@@ -94,17 +109,9 @@ def encode(
         return [inner(item, index) for index, item in enumerate(value)]
     if type(value) in (dict, OrderedDict, defaultdict):
         return {"dict": [[encode(key), inner(item, key)] for key, item in value.items()]}
-    for tag, kind in _SEQUENCES.items():
+    for tag, (kind, parts, _) in _KINDS.items():
         if type(value) is kind:
-            # The order of a set differs between processes.
-            items = sorted(value, key=repr) if "set" in tag else value
-            return {tag: [inner(item, index) for index, item in enumerate(items)]}
-    for tag, (kind, parts) in _FROM_PARTS.items():
-        if type(value) is kind:
-            return {tag: [encode(part) for part in parts(value)]}
-    for tag, constants in _TORCH.items():
-        if isinstance(value, constants):
-            return {tag: str(value).removeprefix("torch.")}
+            return {tag: encode(parts(value), special, path)}
     where = f"{'.'.join(path)}: " if path else ""
     raise InputError(f"{where}a value of type {type(value).__module__}.{type(value).__qualname__}")
 
@@ -126,20 +133,15 @@ def decode(data: Any, special: Mapping[str, Callable[[Any], Any]] | None = None)
     ((tag, content),) = data.items()
     if special and tag in special:
         return special[tag](content)
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](map(inner, content))
-    if tag in _TORCH:
-        constant = vars(torch)[content]  # getattr would import what torch loads on demand
-        if not isinstance(constant, _TORCH[tag]):
-            raise InputError(f"torch has no {tag} {content!r}")
-        return constant
-    if tag in _FROM_PARTS:
-        return _FROM_PARTS[tag][0](*map(inner, content))
     if tag == "dict":
         return {inner(key): inner(item) for key, item in content}
     if tag == "float":
         return float(content)
-    raise InputError(f"{tag!r} is no kind of value")
+    kind, _, make = _KINDS[tag]
+    value = make(inner(content))
+    if type(value) is not kind:
+        raise InputError(f"{content!r} is no {tag}")
+    return value
 
 
 # -- trees with tensors ---------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def encode_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
         twice.extend({name} & tensors.keys())
         tensors[name], stride = value, value.stride()
         is_kept = stride != torch.empty(value.shape, device="meta").stride()
-        is_kept = is_kept and keeps_strides(value.shape, stride)
+        is_kept = is_kept and not overlaps(value)
         return {"tensor": [name, value.device.type, stride if is_kept else None]}
 
     try:

@@ -31,7 +31,7 @@ from revcompile.errors import VerificationError
 from revcompile.runtime.distributed.failures import Worker
 from revcompile.runtime.distributed.layout import Ranks, new_group
 from revcompile.runtime.distributed.wire import HEADER_BYTES, Describer, Description, Flag, Header
-from revcompile.runtime.executor.messages import Message, MessageKind, Packet, Sending
+from revcompile.runtime.executor.messages import Message, MessageKind, Packet, Wait
 from revcompile.runtime.executor.streams import current_stream, stream_for
 from revcompile.schedule import Tie
 
@@ -159,7 +159,8 @@ class DevicePayload:
 class SendThread(Worker):
     """Sends a channel's messages in order.
 
-    A payload on a GPU must not be written to before `Sending.wait`; on a CPU it is a copy.
+    A payload on a GPU must not be written to until `send`'s result was called; on a CPU it is
+    a copy.
 
     Args:
         on_failure: Called by the thread.
@@ -183,7 +184,7 @@ class SendThread(Worker):
         self._jobs = queue.SimpleQueue()
         super().__init__(self._run, on_failure)
 
-    def send(self, kind: MessageKind, message: Message) -> Sending | None:
+    def send(self, kind: MessageKind, message: Message) -> Wait | None:
         """Hand a message over; returns at once."""
         describer, channel = self._describers[kind], self.channel
         text, tensors = describer.describe(message)
@@ -199,7 +200,7 @@ class SendThread(Worker):
             return None
         payload = DevicePayload(channel, memory, self._notify, self._wait)
         self._put(header, text, payload=payload)
-        return payload
+        return payload.wait
 
     def end(self, cause: str = "") -> None:
         """Send the last message: the run has ended, or failed because of `cause`."""
@@ -241,30 +242,6 @@ def _as_bytes(text: bytes) -> Tensor:
 # -- receiving ------------------------------------------------------------------------------------
 
 
-@dataclass
-class Arrival:
-    """A received message; on a GPU its payload is there when `work` is done."""
-
-    kind: MessageKind
-    message: Message
-    memory: Tensor | None = None
-    work: Any = None
-    _waited: int | None = None
-    """The number of the stream that waits already."""
-
-    def ready(self, packed: bool = False) -> Message:
-        """The message, after making the current stream wait for its payload."""
-        if self.work is not None and self.memory is not None:
-            stream = current_stream(self.memory)
-            if self._waited != stream.stream_id:  # a stream itself may be equal to None
-                self._waited = stream.stream_id
-                self.work.wait()
-                self.memory.record_stream(stream)
-        if self.message.packet is not None and not packed:
-            self.message = self.message.packet.unpack()
-        return self.message
-
-
 class ReceiveThread(Worker):
     """Receives a channel's messages and delivers them.
 
@@ -275,7 +252,7 @@ class ReceiveThread(Worker):
     def __init__(
         self,
         channel: Channel,
-        deliver: Callable[[Channel, Arrival], None],
+        deliver: Callable[[Channel, MessageKind, Message], None],
         on_end: Callable[[Channel, str], None],
         on_failure: Callable[[str], None],
     ) -> None:
@@ -298,7 +275,7 @@ class ReceiveThread(Worker):
                 return
             if text:
                 self._descriptions[header.kind] = Description(json.loads(text))
-            self._deliver(self.channel, self._arrival(header))
+            self._deliver(self.channel, header.kind, self._message(header))
 
     def _received(self, size: int) -> Tensor:
         """So many bytes from the other CPU."""
@@ -307,12 +284,12 @@ class ReceiveThread(Worker):
             self.channel.exchange(memory, sends=False)
         return memory
 
-    def _arrival(self, header: Header) -> Arrival:
+    def _message(self, header: Header) -> Message:
         """The message of a header; over NCCL its payload is still being received."""
         description, device = self._descriptions[header.kind], self.channel.device
         if not header.size:
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
-            return Arrival(header.kind, description.unpack(header, nothing, device))
+            return description.unpack(header, nothing, device)
         work = release = None
         if self.channel.uses_cuda:
             memory = self._take(header.size)
@@ -321,8 +298,7 @@ class ReceiveThread(Worker):
         else:
             memory = self._received(header.size)
         unpack = partial(description.unpack, header, memory, device)
-        message = header.message(packet=Packet(memory, description, unpack, release))
-        return Arrival(header.kind, message, memory, work)
+        return header.message(packet=Packet(memory, description, unpack, release, work))
 
     def _take(self, size: int) -> Tensor:
         """Memory of so many bytes on the GPU.

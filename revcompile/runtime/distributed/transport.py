@@ -22,10 +22,10 @@ from torch import Tensor, distributed
 
 from revcompile.errors import RankError
 from revcompile.kernels.autocast import wide_dtype
-from revcompile.runtime.distributed.channel import Arrival, Channel, ReceiveThread, SendThread
+from revcompile.runtime.distributed.channel import Channel, ReceiveThread, SendThread
 from revcompile.runtime.distributed.failures import GRACE, Failures, Worker, own_store, short_error
 from revcompile.runtime.distributed.layout import Ranks, gather_plain, new_group
-from revcompile.runtime.executor.messages import Message, Route, Sending, Transport
+from revcompile.runtime.executor.messages import Message, MessageKind, Route, Transport, Wait
 
 
 class DistributedTransport(Transport):
@@ -38,8 +38,6 @@ class DistributedTransport(Transport):
     def __init__(self, ranks: Ranks, channels: Sequence[Channel], timeout: float) -> None:
         super().__init__(len(ranks.layout.stage_to_rank))
         self.ranks, self.timeout = ranks, timeout
-        self.completed = -1
-        """The last micro-batch this rank has finished its part of."""
         self._failures = Failures(own_store(), ranks.rank, ranks.layout.world)
         self._delivered: Counter[tuple[int, int]] = Counter()
         self._ended: set[tuple[int, int]] = set()
@@ -62,16 +60,16 @@ class DistributedTransport(Transport):
 
     # -- messages -----------------------------------------------------------------------------
 
-    def send(self, route: Route, message: Message) -> Sending | None:
+    def send(self, route: Route, message: Message) -> Wait | None:
         sender = self._senders.get(route[:2])
         if sender is not None and self.captured is None:
             return sender.send(route[2], message)
         return super().send(route, message)
 
-    def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:
+    def receive(self, route: Route, number: int | None = None, **how: Any) -> Message | None:
         source, target, _ = route
         has_ended = (source, target) in self._ended  # read before the queue: nothing comes after
-        message = super().receive(route, keep=keep, packed=packed)
+        message = super().receive(route, number, **how)
         if message is not None:
             return message
         if has_ended:
@@ -91,10 +89,6 @@ class DistributedTransport(Transport):
         self._check()
 
     def wait_all_delivered(self) -> None:
-        """Wait until every message that was sent is in its receiver's queue. Every rank calls it.
-
-        Between two steps nothing else is in flight between ranks: a checkpoint can hold it.
-        """
         sent = [[*s.channel.ranks, *pair, s.sent] for pair, s in self._senders.items()]
         with self.collective():
             of_ranks = gather_plain(sent, self.ranks.control)
@@ -149,9 +143,9 @@ class DistributedTransport(Transport):
 
     # -- called by threads --------------------------------------------------------------------
 
-    def _deliver(self, channel: Channel, arrival: Arrival) -> None:
-        route = channel.source, channel.target, arrival.kind
-        self.queues.setdefault(route, deque()).append(arrival)
+    def _deliver(self, channel: Channel, kind: MessageKind, message: Message) -> None:
+        route = channel.source, channel.target, kind
+        self.queues.setdefault(route, deque()).append(message)
         self._delivered[channel.source, channel.target] += 1
         self._failures.notify()
 
@@ -184,7 +178,6 @@ class DistributedTransport(Transport):
         )
 
     def stop_all(self, error: BaseException) -> None:
-        """Tell every other rank that this one stops, unless it only follows another one."""
         if not isinstance(error, RankError):
             who = self.ranks.named(self.ranks.rank)
             self.abort(f"{who} stopped: {type(error).__name__}: {error}")
@@ -341,18 +334,13 @@ def _buffers(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
     Low precision is summed as float32.
     """
-    dtypes = [wide_dtype(t.dtype) for t in tensors]
-    sizes = dict.fromkeys(dtypes, 0)
-    starts = []
-    for tensor, dtype in zip(tensors, dtypes, strict=True):
-        starts.append(sizes[dtype])
-        sizes[dtype] += tensor.numel()
-    buffers = {
-        dtype: torch.zeros(size, dtype=dtype, device=tensors[0].device)
-        for dtype, size in sizes.items()
-    }
-    views = [
-        buffers[dtype][start : start + tensor.numel()].view(tensor.shape)
-        for tensor, dtype, start in zip(tensors, dtypes, starts, strict=True)
-    ]
-    return list(buffers.values()), views
+    members: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        members.setdefault(wide_dtype(tensor.dtype), []).append(index)
+    buffers, views = [], list(tensors)
+    for dtype, indices in members.items():
+        sizes = [tensors[index].numel() for index in indices]
+        buffers.append(torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device))
+        for index, part in zip(indices, buffers[-1].split(sizes), strict=True):
+            views[index] = part.view(tensors[index].shape)
+    return buffers, views

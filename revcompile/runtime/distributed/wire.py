@@ -24,11 +24,10 @@ from revcompile.runtime.checkpoint.tree import decode, encode
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.messages import Message, MessageKind
 from revcompile.runtime.stage.slots import Layout
-from revcompile.runtime.stage.tensors import aligned, keeps_strides
+from revcompile.runtime.stage.tensors import aligned, overlap
 
 _KINDS: Final = tuple(MessageKind)
 _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
-_NO_FINGERPRINT: Final = Fingerprint()
 
 
 class Flag(enum.IntFlag):
@@ -61,7 +60,7 @@ class Header(NamedTuple):
     @classmethod
     def of(cls, message: Message, kind: MessageKind, **numbers: int) -> Header:
         flags = Flag.VOID * message.void | Flag.EXACT * message.is_exact
-        data, code = message.fingerprint or _NO_FINGERPRINT, _CODES[kind]
+        data, code = message.fingerprint, _CODES[kind]
         return cls(
             code=code,
             microbatch=message.index,
@@ -84,11 +83,10 @@ class Header(NamedTuple):
 
     def message(self, **parts: Any) -> Message:
         """The message, with these parts."""
-        data = Fingerprint(self.inputs, self.target)
         return Message(
             self.microbatch,
             void=bool(self.flags & Flag.VOID),
-            fingerprint=None if data == _NO_FINGERPRINT else data,
+            fingerprint=Fingerprint(self.inputs, self.target),
             is_exact=bool(self.flags & Flag.EXACT),
             **parts,
         )
@@ -136,7 +134,7 @@ def _form(tensor: Tensor, device: torch.device) -> list[Any]:
     if tensor.layout is not torch.strided:
         raise InputError(f"a value of layout {tensor.layout}")
     stride = tensor.stride()
-    if not keeps_strides(_core(tensor.shape, stride), stride):
+    if overlap(_core(tensor.shape, stride), stride):
         stride = torch.empty(tensor.shape, device="meta").stride()
     on_host = tensor.device.type == "cpu" and device.type != "cpu"
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(stride), on_host]

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.executor import StageExecutor
-from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint
 from revcompile.runtime.executor.messages import (
     Message,
     MessageKind,
     MessageSlot,
     Packet,
     Route,
-    Sending,
     Transport,
+    Wait,
     next_message,
 )
 from revcompile.runtime.stage.slots import Flat, StaticBuffers
@@ -55,11 +55,7 @@ class StepInputs:
     def all(self) -> Flat:
         if not isinstance(self.values, Message):
             return self.local
-        return Flat.of((dict(self.values.unpacked().values), self.target))
-
-
-def _awaited(route: Route) -> str:
-    return f"stage {route[1]} for {route[2].value} from stage {route[0]}"
+        return Flat.of((dict(self.values.ready().values), self.target))
 
 
 def _slot(like: Message) -> MessageSlot:
@@ -98,7 +94,7 @@ class Boundary:
         self._given: dict[Route, deque[Message]] = {}
         self._outgoing: dict[tuple[Hashable, Route], Message] = {}
         self._buffers: dict[tuple[Hashable, Route], StaticBuffers] = {}
-        self._sendings: dict[tuple[Hashable, Route], Sending] = {}
+        self._sending: dict[tuple[Hashable, Route], Wait] = {}
 
     # -- receiving ----------------------------------------------------------------------------
 
@@ -134,9 +130,9 @@ class Boundary:
     ) -> None:
         """Allocate buffers for messages like these, and for what the executors share."""
         if self.has_previous:
-            self._incoming[self._x] = _slot(inputs.values.unpacked())
+            self._incoming[self._x] = _slot(inputs.values.ready())
         if self.has_next:
-            self._incoming[self._dy] = _slot(expected.unpacked())
+            self._incoming[self._dy] = _slot(expected.ready())
         for route in self._tied_in:
             source, target, kind = route
             executor, is_grad = executors[target], kind is MessageKind.TIED_GRAD
@@ -170,26 +166,13 @@ class Boundary:
                 due[route] = schedule.updates[route[1]]
         return due
 
-    def receive(
-        self, transport: Transport, due: Mapping[Route, int], inputs: StepInputs | None = None
-    ) -> None:
-        """Copy messages to their static buffers, as soon as they have come.
-
-        Args:
-            inputs: Given if the one that brings them has come.
-        """
+    def receive(self, transport: Transport, due: Mapping[Route, int]) -> None:
+        """Copy messages to their static buffers, as soon as they have come."""
         for route, number in due.items():
-            if inputs is not None and route == self._x:
-                message = inputs.values
-                transport.queues[route].popleft()
-            else:
-                message = next_message(transport, route, _awaited(route), packed=True)
-            if message.index != number:
-                raise VerificationError(
-                    f"{_awaited(route)}: expected that of {number}, got {message.index}"
-                )
+            where = f"stage {route[1]} for {route[2].value} from stage {route[0]}"
+            message = next_message(transport, route, where, number=number, packed=True)
             if not self._incoming[route].copy_if_alike(message):
-                raise VerificationError(f"{_awaited(route)}: it has another form than those before")
+                raise VerificationError(f"{where}: it has another form than those before")
 
     def give(self, due: Mapping[Route, int]) -> None:
         """Let the step that runs receive these messages, which lie in their slots."""
@@ -224,25 +207,17 @@ class Boundary:
                 self.send(route, transport, schedule.updates[route[0]])
 
     def send(
-        self, route: Route, transport: Transport, index: int, fingerprint: Fingerprint | None = None
+        self, route: Route, transport: Transport, index: int, data: Fingerprint = NOT_COMPARED
     ) -> None:
         """Send what a section has copied to the route's buffers."""
         place = self.buffer_key, route
-        like = self._outgoing[place]
-        message = Message(
-            index,
-            like.values,
-            like.gradients,
-            found_inf=like.found_inf,
-            fingerprint=fingerprint,
-            packet=like.packet,
-        )
-        sending = transport.send(route, message)
-        if sending is not None:
-            self._sendings[place] = sending
+        message = replace(self._outgoing[place], index=index, fingerprint=data)
+        wait = transport.send(route, message)
+        if wait is not None:
+            self._sending[place] = wait
 
     def wait_sent(self) -> None:
         """Have the step to come wait until the buffers that it writes to are sent."""
         for route in self.routes:
-            if sending := self._sendings.pop((self.buffer_key, route), None):
-                sending.wait()
+            if wait := self._sending.pop((self.buffer_key, route), None):
+                wait()

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,9 +42,8 @@ from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.streams import StepStreams, large_stages
 from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.stage.loss import LossHead
+from revcompile.runtime.stage.settings import Fuse
 from revcompile.runtime.stage.slots import StaticBuffers, empty_on, free_cached, move, when_copied
-from revcompile.runtime.stage.stage import Fuse
-from revcompile.runtime.stage.tensors import clone_tree
 from revcompile.runtime.stage.update import FixedSettings
 from revcompile.schedule import Action, Order, Schedule
 
@@ -106,15 +104,20 @@ class CapturedSteps:
         self._flag_rows = torch.zeros(steps_at_once(device), flags, device=device)
         """The flags of the last steps, which the host has not seen."""
         self._numbers = SlotNumbers(executors, self._transport, device)
-        self._reset()
+        self._schedule = schedule
+        self.clear()
 
-    def _reset(self) -> None:
+    def clear(self) -> None:
+        """Free all captured steps: shapes, or the trainer's tensors, have changed."""
+        self.leave()
+        self._replay.clear()
+        self._numbers.clear()
+        self._boundary.clear()
         self._inputs: StaticBuffers | None = None
         self._loss: StaticBuffers | None = None
         """The last step's loss and its scale. Apart from the output: whoever collects losses would
         keep all outputs, too."""
         self._output: StaticBuffers | None = None
-        self._boundary.clear()
         self._settings: FixedSettings | None = None
         self._memory: TreeSnapshot | None = None
 
@@ -133,7 +136,6 @@ class CapturedSteps:
         if not self._is_full(schedule, alike):
             return False
         if not (self.is_active or self._is_in_slots()):  # captured steps leave all of it there
-            self._renew_slots()
             return False
         if self._numbers.have_changed():
             self.clear()
@@ -181,26 +183,25 @@ class CapturedSteps:
             for index, stage in stages.items()
         )
 
-    def _waiting_messages(self) -> dict[Route, Sequence[Message]]:
-        queues = self._transport.queues
-        return {route: queues.get(route) or () for route in self._transport.slots}
-
     def _is_in_slots(self) -> bool:
-        """Whether all that waits lies in slots."""
-        held = [(h, e.stage.ring) for e in self.executors for h in e.stage.in_flight.values()]
-        messages = (m for queue in self._waiting_messages().values() for m in queue)
-        return all(h.is_in(ring) for h, ring in held) and all(m.is_in_slot for m in messages)
+        """Whether all that waits lies in slots.
 
-    def _renew_slots(self) -> None:
-        """Where not even the latest lies in a slot, let the next one tell the form of slots."""
+        Where not even the latest does, the next one tells the form of slots.
+        """
+        is_there = True
         for stage in (executor.stage for executor in self.executors):
-            if stage.in_flight and [*stage.in_flight.values()][-1].ring is None:
+            held = list(stage.in_flight.values())
+            is_there &= all(each.is_in(stage.ring) for each in held)
+            if held and held[-1].ring is None:
                 stage.ring = None
                 self.clear()
-        for route, queue in self._waiting_messages().items():
-            if queue and not (queue[-1].is_in_slot or queue[-1].void):
-                self._transport.slots[route].clear()
+        for route, slots in self._transport.slots.items():
+            waiting = self._transport.queues.get(route) or ()
+            is_there &= all(message.is_in_slot for message in waiting)
+            if waiting and not (waiting[-1].is_in_slot or waiting[-1].void):
+                slots.clear()
                 self.clear()
+        return is_there
 
     def _allocate(self, batch: StepInputs, expected: Message) -> None:
         # Updates follow each other: one snapshot at a time.
@@ -234,26 +235,20 @@ class CapturedSteps:
     def leave(self) -> None:
         """The step to come is none of these."""
         self.reports.submit(self._flag_rows)
+        if self.is_active:
+            self._note_messages()
         self.is_active = False
-
-    def clear(self) -> None:
-        """Free all captured steps: shapes, or the trainer's tensors, have changed."""
-        self.leave()
-        self._replay.clear()
-        self._numbers.clear()
-        self._reset()
 
     # -- one step -------------------------------------------------------------------------------
 
-    def step(
-        self, schedule: Schedule, batch: StepInputs, fingerprint: Fingerprint | None = None
-    ) -> None:
+    def step(self, schedule: Schedule, batch: StepInputs, fingerprint: Fingerprint) -> None:
         """The step in which a micro-batch enters. The loss head gets its loss and output.
 
         Raises:
             CaptureUnsupported: The step cannot be captured; nothing has changed.
         """
         assert self._inputs is not None
+        self._schedule = schedule
         entering, accumulated = schedule.injected, schedule.accumulated
         due = {stage: entering - self._windows[stage] + 1 for stage in self._stages}
         boundary, transport = self._boundary, self._transport
@@ -282,7 +277,7 @@ class CapturedSteps:
         boundary.wait_sent()
         self._inputs.copy_(batch.local)
         copied = when_copied(batch.local.leaves, self._device)
-        boundary.receive(transport, before_forward, batch)
+        boundary.receive(transport, before_forward)
         planned[0]()
         if boundary.has_next:
             boundary.send(boundary.y, transport, entering, fingerprint)
@@ -315,16 +310,15 @@ class CapturedSteps:
         for stage, executor in self._by_stage.items():
             tied = sum(count for tie, count in received.items() if tie.holder == stage)
             executor.stepped(entering, due[stage], tied, has_updated[stage])
-        for route, slots in self._transport.slots.items():
-            indices = self._waiting(schedule, route)
-            self._transport.queues[route] = deque(slots.at(i).message(i) for i in indices)
 
-    def _waiting(self, schedule: Schedule, route: Route) -> Sequence[int]:
-        """The micro-batches, or updates, whose messages wait at the end of a route."""
-        source, target, kind = route
-        if kind is not MessageKind.DY:
-            return schedule.waiting_tied(source, target)
-        return schedule.outstanding[target][: self._transport.slots[route].count]
+    def _note_messages(self) -> None:
+        """Note which messages wait after a step; replays need not know."""
+        for (source, target, kind), slots in self._transport.slots.items():
+            waiting = self._schedule.waiting_tied(source, target)
+            if kind is MessageKind.DY:
+                waiting = self._schedule.outstanding[target][: slots.count]
+            messages = deque(slots.at(index).message(index) for index in waiting)
+            self._transport.queues[source, target, kind] = messages
 
     def _report(self, entering: int, due: dict[int, int]) -> None:
         """Hand flags and the loss over to the host."""
@@ -334,8 +328,8 @@ class CapturedSteps:
             self.reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
         if self._loss is not None and self._output is not None:
             head = self._loss_head
-            head.losses[entering], head.scale = clone_tree(self._loss.value)
-            head.outputs[entering] = clone_tree(self._output.value)
+            loss, head.scale = self._loss.cloned()
+            head.latest = loss, self._output.cloned()
 
     # -- what is captured -----------------------------------------------------------------------
 
@@ -360,7 +354,7 @@ class CapturedSteps:
         def forward() -> None:
             self._begin(ends)
             assert self._inputs is not None
-            values, self._loss_head.targets[entering] = self._inputs.value
+            values, self._loss_head.target = self._inputs.value
             if values is not None:
                 self.executors[0].inputs[entering] = values
             self._boundary.give(before_forward)
@@ -388,7 +382,7 @@ class CapturedSteps:
             self._scheduler.finish(rest)
 
         def store() -> None:
-            self._store_results(entering)
+            self._store_results()
             self._end(ends)
 
         parts: list[list[Section]] = [[forward], [backward]]
@@ -401,23 +395,28 @@ class CapturedSteps:
 
     def _section(self, parts: Sequence[Section], ends: list[Callable[[], None]]) -> Section:
         def run() -> None:
+            if self._is_fused:  # convolution algorithms are chosen by trial: shapes are fixed
+                CUDNN_BENCHMARK.want(True)
+            self._transport.captured = self._boundary
             try:
-                with self._cudnn_benchmark():
-                    self._transport.captured = self._boundary
-                    for part in parts:
-                        part()
+                for part in parts:
+                    part()
             except BaseException:
                 self._end(ends)
                 raise
             finally:
                 self._transport.captured = None
+                if self._is_fused:
+                    CUDNN_BENCHMARK.release(True)
 
         return run
 
     def _begin(self, ends: list[Callable[[], None]]) -> None:
         """Have executors perform a captured step until `_end`."""
+        if self.is_active:
+            self._note_messages()
         queues, head = self._transport.queues, self._loss_head
-        targets = dict(head.targets)
+        target = head.target
         # To the queues of messages from other ranks threads may add some.
         here = [route for route in queues if {*route[:2]} <= {*self._stages}]
         waiting = {route: deque(queues[route]) for route in here}
@@ -427,9 +426,7 @@ class CapturedSteps:
             self._numbers.end_step()
             queues.update(waiting)
             self._transport.clear_norms()
-            for each in (head.targets, head.losses, head.outputs):
-                each.clear()
-            head.targets.update(targets)
+            head.target, head.latest = target, None
 
         ends[:] = [*(executor.begin_captured() for executor in self.executors), end]
 
@@ -440,18 +437,6 @@ class CapturedSteps:
         if self._streams is not None:
             self._streams.clear()
 
-    @contextmanager
-    def _cudnn_benchmark(self) -> Iterator[None]:
-        """Where programs are compiled, choose convolution algorithms by trial: shapes are fixed."""
-        if not self._is_fused:
-            yield
-            return
-        CUDNN_BENCHMARK.want(True)
-        try:
-            yield
-        finally:
-            CUDNN_BENCHMARK.release(True)
-
     def _random_keys(self, entering: int, due: Mapping[int, int]) -> dict[Pass, int]:
         return {
             (executor.index, microbatch - entering): mix(executor.stage.seed, microbatch)
@@ -459,7 +444,7 @@ class CapturedSteps:
             for microbatch in (entering, due[executor.index])
         }
 
-    def _store_results(self, entering: int) -> None:
+    def _store_results(self) -> None:
         """Copy flags and the loss to where the host reads them."""
         if self._has_flags:
             flags = [executor.updates.flag for executor in self.executors]
@@ -469,7 +454,8 @@ class CapturedSteps:
             self._flag_rows.index_copy_(0, self._numbers.row, torch.cat(flags).unsqueeze(0))
         if not self._boundary.has_next:
             head = self._loss_head
-            loss, output = (head.losses[entering], head.scale), head.outputs[entering]
+            assert head.latest is not None
+            loss, output = (head.latest[0], head.scale), head.latest[1]
             if self._loss is None or self._output is None:
                 self._loss, self._output = StaticBuffers(loss), StaticBuffers(output)
             self._loss.copy_(loss)

@@ -33,15 +33,16 @@ from torch import Tensor
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint
 from revcompile.runtime.executor.flags import RunningStatistics
-from revcompile.runtime.executor.messages import Message, MessageKind
+from revcompile.runtime.executor.messages import Message, MessageKind, Transport
 from revcompile.runtime.executor.streams import StepStreams
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.reversible.replay import BufferSnapshot, restore_buffers
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
-from revcompile.runtime.stage.loss import OVERFLOW, LossHead, Scaling, unscaled
+from revcompile.runtime.stage.loss import OVERFLOW, LossHead, scaling_of, unscaled
+from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.stage.stage import Backward, Stage
 from revcompile.runtime.stage.tensors import (
     TreeCopy,
@@ -52,18 +53,17 @@ from revcompile.runtime.stage.tensors import (
     storage,
     zero_if,
 )
-from revcompile.schedule import Action, Op
+from revcompile.schedule import Action, Op, Order
 
 
 class StageExecutor:
     """Performs the actions of one stage.
 
     Args:
-        stage: Its numerics: forward, backward, gradients.
-        updates: Its optimizer, and what it shares with other stages.
+        task: Has its program and settings.
+        index: Its number.
         loss_head: At the last stage: computes the loss, with whose gradient backward begins.
-        gradient_predictor: Where the method predicts gradients instead of waiting for them.
-        scaling: Its part in scaling the loss.
+        seed: Of its random numbers.
     """
 
     streams: StepStreams | None = None
@@ -78,17 +78,35 @@ class StageExecutor:
 
     def __init__(
         self,
-        stage: Stage,
-        updates: StageUpdates,
-        *,
-        loss_head: LossHead | None = None,
-        gradient_predictor: GradientPredictor | None = None,
-        scaling: Scaling | None = None,
+        task: Task,
+        index: int,
+        device: torch.device,
+        transport: Transport,
+        loss_head: LossHead,
+        seed: int,
     ) -> None:
-        self.stage, self.updates = stage, updates
-        self.updater, self.transport = updates.updater, updates.transport
-        self.loss_head, self.scaling = loss_head, scaling
-        self.gradient_predictor = gradient_predictor
+        program, model, self.transport = task.programs[index], task.model, transport
+        self.stage = stage = Stage(
+            program,
+            model,
+            task.settings,
+            device=device,
+            seed=seed,
+            copied=task.copied(index),
+            delay=task.delay(index),
+            tolerance=model.tolerance,
+            sample=task.sample,
+        )
+        self.scaling = scaling_of(task.settings.loss_scale, program.method, device)
+        scaling = self.scaling if program.is_last else None
+        self.updates = updates = StageUpdates(task, stage, transport, scaling)
+        self.updater = updates.updater
+        self.loss_head = loss_head if program.is_last else None
+        self.gradient_predictor: GradientPredictor | None = None
+        """Where the method predicts gradients instead of waiting for them."""
+        if program.method.order is Order.SYNTHETIC and not program.is_last:
+            outputs, factory = program.outputs, task.optimizer
+            self.gradient_predictor = GradientPredictor(index, outputs, factory, device)
         # Between two actions, by micro-batch. None: the micro-batch was lost.
         self.inputs: dict[int, Mapping[str, Any] | None] = {}
         self.outputs: dict[int, Mapping[str, Any] | None] = {}
@@ -102,8 +120,8 @@ class StageExecutor:
         """Of backward passes whose micro-batch was left out."""
         self.forward_errors: list[Exception] = []
         """Of forward passes whose micro-batch was left out."""
-        self.measured: set[int] = set()
-        """Micro-batches whose reconstruction error is to be measured."""
+        self.measures = False
+        """Whether the reconstruction error of the micro-batch that enters is to be measured."""
         self._statistics = RunningStatistics([stage.statistics])
 
     @property
@@ -196,10 +214,10 @@ class StageExecutor:
         if message is None:
             return False
         self.inputs[action.index] = None if message.void else message.values
-        if message.fingerprint is not None and not message.void:
+        if self.check_data is not None and not message.void:
+            self.check_data(action.index, message.fingerprint)
+        elif not (self.program.is_last or message.void):
             self.fingerprints[action.index] = message.fingerprint
-            if self.check_data is not None:
-                self.check_data(action.index, self.fingerprints.pop(action.index))
         if self.scaling is not None:
             self.scaling.record_overflow(message.scale)
         return True
@@ -213,8 +231,7 @@ class StageExecutor:
         return True
 
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        measure = microbatch in self.measured
-        outputs = self.stage.forward(microbatch, inputs, measure=measure)
+        outputs = self.stage.forward(microbatch, inputs, measure=self.measures)
         if self.loss_head is not None:
             outputs = _apart(outputs, inputs)  # callers get them, and may write to them
             scale = None if self.scaling is None else self.scaling.next_scale()
@@ -281,7 +298,7 @@ class StageExecutor:
             outputs or {},
             void=outputs is None,
             scale=None if self.scaling is None else self.scaling.take_overflow(),
-            fingerprint=self.fingerprints.pop(action.index, None),
+            fingerprint=self.fingerprints.pop(action.index, NOT_COMPARED),
         )
         self._send(self.index + 1, MessageKind.X, message)
         return True
@@ -332,7 +349,7 @@ class StageExecutor:
                 return self._left_out(index, passed, scale, bad == OVERFLOW)
             flag = None
         if not is_captured:
-            stage.finish(index, passed, is_exact)
+            stage.finish(passed, is_exact)
         gradients = passed.gradients
         if flag is not None and (self.updates.is_counted or self.updates.shares_norm):
             gradients = zero_if(flag, gradients)
@@ -350,8 +367,8 @@ class StageExecutor:
         if before is None:
             before = torch.zeros_like(self.updates.flag)
             if self.is_captured and self.loss_head is not None and self.stage.check_finite:
-                loss = self.loss_head.losses[message.index]
-                before = (~torch.isfinite(loss)).float().reshape(1)
+                assert self.loss_head.latest is not None
+                before = (~torch.isfinite(self.loss_head.latest[0])).float().reshape(1)
         # Those of inputs would take another pass over memory: where one is not finite, the stage
         # before finds it in the gradients of its parameters.
         looked_at = passed.gradients.values() if self.stage.check_finite else ()
@@ -443,7 +460,7 @@ class StageExecutor:
         self.transport.send((self.index, target, kind), message)
 
     def _receive(self, source: int, kind: MessageKind, action: Action) -> Message | None:
-        return self.transport.receive_next((source, self.index, kind), action.index)
+        return self.transport.receive((source, self.index, kind), action.index)
 
 
 def _apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,10 +38,15 @@ class Fingerprint:
     target: int = 0
 
     @classmethod
-    def of(cls, inputs: Any, target: Any, microbatch: int) -> Fingerprint:
-        """Of the target; of the inputs where there is none."""
+    def of(cls, inputs: Any, target: Any, microbatch: int, is_last: bool = False) -> Fingerprint:
+        """Of the target; of the inputs where there is none; not compared if one stage has both."""
+        if is_last:
+            return NOT_COMPARED
         of_target = fingerprint(target, microbatch)
         return cls(target=of_target) if of_target else cls(inputs=fingerprint(inputs, microbatch))
+
+
+NOT_COMPARED: Final = Fingerprint()
 
 
 def compared(sent: Fingerprint, inputs: Any, target: Any, microbatch: int) -> str | None:

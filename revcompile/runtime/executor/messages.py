@@ -18,7 +18,8 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.kernels.autocast import widest_dtype
-from revcompile.runtime.executor.fingerprints import Fingerprint
+from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint
+from revcompile.runtime.executor.streams import current_stream
 from revcompile.runtime.stage.loss import OVERFLOW
 from revcompile.runtime.stage.slots import Flat, Ring, StaticBuffers, free_cached
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
@@ -37,7 +38,7 @@ class MessageKind(enum.Enum):
     __hash__ = object.__hash__
 
 
-@dataclass(frozen=True)
+@dataclass
 class Packet:
     """All tensors of a message in one buffer."""
 
@@ -49,6 +50,19 @@ class Packet:
     """The whole message, with views of the buffer."""
     release: Callable[[], None] | None = None
     """Says that nothing that comes later, here or on the device, reads the buffer."""
+    work: Any = None
+    """A receive between GPUs, which may not have ended."""
+    _waited: int | None = None
+    """The number of the stream that waits for it already."""
+
+    def wait(self) -> None:
+        """Have the current stream wait until the buffer is filled."""
+        if self.work is not None:
+            stream = current_stream(self.memory)
+            if self._waited != stream.stream_id:  # a stream itself may be equal to None
+                self._waited = stream.stream_id
+                self.work.wait()
+                self.memory.record_stream(stream)
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class Message:
     scale: Tensor | None = None
     """In a message back, the loss scale that the gradients have; in a message forward, the least
     scale at which gradients have overflowed since the message before. On the device."""
-    fingerprint: Fingerprint | None = None
+    fingerprint: Fingerprint = NOT_COMPARED
     """In a message forward to another rank: of the data that the first stage was given."""
     is_exact: bool = False
     """In a message back: whether the values are those of the forward pass, but for rounding."""
@@ -75,10 +89,6 @@ class Message:
     """If its tensors lie in one buffer. One that was received may have nothing else."""
     is_in_slot: bool = field(default=False, compare=False)
     """Whether its tensors lie in a slot of its route."""
-
-    def ready(self, packed: bool = False) -> Message:
-        """As messages from other ranks: they may have to arrive first."""
-        return self
 
     @property
     def payload(self) -> tuple[Any, ...]:
@@ -90,8 +100,12 @@ class Message:
         values, gradients, scale, found_inf = value.value
         return cls(index, values, gradients, scale=scale, found_inf=found_inf, **others)
 
-    def unpacked(self) -> Message:
-        return self if self.packet is None else self.packet.unpack()
+    def ready(self, packed: bool = False) -> Message:
+        """The same for the current stream, which waits for it; with its values if not `packed`."""
+        if self.packet is None:
+            return self
+        self.packet.wait()
+        return self if packed else self.packet.unpack()
 
     def flagged(self, flag: Tensor | None) -> Message:
         """The same with a flag `found_inf` like this one, which is not set unless it was."""
@@ -107,7 +121,7 @@ class Message:
         return Message(self.index, void=True, scale=self.scale if flag == OVERFLOW else None)
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
-        message = self.resolved()
+        message = self.ready().resolved()
         scale = math.inf if message.scale is None else float(message.scale)
         return {
             "index": message.index,
@@ -168,7 +182,7 @@ class MessageSlot:
             if packet.release is not None:
                 packet.release()
             return True
-        message = message.unpacked()
+        message = message.ready()
         if self._lacks_gradients(message):
             zeros = {n: torch.zeros_like(g) for n, g in self._gradients.items()}
             message = replace(message, gradients=zeros | dict(message.gradients))
@@ -187,7 +201,7 @@ class MessageSlot:
         return not message.values and is_partial
 
     def _payload(self, message: Message) -> Any:
-        return message.unpacked().flagged(self.flag).payload
+        return message.ready().flagged(self.flag).payload
 
 
 class MessageSlots:
@@ -258,11 +272,8 @@ class Captured(Protocol):
         """Those from another rank."""
 
 
-class Sending(Protocol):
-    """A message on its way to another rank."""
-
-    def wait(self) -> None:
-        """Have what comes next, here or on the device, wait until its tensors may be changed."""
+Wait = Callable[[], None]
+"""Has what comes next, here or on the device, wait until a message's tensors may be changed."""
 
 
 class Average(Protocol):
@@ -296,38 +307,38 @@ class Transport:
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
-        self.queues: dict[Route, deque[Any]] = {}
-        """Messages that wait for their receivers: what has `Message.ready`."""
+        self.queues: dict[Route, deque[Message]] = {}
+        """Messages that wait for their receivers."""
         self.slots: dict[Route, MessageSlots] = {}
         """Of messages that wait from one step to the next, where steps may be captured."""
         self.captured: Captured | None = None
         """While a captured step runs."""
         self.averages: Mapping[int, Average] = {}
         """By stage, if there are replicas of it."""
+        self.completed = -1
+        """The last micro-batch that this process has finished its part of."""
         self._norms: dict[int, dict[int, Tensor]] = {}
         self._totals: dict[int, Tensor] = {}
         """By update: the squared norms of stages here, and of all stages once those are known."""
 
-    def send(self, route: Route, message: Message) -> Sending | None:
+    def send(self, route: Route, message: Message) -> Wait | None:
         """Send a message, without waiting for it to arrive; None if it is passed by reference."""
         if self.captured is not None and self.captured.take(route, message):
             return None
         queue, slots = self.queues.setdefault(route, deque()), self.slots.get(route)
         if slots is not None:
             message = slots.put(message, len(queue))
-            if self.captured is not None and not message.is_in_slot:
-                source, target, kind = route
-                raise VerificationError(
-                    f"stage {source}: {kind.value} of {message.index} has another form than those "
-                    f"before it, or finds none of them read by stage {target}"
-                )
+            assert self.captured is None or message.is_in_slot, f"{route}: no slot for it"
         queue.append(message)
         return None
 
-    def receive(self, route: Route, *, keep: bool = False, packed: bool = False) -> Message | None:
+    def receive(
+        self, route: Route, number: int | None = None, *, keep: bool = False, packed: bool = False
+    ) -> Message | None:
         """The next message; None if it has not arrived yet.
 
         Args:
+            number: Of the micro-batch or update that it has to be of.
             keep: It stays the next message.
             packed: It may have nothing but its packet, with values not looked at yet.
         """
@@ -335,27 +346,22 @@ class Transport:
         queue = self.queues.get(route) if given is None else given
         if not queue:
             return None
-        message: Message = (queue[0] if keep else queue.popleft()).ready(packed)
-        if self.captured is not None and route in self.slots:
-            return self.slots[route].take(message.index)
-        return message
-
-    def receive_next(self, route: Route, index: int) -> Message | None:
-        """The same, checked: it is of this micro-batch or update."""
-        message = self.receive(route)
-        if message is not None and message.index != index:
+        message = queue[0] if keep else queue.popleft()
+        if number is not None and message.index != number:
             source, target, kind = route
             raise VerificationError(
-                f"stage {target}: expected {kind.value} of {index} from stage {source}, got that "
+                f"stage {target}: expected {kind.value} of {number} from stage {source}, got that "
                 f"of {message.index}"
             )
-        return message
+        if self.captured is not None and route in self.slots:
+            return self.slots[route].take(message.index)
+        return message.ready(packed)
 
     def state_dict(self, copy: TreeCopy) -> list[list[Any]]:
         """The messages that wait in this process: `[source, target, kind, message]`."""
         routes = sorted(self.queues, key=lambda route: (*route[:2], route[2].value))
         return [
-            [*route[:2], route[2].value, message.ready().state_dict(copy)]
+            [*route[:2], route[2].value, message.state_dict(copy)]
             for route in routes
             for message in self.queues[route]
         ]
@@ -398,17 +404,22 @@ class Transport:
         """The sum of all stages' norms, from those of the stages here."""
         return of_stages.sum()
 
+    def wait_all_delivered(self) -> None:
+        """Wait until every message that was sent is in its receiver's queue. Every rank calls it.
+
+        Between two steps nothing else is in flight between ranks: a checkpoint can hold it.
+        """
+
+    def stop_all(self, error: BaseException) -> None:
+        """Tell every other rank that this one stops, unless it only follows another one."""
+
     def wait(self, what: str) -> None:
         """Wait for a message, because no stage here can go on; `what` says who waits for what."""
         raise VerificationError(f"the stages wait for each other: {what}")
 
 
-def next_message(
-    transport: Transport, route: Route, where: str, *, keep: bool = False, packed: bool = False
-) -> Message:
+def next_message(transport: Transport, route: Route, where: str, **how: Any) -> Message:
     """Wait for a message; `where` says for what. See `Transport.receive`."""
-    while True:
-        message = transport.receive(route, keep=keep, packed=packed)
-        if message is not None:
-            return message
+    while (message := transport.receive(route, **how)) is None:
         transport.wait(where)
+    return message

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -17,11 +16,11 @@ from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.graphs import CaptureUnsupported, CudaGraphReplay, EagerReplay
 from revcompile.runtime.executor.messages import MessageKind, MessageSlots
-from revcompile.runtime.reversible.hooks import LayerHooks
+from revcompile.runtime.reversible.bindings import LayerHooks
 from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.optimizers import why_not_capturable_optimizer
+from revcompile.runtime.stage.settings import Backend, Fuse
 from revcompile.runtime.stage.slots import Flat, empty_on
-from revcompile.runtime.stage.stage import Fuse
 from revcompile.schedule import Keep, Order, Schedule
 
 _log: Final = logging.getLogger("revcompile")
@@ -33,23 +32,6 @@ _MOST_FAILURES: Final = 2
 """After so many failed captures capturing ends. One may be bad luck: others use the device too."""
 _MOST_KINDS: Final = 16
 """Each position of a step between two updates is captured for itself: at most so many."""
-
-
-class Backend(enum.Enum):
-    """How the steps of a full pipeline are run. All give the same training."""
-
-    AUTO = "auto"
-    """The fastest that is known to be safe on the model's device."""
-    EAGER = "eager"
-    """Action by action."""
-    CUDAGRAPHS = "cudagraphs"
-    """A whole step as one CUDA graph."""
-    INDUCTOR = "inductor"
-    """The same, with what surrounds convolutions and matrix products compiled, which takes a
-    minute at the start."""
-    STATIC = "static"
-    """Over the same static buffers as CUDA graphs, but each step is called: for tests and for
-    debugging, on any device."""
 
 
 class GraphRunner:
@@ -131,14 +113,14 @@ class GraphRunner:
     def step(
         self,
         schedule: Schedule,
-        batch: tuple[Any, Any],
+        inputs: StepInputs,
         allowed: bool,
-        fingerprint: Fingerprint | None = None,
+        fingerprint: Fingerprint,
     ) -> bool:
         """The step in which a micro-batch enters; False if it has to be run action by action.
 
         Args:
-            batch: See `StepInputs`.
+            inputs: What enters.
             allowed: False if a trace needs to see single actions.
             fingerprint: Of the micro-batch's data, for the next rank.
         """
@@ -147,7 +129,6 @@ class GraphRunner:
             not self.is_active and min(schedule.updates) <= schedule.synchronous_updates
         ):
             return False
-        inputs = StepInputs(*batch)
         if self._captured is None:
             self._captured = self._build(schedule)
         captured = self._captured
@@ -186,7 +167,7 @@ class GraphRunner:
         if is_same:
             self.alike += 1
         else:
-            self.observe(batch)
+            self.observe(inputs)
         return True
 
     def _changes_often(self, captured: CapturedSteps) -> bool:
@@ -212,10 +193,10 @@ class GraphRunner:
             fuse=self._fuse,
         )
 
-    def observe(self, batch: tuple[Any, Any]) -> None:
+    def observe(self, inputs: StepInputs) -> None:
         """Count a micro-batch that has entered."""
         if self.is_on:
-            values = StepInputs(*batch).all
+            values = inputs.all
             if self._last_batch is None or not self._last_batch.is_alike(values):
                 self._last_batch = Flat.of(empty_on(torch.device("meta"), values.value))
                 self.alike = 0
@@ -292,8 +273,7 @@ def why_not_capturable(
                 f"stage {executor.index} keeps graphs of micro-batches in flight, {cause}; "
                 f"{advice} to have steps captured"
             )
-        optimizer = executor.updater.optimizer
-        if optimizer is not None and (why := why_not_capturable_optimizer(optimizer)):
+        if why := why_not_capturable_optimizer(executor.updater.optimizer):
             return why
     return None
 

@@ -17,7 +17,7 @@ Two streams use the same memory in these places, each ordered by an event:
     backward, update   slots, messages, weights   `StepStreams`; `join` ends each step
     capture            seeds of a graph           `CudaGraphReplay`, after the capture
     send               messages to other ranks    `DevicePayload`: before it, and when it is done
-    receive            messages of other ranks    `Arrival.ready`, then `ReceiveThread._release`
+    receive            messages of other ranks    `Packet.wait`, then `ReceiveThread._release`
     all-reduce         sums of gradients          `ReplicaAverage._run`; captured steps wait
     overlap            streams of a chain         `TwoStreams`, at both ends
     copies to the host flags of a step            `NonFiniteReports.submit`

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from revcompile.runtime.executor.messages import Average, Message, MessageKind, Transport
 from revcompile.runtime.stage.loss import Scaling
+from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Action, Order
@@ -22,13 +23,7 @@ class StageUpdates:
     """Performs the actions of one stage that concern its updates.
 
     Args:
-        clip_grad_norm: The largest norm of the gradient.
-        tied_owners: Of parameters shared with other stages, the names of those that other stages
-            own and this one has copies of, by owner.
-        tied_holders: The names of those that this stage owns, by the stage with the copies.
-        delay: By how many updates its gradients are late, on average.
-        synchronous_updates: So many updates at the start have no delay.
-        accumulation_steps: Micro-batches per update.
+        task: Has the optimizer, and says what the stage shares with others.
         scaling: At the last stage, if the loss is scaled.
     """
 
@@ -40,25 +35,30 @@ class StageUpdates:
     """The sums that it is computed from, until they are averaged."""
 
     def __init__(
-        self,
-        stage: Stage,
-        updater: Updater,
-        transport: Transport,
-        *,
-        clip_grad_norm: float | None = None,
-        tied_owners: Mapping[int, tuple[str, ...]] | None = None,
-        tied_holders: Mapping[int, tuple[str, ...]] | None = None,
-        delay: float = 0.0,
-        synchronous_updates: int = 0,
-        accumulation_steps: int = 1,
-        scaling: Scaling | None = None,
+        self, task: Task, stage: Stage, transport: Transport, scaling: Scaling | None
     ) -> None:
-        self.stage, self.updater, self.transport = stage, updater, transport
-        self.index = stage.program.index
-        self._clip_grad_norm, self._scaling = clip_grad_norm, scaling
-        self.tied_owners, self.tied_holders = tied_owners or {}, tied_holders or {}
-        self._delay, self._synchronous_updates = delay, synchronous_updates
-        self._accumulation_steps = accumulation_steps
+        settings, self.index = task.settings, stage.program.index
+        self.stage, self.transport, self._scaling = stage, transport, scaling
+        ties = task.partition.ties.items()
+        self.tied_owners = {tie.owner: names for tie, names in ties if tie.holder == self.index}
+        """Of parameters shared with other stages, the names of those that other stages own and this
+        one has copies of, by owner."""
+        self.tied_holders = {tie.holder: names for tie, names in ties if tie.owner == self.index}
+        """The names of those that this stage owns, by the stage with the copies."""
+        self.copied = task.copied(self.index)
+        self._delay = task.delay(self.index)
+        self._synchronous_updates = settings.options.synchronous_updates
+        self.updater = Updater(
+            f"stage {self.index}",
+            {name: p for name, p in stage.parameters.items() if name not in self.copied},
+            task.optimizer,
+            groups=settings.param_groups,
+            lr_schedule=settings.lr_schedule,
+            delay=0.0 if self._synchronous_updates else self._delay,
+            is_predicted=stage.weights.predicted is not None,
+        )
+        self._clip_grad_norm = settings.clip_grad_norm
+        self._accumulation_steps = settings.accumulation_steps
         self._is_continuous = stage.program.method.order is Order.CONTINUOUS
         self.count = torch.zeros((), device=stage.device)
         """How many micro-batches are in the accumulated gradient: bad ones are left out."""
@@ -183,7 +183,7 @@ class StageUpdates:
         if gradients is None:
             return False
         route = action.peer, self.index, MessageKind.TIED_GRAD
-        message = self.transport.receive_next(route, action.index)
+        message = self.transport.receive(route, action.index)
         if message is None:
             return False
         if not self.is_captured:
@@ -205,7 +205,7 @@ class StageUpdates:
     def recv_tied_weight(self, action: Action) -> bool:
         assert action.peer is not None
         route = action.peer, self.index, MessageKind.TIED_WEIGHT
-        message = self.transport.receive_next(route, action.index)
+        message = self.transport.receive(route, action.index)
         if message is None:
             return False
         self.set_delay(action.index)
@@ -213,11 +213,6 @@ class StageUpdates:
             for name, value in message.values.items():
                 self.stage.parameters[name].copy_(value)
         return True
-
-    @property
-    def copied(self) -> list[str]:
-        """Tied parameters that another stage owns and this one has a copy of."""
-        return [name for names in self.tied_owners.values() for name in names]
 
     def load_copied(self, weights: Mapping[str, Tensor]) -> None:
         """Let the copies take over these weights."""

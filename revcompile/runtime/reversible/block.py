@@ -1,24 +1,184 @@
-"""One coupling of a chain as it runs: its branch F, what F reads, and `(a, b) -> (b, a + F(b))`."""
+"""One coupling of a chain as it runs: its branch F, what F reads, and what becomes of its streams.
+
+Added          y = a + F(b)
+Averaged       y = b + gamma (a - b) + (1 + gamma) F(b)     gamma = 0 in eval mode
+FixedAverage   the same in fixed point, which can be undone    gamma = ±1/16 in training
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from revcompile.ir.module_tree import is_cast
+from revcompile.ir.module_tree import has_autocast_consumer, is_cast, repeated_layers
+from revcompile.ir.precision_rewrites import for_chains
+from revcompile.ir.python_code import compile_with_modules
+from revcompile.ir.types import Coupling, TensorType
 from revcompile.kernels.autocast import converted
+from revcompile.kernels.exact_sum import add_or_subtract, rounded
+from revcompile.kernels.fixed_point import (
+    average,
+    average_gradients,
+    in_units,
+    undo_average,
+    unit_of,
+)
 from revcompile.kernels.repeatable import Repeated, repeatable
-from revcompile.runtime.reversible.bindings import Bindings
-from revcompile.runtime.reversible.hooks import ShardedModule
+from revcompile.runtime.reversible.bindings import Bindings, filled, sharded_modules
 from revcompile.runtime.reversible.replay import ReplayContext
-from revcompile.runtime.reversible.slots import filled
-from revcompile.runtime.reversible.stream_sums import Sums
+
+_Pair = tuple[Tensor, Tensor]
+
+
+class Added:
+    """`y = a + F(b)`, the addend on a grid if there is one."""
+
+    casts = True
+    """May a kernel write `y` in the dtype of autocast, too?"""
+    casts_to_read = False
+    """May it in the model's own dtype, where that has fewer bits than streams?"""
+
+    def __init__(self, grid: Tensor | None) -> None:
+        self.grid = grid
+
+    def enter(self, a: Tensor, b: Tensor) -> _Pair:
+        """The input of a chain as its couplings need it."""
+        return rounded(a, self.grid), rounded(b, self.grid)
+
+    def add(
+        self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum of the block `index`, and its cast copy if one kernel wrote both."""
+        return add_or_subtract(a, addend, self.grid, False, with_cast)
+
+    def undo(
+        self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`a` of the block `index`, and its cast copy if one kernel wrote both."""
+        return add_or_subtract(y, addend, self.grid, True, with_cast)
+
+    def release(self, index: int) -> tuple[Tensor, ...]:
+        """What only `undo` of the block `index` needs, for autograd to keep as long as needed."""
+        return ()
+
+    def restore(self, index: int, released: Sequence[Tensor]) -> None:
+        """What `release` has returned, for the next `undo`."""
+
+    def gradients(
+        self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `a`, of `b` without its way through F, and of F(b), which has this dtype."""
+        return of_y, of_b, of_y
+
+
+class Averaged(Added):
+    """`y = b + gamma (a - b) + (1 + gamma) F(b)` in floating point.
+
+    Args:
+        signs: 2 gamma, by block and sample; None for gamma = 0.
+        batch_dims: For each block, the streams' dimension that counts samples, if there is one.
+    """
+
+    casts = False
+
+    def __init__(self, signs: Tensor | None, batch_dims: tuple[int | None, ...]) -> None:
+        super().__init__(None)
+        self.signs, self.batch_dims = signs, batch_dims
+
+    def sign(self, index: int, like: Tensor) -> Tensor:
+        """2 gamma of a block, to be broadcast to its streams."""
+        assert self.signs is not None
+        signs, dim = self.signs[index], self.batch_dims[index]
+        shape = [1] * like.ndim
+        if dim is None:
+            return signs[:1].view(shape)
+        shape[dim] = size = like.shape[dim]
+        if size != len(signs):  # a rearrangement has split samples into windows, or joined them
+            rows = torch.arange(size, device=signs.device)
+            signs = signs[rows * len(signs) // max(size, 1)]
+        return signs.view(shape)
+
+    def add(
+        self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.signs is None:
+            return b + addend, None
+        half = self.sign(index, b) / 2
+        return half * a + (1 - half) * b + (1 + half) * addend, None
+
+    def undo(
+        self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        assert self.signs is None, "only fixed-point averages can be undone"
+        return b, None  # which `a` was equal to, or is not needed
+
+    def gradients(
+        self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.signs is None, "of other averages autograd computes the gradients"
+        return torch.zeros_like(of_y), of_b + of_y, of_y
+
+
+class FixedAverage(Averaged):
+    """The same in fixed point, which can be undone. Branches read streams in `read_dtype`."""
+
+    casts_to_read = True
+
+    def __init__(
+        self,
+        signs: Tensor,
+        batch_dims: tuple[int | None, ...],
+        read_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(signs, batch_dims)
+        self._read_dtype = read_dtype
+        self._lost: list[Tensor | None] = []
+
+    def enter(self, a: Tensor, b: Tensor) -> _Pair:
+        self._unit = unit_of(a, b)
+        of_b = in_units(b, self._unit)
+        return of_b if a is b else in_units(a, self._unit), of_b
+
+    def add(
+        self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = self._read_dtype if with_cast else None
+        y, lost, copy = average(a, b, addend, self.sign(index, b), self._unit, dtype)
+        self._lost.append(lost)
+        return y, copy
+
+    def undo(
+        self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        lost, self._lost[index] = self._lost[index], None
+        assert lost is not None
+        dtype = self._read_dtype if with_cast else None
+        return undo_average(y, b, addend, self.sign(index, b), self._unit, lost, dtype)
+
+    def release(self, index: int) -> tuple[Tensor, ...]:
+        lost, self._lost[index] = self._lost[index], None
+        return () if lost is None else (lost,)
+
+    def restore(self, index: int, released: Sequence[Tensor]) -> None:
+        (self._lost[index],) = released
+
+    def gradients(
+        self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return average_gradients(of_b, of_y, self.sign(index, of_y), dtype, may_overwrite)
+
+
+Sums = Added
+"""Any of them."""
+
+
+# -- the coupling ---------------------------------------------------------------------------------
 
 
 class BlockWeights:
@@ -34,19 +194,16 @@ class BlockWeights:
     float32, and so is a branch with forward hooks, which may look at the weights.
     """
 
-    def __init__(self, slots: Sequence[tuple[int, dict[str, Any], str]] = ()) -> None:
-        self._slots = slots
-
-    @classmethod
-    def of(cls, branch: fx.Graph, root: nn.Module, bindings: Bindings) -> BlockWeights:
-        """Those of a branch, by what it reads of the module tree."""
+    def __init__(
+        self, branch: fx.Graph, root: nn.Module, bindings: Bindings, is_sharded: bool
+    ) -> None:
         called = [root.get_submodule(str(n.target)) for n in branch.find_nodes(op="call_module")]
         calls = Counter(id(inner) for module in called for inner in module.modules())
         read = [str(node.target).rpartition(".")[0] for node in branch.find_nodes(op="get_attr")]
         calls.update(id(root.get_submodule(path)) for path in read)
         owners = {id(m._parameters) for m in called if is_cast(m) and calls[id(m)] == 1}
-        slots = enumerate(() if bindings.hooked else bindings.slots)
-        return cls([(i, *slot) for i, slot in slots if id(slot[0]) in owners])
+        slots = enumerate(() if bindings.hooked or is_sharded else bindings.slots)
+        self._slots = [(i, *slot) for i, slot in slots if id(slot[0]) in owners]
 
     def converted(
         self, parameters: Sequence[Tensor | None], dtype: torch.dtype | None
@@ -88,36 +245,50 @@ def to_dtypes_of(
     return result
 
 
-@dataclass(frozen=True)
 class Block:
-    """An executable coupling."""
+    """An executable coupling.
 
-    name: str
-    branch: Callable[..., Any]
-    """F, as `branch(b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
-    sides: tuple[int, ...] = ()
-    """Positions of the block's side values among those of the chain."""
-    has_extras: bool = False
-    """Does F also return values that are read outside the block? Only a chain's last block may."""
-    rearrange: Callable[..., tuple[Tensor, Any]] | None = None
-    """`rearrange(stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
-    undo_rearrange: Callable[..., Tensor] | None = None
-    """`undo_rearrange(stream, shapes) -> stream`."""
-    rearrange_sides: tuple[int, ...] = ()
-    """Positions of the sizes that `rearrange` takes."""
-    bindings: Bindings = field(default_factory=Bindings)
-    """What F reads of the module tree."""
-    replay_context: ReplayContext = field(default_factory=ReplayContext)
-    has_autocast_consumer: bool = False
-    """Is the only reader of `b` in F a layer whose input autocast casts?"""
-    sharded: tuple[ShardedModule, ...] = ()
-    """FSDP2 modules that its layers belong to, outermost first."""
-    batch_dim: int | None = 0
-    """The streams' dimension that counts samples, if there is one."""
-    weights: BlockWeights = field(default_factory=BlockWeights)
-    """What autocast would convert one by one."""
-    repeated: Repeated = field(default_factory=Repeated)
-    """Layers of F that have to give the same bits in the rebuild."""
+    Args:
+        coupling: Of a chain.
+        root: Has the modules that its branch reads.
+        position: The positions of side values among those of the chain.
+        kind: The type of its streams, if it is known.
+    """
+
+    def __init__(
+        self,
+        coupling: Coupling,
+        root: nn.Module,
+        position: Mapping[str, int],
+        kind: TensorType | None,
+    ) -> None:
+        self.name = coupling.name
+        branch, rearrange = coupling.branch, coupling.rearrange
+        compiled = partial(compile_with_modules, root=root, name=coupling.name)
+        self.branch = compiled(for_chains(branch, root))
+        """F, as `branch(b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
+        self.sides = [position[name] for name in coupling.sides]
+        self.has_extras = bool(coupling.extras)
+        """Does F also return values that are read outside the block? Only a chain's last block
+        may."""
+        self.rearrange = compiled(rearrange.forward) if rearrange else None
+        """`rearrange(stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
+        self.undo_rearrange = compiled(rearrange.inverse) if rearrange else None
+        """`undo_rearrange(stream, shapes) -> stream`."""
+        self.rearrange_sides = [position[name] for name in rearrange.sides] if rearrange else []
+        """Positions of the sizes that `rearrange` takes."""
+        self.bindings = bindings = Bindings(branch, root)
+        """What F reads of the module tree."""
+        self.replay_context = ReplayContext.of(coupling, root, list(bindings.modules))
+        self.has_autocast_consumer = has_autocast_consumer(branch, root)
+        """Is the only reader of `b` in F a layer whose input autocast casts?"""
+        self.sharded = sharded_modules(bindings)
+        self.batch_dim = None if kind is None else kind.batch_dim
+        """The streams' dimension that counts samples, if there is one."""
+        self.weights = BlockWeights(branch, root, bindings, bool(self.sharded))
+        """What autocast would convert one by one."""
+        self.repeated = repeated_layers(branch, root) if coupling.averaged else Repeated()
+        """Layers of F that have to give the same bits in the rebuild."""
 
 
 class Coupled(NamedTuple):

@@ -35,15 +35,24 @@ from revcompile.ir.snapshot import STRUCTURE, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.kernels.fixed_point import random_signs
-from revcompile.runtime.reversible.bindings import Bound, check_repeatable
+from revcompile.runtime.reversible.bindings import (
+    Bound,
+    check_repeatable,
+    gradient_hooks_silenced,
+    reshard,
+    unshard,
+)
 from revcompile.runtime.reversible.block import (
+    Added,
+    Averaged,
     Block,
+    FixedAverage,
+    Sums,
     before_rearrange,
     couple,
     run_branch,
     to_dtypes_of,
 )
-from revcompile.runtime.reversible.hooks import gradient_hooks_silenced, reshard, unshard
 from revcompile.runtime.reversible.overlap import Overlap, TwoStreams
 from revcompile.runtime.reversible.reconstruction import (
     ReconstructionCheck,
@@ -58,7 +67,6 @@ from revcompile.runtime.reversible.replay import (
     is_capturing,
     without_autocast_cache,
 )
-from revcompile.runtime.reversible.stream_sums import Added, Averaged, FixedAverage, Sums
 from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
 
 

@@ -10,30 +10,31 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
-from revcompile.ir.module_tree import TreeReads, convolves, has_autocast_consumer, repeated_layers
+from revcompile.ir.module_tree import TreeReads, convolves
 from revcompile.ir.ops import attribute
-from revcompile.ir.precision_rewrites import for_chains, fuse_bn_relu, match_dtypes
+from revcompile.ir.precision_rewrites import fuse_bn_relu, match_dtypes
 from revcompile.ir.python_code import compile_with_modules
-from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot, read_by
-from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired, TensorType
+from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
-from revcompile.kernels.repeatable import Repeated
-from revcompile.runtime.reversible.bindings import Bindings
-from revcompile.runtime.reversible.block import Block, BlockWeights
-from revcompile.runtime.reversible.cases import Cases, Recapture
+from revcompile.runtime.reversible.bindings import (
+    Bindings,
+    ShardedModule,
+    reshard,
+    sharded_modules,
+    unshard,
+)
+from revcompile.runtime.reversible.block import Block
 from revcompile.runtime.reversible.coupling import Chain
-from revcompile.runtime.reversible.hooks import ShardedModule, reshard, sharded_modules, unshard
-from revcompile.runtime.reversible.inlined_modules import Inlined
+from revcompile.runtime.reversible.guards import Cases, Recapture
+from revcompile.runtime.reversible.module_guards import Inlined
 from revcompile.runtime.reversible.original import Original, OriginalSurface, in_method_of_original
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance
-from revcompile.runtime.reversible.replay import DrawCheck, ReplayContext, StatefulBuffers
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,10 @@ class Reversible(OriginalSurface):
                 f"reversify: {rewired.name} has a member called {sorted(taken)[0]!r}, a name the "
                 "reversible module needs for itself; rename it in the model"
             )
-        for name, child in root._modules.items():
-            self.add_module(name, child)
-        for name, parameter in root._parameters.items():
-            self.register_parameter(name, parameter)
-        for name, buffer in root._buffers.items():
-            persistent = name not in root._non_persistent_buffers_set
-            self.register_buffer(name, buffer, persistent=persistent)
+        self._modules.update(root._modules)
+        self._parameters.update(root._parameters)
+        self._buffers.update(root._buffers)
+        self._non_persistent_buffers_set.update(root._non_persistent_buffers_set)
         for name, value in root.__dict__.items():
             if name not in self.__dict__ and isinstance(value, Tensor):
                 self.register_buffer(name, value, persistent=False)
@@ -250,7 +248,7 @@ class Reversible(OriginalSurface):
                 inputs, outputs = first.inputs, first.outputs
                 graph = fuse_bn_relu(match_dtypes(first.graph), self)
                 code: Callable[..., Any] | Chain = compile_with_modules(graph, self, first.name)
-                sharded = _sharded(Bindings(first.graph, self))
+                sharded = sharded_modules(Bindings(first.graph, self))
             else:
                 couplings = [s for s in run if isinstance(s, Coupling)]
                 sides = tuple(dict.fromkeys(n for c in couplings for n in c.all_sides))
@@ -258,7 +256,7 @@ class Reversible(OriginalSurface):
                 outputs = couplings[-1].outputs
                 position = {name: i for i, name in enumerate(sides)}
                 types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
-                blocks = tuple(map(_block, couplings, repeat(self), repeat(position), types))
+                blocks = tuple(map(Block, couplings, repeat(self), repeat(position), types))
                 has_convolutions = any(convolves(c.branch, self) for c in couplings)
                 code = Chain(
                     blocks,
@@ -285,45 +283,6 @@ def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype 
         return a, b, None
     wide = b.float()
     return wide if a is b else a.float(), wide, None if is_autocasting(a.device) else a.dtype
-
-
-def _block(
-    coupling: Coupling, root: nn.Module, position: Mapping[str, int], kind: TensorType | None
-) -> Block:
-    bindings = Bindings(coupling.branch, root)
-    rearrange, sharded = coupling.rearrange, _sharded(bindings)
-    plain = partial(compile_with_modules, root=root, name=coupling.name)
-    return Block(
-        name=coupling.name,
-        branch=compile_with_modules(for_chains(coupling.branch, root), root, coupling.name),
-        sides=tuple(position[name] for name in coupling.sides),
-        rearrange=plain(rearrange.forward) if rearrange else None,
-        undo_rearrange=plain(rearrange.inverse) if rearrange else None,
-        has_extras=bool(coupling.extras),
-        rearrange_sides=tuple(position[name] for name in rearrange.sides) if rearrange else (),
-        bindings=bindings,
-        sharded=sharded,
-        replay_context=_replay_context(coupling, root, list(bindings.modules)),
-        has_autocast_consumer=has_autocast_consumer(coupling.branch, root),
-        batch_dim=None if kind is None else kind.batch_dim,
-        weights=BlockWeights() if sharded else BlockWeights.of(coupling.branch, root, bindings),
-        repeated=repeated_layers(coupling.branch, root) if coupling.averaged else Repeated(),
-    )
-
-
-def _sharded(bindings: Bindings) -> tuple[ShardedModule, ...]:
-    """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
-    return sharded_modules((*bindings.enclosing.items(), *bindings.modules.items()))
-
-
-def _replay_context(
-    coupling: Coupling, root: nn.Module, modules: Sequence[nn.Module]
-) -> ReplayContext:
-    norms = tuple(m for m in modules if isinstance(m, _BatchNorm))
-    others = [m for m in modules if not isinstance(m, _BatchNorm)]
-    buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
-    random, draws = random_reads(coupling.branch, root), DrawCheck(f"block {coupling.name}")
-    return ReplayContext(norms, random, StatefulBuffers(buffers), draws)
 
 
 def _grow_state_dict(

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir import ops
-from revcompile.ir.random_numbers import RandomReads
+from revcompile.ir.random_numbers import RandomReads, random_reads
+from revcompile.ir.types import Coupling
 from revcompile.kernels.batch_norm import Statistics
-from revcompile.runtime.reversible.slots import filled
+from revcompile.runtime.reversible.bindings import filled
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -281,17 +283,22 @@ def without_autocast_cache() -> Iterator[None]:
 # -- one run of a branch --------------------------------------------------------------------------
 
 
-_UNKNOWN: Final = RandomReads(True, ())
-
-
-@dataclass(frozen=True)
-class ReplayContext:
+class ReplayContext(NamedTuple):
     """What a branch touches besides its inputs: batch norms, other buffers, random numbers."""
 
-    norms: tuple[nn.Module, ...] = ()
-    random: RandomReads = _UNKNOWN
-    stateful: StatefulBuffers = field(default_factory=lambda: StatefulBuffers(()))
-    draws: DrawCheck = field(default_factory=lambda: DrawCheck("a block"))
+    norms: list[_BatchNorm]
+    random: RandomReads
+    stateful: StatefulBuffers
+    draws: DrawCheck
+
+    @staticmethod
+    def of(coupling: Coupling, root: nn.Module, modules: Sequence[nn.Module]) -> ReplayContext:
+        """That of a coupling's branch, which runs these modules."""
+        norms = [module for module in modules if isinstance(module, _BatchNorm)]
+        others = [module for module in modules if not isinstance(module, _BatchNorm)]
+        buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
+        random, draws = random_reads(coupling.branch, root), DrawCheck(f"block {coupling.name}")
+        return ReplayContext(norms, random, StatefulBuffers(buffers), draws)
 
 
 class Surroundings:
@@ -312,18 +319,8 @@ class Surroundings:
         self.is_observed = _has_any_global_hook() or bool(_len_torch_function_stack())
         """Is there code of others around every operation, which may draw random numbers, too?"""
         self.generators = () if self.captures else default_generators(device)
-        self._random: RandomStates | None = None
-
-    def before_draws(self) -> None:
-        """Before a run that may draw random numbers."""
-        if self._random is None:
-            self._random = random_states(self.generators)
-
-    def after_draws(self) -> tuple[RandomStates, RandomStates]:
-        """After such a run: the random states before and after it."""
-        assert self._random is not None
-        before, self._random = self._random, random_states(self.generators)
-        return before, self._random
+        self.random: RandomStates | None = None
+        """As the latest run that may draw has left it."""
 
     def autocast(self) -> list[AbstractContextManager[Any]]:
         """Autocast as it was; nothing if it was off and is off."""
@@ -352,17 +349,18 @@ class Replay:
     def record(self) -> Iterator[None]:
         """Around the first run; saves random states if it drew, and the buffers it changed."""
         stateful = self._branch.stateful
+        around, before = self._around, self._around.random
         if self._may_draw:
-            self._around.before_draws()
+            before = before or random_states(around.generators)
         copies, identities = stateful.snapshot(), stateful.identities()
         with (
             self._masks or nullcontext(),
             self._statistics.record() if self._statistics else nullcontext(),
         ):
             yield
-        if self._may_draw:
-            states = self._around.after_draws()
-            self._random = states if self._branch.draws.has_drawn(*states) else None
+        if self._may_draw and before is not None:
+            around.random = after = random_states(around.generators)
+            self._random = (before, after) if self._branch.draws.has_drawn(before, after) else None
         self._buffers = stateful.changed(copies, identities)
 
     @contextmanager

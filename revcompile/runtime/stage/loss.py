@@ -74,9 +74,10 @@ class LossHead:
                 "of the model (let its forward return what the loss needs)"
             )
         self.loss, self.autocast, self.last = loss, autocast, last
-        self.targets: dict[int, Any] = {}
-        self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, Any] = {}
+        self.target: Any = None
+        """Of the micro-batch to come."""
+        self.latest: tuple[Tensor, Any] | None = None
+        """The last micro-batch's loss, and the model's output, until a step has reported them."""
         self.totals: Tensor | None = None
         """The sum of the losses that steps have reported, and how many, on the device."""
         self.check_finite = True
@@ -92,10 +93,9 @@ class LossHead:
     ) -> dict[str, Tensor | None]:
         """The gradients of `scale` times the loss with respect to the outputs.
 
-        The loss itself and the output are stored in `losses` and `outputs`. If this `waits` for the
-        loss, one that is not finite is a `NonFiniteError`.
+        The loss itself and the output are stored in `latest`. If this `waits` for the loss, one
+        that is not finite is a `NonFiniteError`.
         """
-        target = self.targets.pop(microbatch)
         leaves = {
             name: value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
             if isinstance(value, Tensor)
@@ -104,7 +104,7 @@ class LossHead:
         }
         with torch.enable_grad():
             output = self.assembled(leaves)
-            loss = self.evaluate(output, target, f"micro-batch {microbatch}")
+            loss = self.evaluate(output, self.target, f"micro-batch {microbatch}")
             if waits:
                 self._refuse_non_finite(microbatch, loss)
             inputs = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
@@ -129,8 +129,7 @@ class LossHead:
                     "Return the loss without calling backward() on it, and compute it with "
                     "differentiable operations"
                 ) from error
-        self.losses[microbatch] = loss.detach()
-        self.outputs[microbatch] = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
+        self.latest = loss.detach(), pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
         return dict(zip(inputs, grads, strict=True))
 
     def add(self, loss: Tensor) -> None:

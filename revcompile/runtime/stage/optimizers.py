@@ -66,19 +66,28 @@ def build_optimizer(
         )
     named = list(parameters.items())
     given: Any = [p for _, p in named]
-    if groups is not None:
-        given = _grouped(where, groups, named)
     hint = (
         "it was given parameters; net.trainer(optimizer, loss) takes the function that makes an "
         "optimizer first"
     )
     if groups is not None:
+        given = _grouped(where, groups, named)
         hint = f"it was given what param_groups= returned: {_GROUPS_ADVICE}"
     with _explaining(where, "optimizer", "the factory", hint):
         returned = factory(given)
     optimizer = _combined(where, returned, advice)
     for part in elementary(optimizer):
-        _check_optimizer(where, part, advice)
+        closure = inspect.signature(part.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise InputError(
+                f"optimizer, {where}: {kind_of(part)} computes the loss several times an "
+                f"update, which a pipeline cannot; use another one, {advice}"
+            )
+        if isinstance(part, torch.optim.SparseAdam):
+            raise InputError(
+                f"optimizer, {where}: SparseAdam takes sparse gradients alone, but a stage "
+                f"accumulates dense ones; use another one, {advice}"
+            )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     own = {id(p): name for name, p in named}
     if held != own.keys():
@@ -116,20 +125,6 @@ def _combined(where: str, returned: Any, advice: str) -> Optimizer:
     return optimizer
 
 
-def _check_optimizer(where: str, optimizer: Optimizer, advice: str) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise InputError(
-            f"optimizer, {where}: {kind_of(optimizer)} computes the loss several times an "
-            f"update, which a pipeline cannot; use another one, {advice}"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise InputError(
-            f"optimizer, {where}: SparseAdam takes sparse gradients alone, but a stage "
-            f"accumulates dense ones; use another one, {advice}"
-        )
-
-
 def _grouped(
     where: str, groups: ParamGroups, named: list[tuple[str, nn.Parameter]]
 ) -> list[dict[str, Any]]:
@@ -155,11 +150,6 @@ def build_schedule(where: str, optimizer: Optimizer, factory: ScheduleFactory) -
     """The learning-rate schedule of an optimizer."""
     with _explaining(where, "lr_schedule", "it", "it is given the stage's optimizer"):
         schedule = factory(optimizer)
-    _check_schedule(where, optimizer, schedule)
-    return schedule
-
-
-def _check_schedule(where: str, optimizer: Optimizer, schedule: Any) -> None:
     if isinstance(schedule, ReduceLROnPlateau):
         raise InputError(
             f"lr_schedule, {where}: ReduceLROnPlateau needs a metric at every step, but "
@@ -179,6 +169,7 @@ def _check_schedule(where: str, optimizer: Optimizer, schedule: Any) -> None:
             f"lr_schedule, {where}: it returned the schedule of another optimizer; make "
             "one of the optimizer that it is given"
         )
+    return schedule
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from revcompile.runtime.stage.tensors import SMALL, aligned, clone_tree
+from revcompile.runtime.stage.tensors import SMALL, aligned
 
 Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
 """For each tensor of a buffer: offset in bytes, dtype, shape and strides.
@@ -40,6 +40,11 @@ class Flat:
     def value(self) -> Any:
         """The tree itself."""
         return pytree.tree_unflatten(self.leaves, self._spec)
+
+    def cloned(self) -> Any:
+        """The tree with copies of its tensors."""
+        leaves = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        return pytree.tree_unflatten(leaves, self._spec)
 
     def with_leaves(self, leaves: list[Any]) -> Flat:
         """A tree of the same structure."""
@@ -119,10 +124,6 @@ def move(tensors: Iterable[Tensor]) -> None:
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor.detach(), requires_grad=False)
-
-
 def _allocate(like: Sequence[Tensor]) -> tuple[Tensor, Layout, Iterator[Tensor]]:
     """One buffer of bytes, what lies where in it, and tensors like these.
 
@@ -130,7 +131,7 @@ def _allocate(like: Sequence[Tensor]) -> tuple[Tensor, Layout, Iterator[Tensor]]
     """
     devices = list(dict.fromkeys(tensor.device for tensor in like))
     if len(devices) != 1:
-        return torch.empty(0, dtype=torch.uint8), (), iter([_empty_like(t) for t in like])
+        return torch.empty(0, dtype=torch.uint8), (), iter(map(torch.empty_like, like))
     shapes = [torch.empty_like(tensor.detach(), device="meta") for tensor in like]
     offsets, size = aligned(shape.nbytes for shape in shapes)
     memory = torch.empty(size, dtype=torch.uint8, device=devices[0])
@@ -245,7 +246,7 @@ class Ring:
     def take(self, number: int) -> Any:
         """A copy of the values in a slot."""
         if self.ends is None:
-            return clone_tree(self.value(number))
+            return self.slot(number).cloned()
         leaves = [
             leaf if rows is None else rows.read(self.ends[1])
             for rows, leaf in zip(self._rows, self._slots[0].leaves, strict=True)

@@ -20,13 +20,17 @@ from revcompile.ir.python_code import compile_graph
 from revcompile.ir.snapshot import has_hooks, read_by
 from revcompile.ir.types import Coupling
 from revcompile.kernels.repeatable import Repeated, repeatable
-from revcompile.runtime.reversible.hooks import HookRecord, LayerHooks
+from revcompile.runtime.reversible.bindings import HookRecord, LayerHooks, filled
+from revcompile.runtime.reversible.module_guards import hooked
 from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
-from revcompile.runtime.reversible.slots import filled
-from revcompile.runtime.stage.activations import ActivationStore, InFlight
-from revcompile.runtime.stage.module_guards import hooked
-from revcompile.runtime.stage.rebuild_checks import StageDraws, StreamSamples
+from revcompile.runtime.stage.activations import (
+    ActivationStore,
+    InFlight,
+    StageDraws,
+    StreamSamples,
+)
+from revcompile.runtime.stage.settings import Fuse, Sample, Settings
 from revcompile.runtime.stage.slots import Ring, free_cached
 from revcompile.runtime.stage.tensors import TreeCopy, add_gradients, clone_tree
 from revcompile.runtime.stage.weights import (
@@ -52,15 +56,6 @@ class Backward(NamedTuple):
     sampled: dict[str, Tensor]
 
 
-Sample = Callable[[StageProgram, fx.Graph, Callable[[str, Tensor], None]], fx.Graph]
-"""A pass over one of a stage's programs, which then hands over the streams that it rebuilds."""
-
-Fuse = Callable[[fx.Graph, fx.Graph, nn.Module, bool], Sequence[fx.Graph]]
-"""A pass over a stage's forward and backward program, which then compute the same faster.
-
-It is given the modules they run on, and whether kept values are stored as layers read them."""
-
-
 class Stage:
     """Runs a `StageProgram` on the modules of `root`.
 
@@ -82,24 +77,20 @@ class Stage:
         self,
         program: StageProgram,
         root: nn.Module,
+        settings: Settings,
         *,
         device: torch.device | None = None,
         seed: int = 0,
-        autocast: torch.dtype | None = None,
         copied: Sequence[str] = (),
-        check_finite: bool = True,
-        kept_input_dtype: torch.dtype | None = None,
-        gradient_message_dtype: torch.dtype | None = None,
         delay: float = 0.0,
         tolerance: Tolerance = None,
         sample: Sample | None = None,
     ) -> None:
-        self.program, self.root = program, root
+        self.program, self.root, options = program, root, settings.options
         self.seed, self.device = mix(seed, program.index), device or device_of_model(root)
-        self.autocast, self.check_finite = autocast, check_finite
-        self.activations = ActivationStore(program, kept_input_dtype)
-        self._gradient_message_dtype = gradient_message_dtype
-        """The dtype in which float32 gradients are sent to the stage before; None: their own."""
+        self.autocast, self.check_finite = settings.autocast, options.check_finite
+        self.activations = ActivationStore(program, options.kept_input_dtype)
+        self._gradient_message_dtype = options.gradient_message_dtype
         self.watched = read_by([program.forward], root)
         """What it reads of the model."""
         self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
@@ -114,8 +105,8 @@ class Stage:
         self._own_weights = dict(self.parameters) if copied else None
         """What its modules compute with, if not with the parameters they have."""
         self.weights = PassWeights(program, self.parameters, delay)
-        names = castable_parameters(program, root, self.parameters) if autocast else []
-        self.cast_weights = CastWeights(self.parameters, names, autocast)
+        names = castable_parameters(program, root, self.parameters) if self.autocast else []
+        self.cast_weights = CastWeights(self.parameters, names, self.autocast)
         reads = TreeReads(program.forward, root)
         self.hooks = LayerHooks(reads.modules)
         others = [(m, name) for m, name in reads.buffers if not isinstance(m, _BatchNorm)]
@@ -124,14 +115,14 @@ class Stage:
         norms = [module for module in reads.owners if isinstance(module, _BatchNorm)]
         self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
         self._draws, self._repeated = StageDraws(program), _repeated_in(program, root)
-        self._samples = StreamSamples(program.index, tolerance, waits=check_finite)
+        self._samples = StreamSamples(program.index, tolerance, waits=self.check_finite)
         graphs = self._graphs(sample if tolerance is not None else None)
         self._generated = self._fused = self._compiled(graphs)
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
         """Sums over micro-batches, of the parameters that have a gradient."""
-        self.reconstruction: dict[int, float] = {}
-        """Relative error of the rebuilt input, by micro-batch, where `measure` was set."""
+        self.reconstruction: float | None = None
+        """Relative error of the input rebuilt last where `measure` was set."""
 
     def _graphs(self, sample: Sample | None) -> list[fx.Graph]:
         program = self.program
@@ -255,7 +246,7 @@ class Stage:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def finish(self, microbatch: int, passed: Backward, is_exact: bool) -> None:
+    def finish(self, passed: Backward, is_exact: bool) -> None:
         """After a backward pass that is finite: check, or measure, what it has rebuilt.
 
         Args:
@@ -274,7 +265,7 @@ class Stage:
                 if isinstance(rebuilt[name], Tensor)
                 and (rebuilt[name].is_floating_point() or rebuilt[name].is_complex())
             ]
-            self.reconstruction[microbatch] = max(errors, default=0.0)
+            self.reconstruction = max(errors, default=0.0)
 
     def age(self, microbatch: int) -> int:
         """How many updates old the weights are that its backward pass computes with."""
@@ -348,10 +339,6 @@ class Stage:
     def _used(self) -> list[Used]:
         return [held.used for held in self.in_flight.values()]
 
-    def stashed(self) -> list[Mapping[str, Tensor]]:
-        """The copies of its parameters that the stage has for backward passes."""
-        return self.weights.stashed(self._used())
-
     def accumulate(
         self, gradients: dict[str, Tensor | None], input_grads: Mapping[str, Tensor | None]
     ) -> None:
@@ -400,7 +387,7 @@ class Stage:
         self.clear()
         self._draws.clear()
         self.seed = mix(seed, self.program.index)
-        self.reconstruction.clear()
+        self.reconstruction = None
         self.weights.loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:

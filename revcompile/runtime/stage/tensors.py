@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,8 +19,6 @@ TreeCopy = Callable[[Any], Any]
 SMALL: Final = 1 << 16
 """Elements up to which tensors are copied together, by one kernel."""
 _ALIGNMENT: Final = 512
-_GAPS: Final = 64
-"""How many times as much memory as its elements a tensor with gaps may take."""
 
 
 def aligned(sizes: Iterable[int]) -> tuple[list[int], int]:
@@ -95,24 +92,6 @@ def overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return True
         covered += step * (size - 1)
     return False
-
-
-def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of memory a tensor reaches over."""
-    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return 0 if 0 in shape else 1 + reach
-
-
-def keeps_strides(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a copy in a file or a message gets these strides: no overlaps, gaps within limits.
-
-    Kernels depend on strides. Large gaps are not worth their memory.
-
-    >>> keeps_strides((4, 3), (6, 1)), keeps_strides((4, 3), (0, 1)), keeps_strides((4,), (999,))
-    (True, False, False)
-    """
-    is_small = span(shape, stride) <= _GAPS * max(1, math.prod(shape))
-    return is_small and not overlap(shape, stride)
 
 
 def add_gradients(

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Muon
+from torch.optim import SGD, Muon, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from revcompile.optim.combined import elementary, members
@@ -65,29 +65,32 @@ class Updater:
             for name, p in parameters.items()
             if p.requires_grad
         }
-        self.optimizer = (
-            build_optimizer(where, self.parameters, factory, groups) if self.parameters else None
-        )
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self.optimizer: Any = SGD([{"params": []}], lr=0.0)
+        """A stage without parameters has one that does nothing."""
+        if self.parameters:
+            self.optimizer = build_optimizer(where, self.parameters, factory, groups)
         self.set_delay(delay)
         self.lr_schedule = None
         self.has_updated = False
         """Whether the optimizer has taken a step."""
         self.found_inf: Tensor | None = None
         """In a captured step: a flag; if it is set, the update changes nothing."""
-        self._is_fused = all(type(member) in FUSED for member in self._members)
+        self._is_fused = all(type(member) in FUSED for member in members(self.optimizer))
         # An optimizer that does nothing is still followed by what a wrapper around it does.
         first = next(iter(self.parameters.values()), torch.empty(0))
         # Fused kernels take single precision. The other optimizers compute with Python floats on
         # the CPU, so they get double precision here: 1 - beta ** step would lose half its digits.
         dtype = torch.float32 if self._is_fused else torch.float64
         self._is_on_device = False
-        self._rates = [torch.zeros((), dtype=dtype, device=first.device) for _ in self._groups]
+        rates = self.optimizer.param_groups
+        self._rates = [torch.zeros((), dtype=dtype, device=first.device) for _ in rates]
         """Learning rates, on the device."""
-        self._rates_on_host: list[float | None] = [None for _ in self._groups]
+        self._rates_on_host: list[float | None] = [None for _ in rates]
         shape = len(self.parameters), len(COUNTERS)
         self._counts = torch.zeros(shape, dtype=dtype, device=first.device)
         """The counters of each parameter (of its updates, say) from the second update on."""
-        if lr_schedule is not None and self.optimizer is not None:
+        if lr_schedule is not None and self.parameters:
             self.lr_schedule = build_schedule(where, self.optimizer, lr_schedule)
 
     def set_delay(self, delay: float) -> None:
@@ -96,17 +99,9 @@ class Updater:
         Predicted weights compensate for the delay: an optimizer must not do so once more.
         """
         name = "predicted_delay" if self.is_predicted else "delay"
-        for member in members(self.optimizer) if self.optimizer is not None else ():
+        for member in members(self.optimizer):
             if hasattr(member, name):  # as ours have
                 setattr(member, name, delay)
-
-    @property
-    def _members(self) -> list[torch.optim.Optimizer]:
-        return members(self.optimizer) if self.optimizer is not None else []
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups if self.optimizer is not None else []
 
     def apply(self, gradients: Mapping[str, Tensor], factor: Tensor | None = None) -> None:
         """One update with the gradients times `factor`, unless `found_inf` is set.
@@ -115,7 +110,7 @@ class Updater:
         first one, which allocates the optimizer's state.
         """
         own = [gradients[name] for name in self.parameters if name in gradients]
-        if self.optimizer is None or not own:
+        if not own:
             return
         if factor is not None:
             torch._foreach_mul_(own, factor.to(own[0]))
@@ -135,7 +130,6 @@ class Updater:
             restore_if(flag, written, snapshot.tensors)
 
     def _step(self, gradients: Mapping[str, Tensor]) -> None:
-        assert self.optimizer is not None
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
         self.optimizer.step()
@@ -157,7 +151,7 @@ class Updater:
     @property
     def lr(self) -> float | None:
         """The learning rate of the first parameter group that has parameters."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        groups = self.optimizer.param_groups
         lr = next((group.get("lr") for group in groups if group["params"]), None)
         return None if lr is None else float(lr)
 
@@ -174,9 +168,9 @@ class Updater:
     @property
     def has_started(self) -> bool:
         """Whether there has been an update: the first one allocates the optimizer's state."""
-        if self.optimizer is None or self.optimizer.state:
+        if self.optimizer.state:
             return True
-        if any(getattr(member, "delay", 0.0) for member in self._members):
+        if any(getattr(member, "delay", 0.0) for member in members(self.optimizer)):
             return False
         return all(
             type(part) is SGD and not any(group["momentum"] for group in part.param_groups)
@@ -186,19 +180,19 @@ class Updater:
     @property
     def snapshot_bytes(self) -> int:
         """Bytes that an update copies to be able to restore them."""
-        if self.optimizer is None or self._is_fused:
+        if self._is_fused:
             return 0
         return sum(t.numel() * t.element_size() for t in self._written(self.parameters))
 
     @property
     def state_tensors(self) -> list[Tensor]:
         """What the optimizer keeps of each parameter."""
-        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        states = self.optimizer.state.values()
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def follow_rates(self) -> None:
         """Copy learning rates that have changed to the device."""
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.optimizer.param_groups):
             rate = float(group["lr"])
             if rate != self._rates_on_host[index]:
                 self._rates[index].fill_(rate)
@@ -206,7 +200,6 @@ class Updater:
 
     def _written(self, names: Iterable[str]) -> list[Tensor]:
         """What an update with gradients of these parameters writes to."""
-        assert self.optimizer is not None
         parameters = [self.parameters[name] for name in names if name in self.parameters]
         written: list[Tensor] = [self._counts, *parameters]
         for parameter in parameters:
@@ -217,7 +210,6 @@ class Updater:
     @contextmanager
     def _capturable(self) -> Iterator[None]:
         """The optimizer's settings as its capturable step takes them."""
-        assert self.optimizer is not None
         before = [dict(group) for group in self.optimizer.param_groups]
         forced = {"fused": self._is_fused, "foreach": not self._is_fused, "capturable": True}
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -242,7 +234,7 @@ class Updater:
 
     def count_on_device(self) -> None:
         """Have the optimizer count its updates in a static buffer, also where it was loaded."""
-        if self.optimizer is None or not self._is_on_device:
+        if not self._is_on_device:
             return
         rows = {id(p): row for row, p in enumerate(self.parameters.values())}
         for group in self.optimizer.param_groups:
@@ -258,7 +250,7 @@ class Updater:
     def stay_on_host(self) -> None:
         """Steps will not be captured: update as the optimizer does by itself from here on."""
         self._is_on_device = False
-        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+        for state in self.optimizer.state.values():
             for key in COUNTERS:
                 if isinstance(own := state.get(key), Tensor) and own._base is self._counts:
                     state[key] = own.float().cpu()
@@ -267,10 +259,7 @@ class Updater:
 
     def state_dict(self, copy: TreeCopy | None = None) -> dict[str, Any]:
         """Optimizer state by parameter name, the groups' settings, and the schedule's state."""
-        copy = copy or clone_tree
-        if self.optimizer is None:
-            return {"state": {}, "groups": [], "lr_schedule": None}
-        names = {id(p): name for name, p in self.parameters.items()}
+        copy, names = copy or clone_tree, self._names
         state = {
             names[id(p)]: {k: copy(v) for k, v in values.items()}
             for p, values in self.optimizer.state.items()
@@ -287,10 +276,8 @@ class Updater:
         self, states: Mapping[str, Any], settings: Mapping[str, Any], schedule: Any
     ) -> None:
         """Load states and group settings by parameter name, from stages cut in any way."""
-        if self.optimizer is None:
-            return
         self.optimizer.state.clear()
-        names = {id(p): name for name, p in self.parameters.items()}
+        names = self._names
         for group in self.optimizer.param_groups:
             group.update(self._saved_settings(group, settings))
             for parameter in group["params"]:
@@ -304,7 +291,7 @@ class Updater:
 
     def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Why saved groups do not fit: they lack a setting, have another, or do not agree."""
-        for optimizer in elementary(self.optimizer) if self.optimizer is not None else ():
+        for optimizer in elementary(self.optimizer):
             for group in optimizer.param_groups:
                 saved = self._all_saved(group, settings)
                 for entry in saved:
@@ -343,9 +330,7 @@ class Updater:
         self, group: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> list[Mapping[str, Any]]:
         """The settings of each of the group's parameters that was saved."""
-        assert self.optimizer is not None
-        names = {id(p): name for name, p in self.parameters.items()}
-        own = (names[id(p)] for p in group["params"])
+        own = (self._names[id(p)] for p in group["params"])
         return [settings[n] for n in own if n in settings]
 
 
@@ -357,7 +342,7 @@ class FixedSettings:
     """
 
     def __init__(self, updaters: Iterable[Updater]) -> None:
-        self._optimizers = [u.optimizer for u in updaters if u.optimizer is not None]
+        self._optimizers = [updater.optimizer for updater in updaters]
         self._members = [member for o in self._optimizers for member in members(o)]
         self._states = [member.state for member in self._members]
         self._before = self._now()
@@ -373,7 +358,7 @@ class FixedSettings:
         return any(m.state is not s for m, s in pairs) or self._now() != self._before
 
 
-def _scale_updates(optimizer: torch.optim.Optimizer) -> Iterator[RemovableHandle]:
+def _scale_updates(optimizer: Optimizer) -> Iterator[RemovableHandle]:
     """Have each step taken with a learning rate of 1, and its update scaled on the device."""
     before: list[tuple[Tensor, Tensor, Tensor]] = []
 

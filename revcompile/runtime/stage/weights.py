@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from revcompile.ir.module_tree import TreeReads, is_cast
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.reversible.slots import Slot
+from revcompile.runtime.reversible.bindings import Slot
 from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.schedule import Order, Weights
 
@@ -79,7 +79,7 @@ class PassWeights:
     def backward(self, used: Used) -> Mapping[str, Tensor] | None:
         """What the backward pass computes with."""
         if self.stash is not None and (age := self.age(used)):
-            return self.stash.past(age)
+            return self.stash.past[age - 1]
         return used.copies
 
     def are_unchanged(self, used: Used) -> bool:
@@ -112,12 +112,6 @@ class PassWeights:
     def note(self, noted: tuple[Any, ...]) -> None:
         self._updates, self._copies = noted
 
-    def stashed(self, in_flight: Sequence[Used]) -> list[Mapping[str, Tensor]]:
-        """The copies there are for backward passes, one for each version of the weights."""
-        if self.stash is not None:
-            return self.stash.copies
-        return _distinct(used.copies for used in in_flight)
-
     def loaded(self) -> None:
         """Parameters were written to, not by an update, with nothing in flight."""
         self._copies = None
@@ -133,14 +127,14 @@ class PassWeights:
 
         None has a graph, which cannot be saved, nor copies to which that would refer.
         """
-        each = [None if self.stash is None else self.backward(used) for used in in_flight]
-        versions = _distinct(each)
+        ages = [0 if self.stash is None else self.age(used) for used in in_flight]
+        count = max(ages, default=0)
+        versions = self.stash.past[:count][::-1] if self.stash is not None else []
         trained = [n for n, p in self._parameters.items() if p.requires_grad]
         state: dict[str, Any] = {"versions": [copy({n: v[n] for n in trained}) for v in versions]}
         if self.predicted is not None and (predicted := self.predicted.state()) is not None:
             state["predicted"] = copy(predicted)
-        numbers: dict[int, int | None] = {id(v): number for number, v in enumerate(versions)}
-        return state, [{"version": numbers.get(id(v))} for v in each]
+        return state, [{"version": count - age if age else None} for age in ages]
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
@@ -161,10 +155,6 @@ class PassWeights:
         return Used(updates=None if self.stash is None else self._updates - age)
 
 
-def _distinct(weights: Iterable[Mapping[str, Tensor] | None]) -> list[Mapping[str, Tensor]]:
-    return list({id(each): each for each in weights if each is not None}.values())
-
-
 # -- stashed weights ------------------------------------------------------------------------------
 
 
@@ -175,23 +165,16 @@ class StashedWeights:
     >>> stash = StashedWeights(w)
     >>> with torch.no_grad(), stash.following([0]):
     ...     _ = w["w"].sub_(0.25)
-    >>> stash.past(1)["w"]
+    >>> stash.past[0]["w"]
     tensor([1.], requires_grad=True)
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
-        self._past: list[dict[str, Tensor]] = []
+        self.past: list[dict[str, Tensor]] = []
+        """Of one update ago, of two, and so on."""
         self.count: int | None = None
         """How many to have in static buffers; None: as many as are needed, anywhere."""
-
-    @property
-    def copies(self) -> list[Mapping[str, Tensor]]:
-        return list(self._past)
-
-    def past(self, updates: int) -> dict[str, Tensor]:
-        """The weights of so many updates ago, at least one."""
-        return self._past[updates - 1]
 
     @contextmanager
     def following(self, ages: Collection[int]) -> Iterator[None]:
@@ -200,28 +183,24 @@ class StashedWeights:
         What none of them needs is not kept, and the update is not counted.
         """
         if self.count is None:
-            del self._past[max(ages, default=0) :]
+            del self.past[max(ages, default=0) :]
         if 0 in ages and self.count is None:
-            self._past.insert(0, detached_copies(self._parameters))
+            self.past.insert(0, detached_copies(self._parameters))
         elif 0 in ages:
-            self._shift()
+            past = self._static()
+            for new, old in reversed(list(zip([self._parameters, *past], past, strict=False))):
+                _copy_weights(new, old)
         yield
 
-    def _shift(self) -> None:
-        """In static buffers: all weights, the parameters too, become one update older."""
-        past = self._static()
-        for new, old in reversed(list(zip([self._parameters, *past], past, strict=False))):
-            _copy_weights(new, old)
-
     def _static(self) -> list[dict[str, Tensor]]:
-        missing = range(len(self._past), self.count or 0)
-        self._past += [detached_copies(self._parameters) for _ in missing]
-        return self._past
+        missing = range(len(self.past), self.count or 0)
+        self.past += [detached_copies(self._parameters) for _ in missing]
+        return self.past
 
     def load(self, past: Sequence[Mapping[str, Tensor]]) -> None:
         """Go on from these: of one update ago, of two, and so on."""
         if self.count is None:
-            self._past = [dict(weights) for weights in past]
+            self.past = [dict(weights) for weights in past]
         else:
             for old, saved in zip(self._static(), past, strict=False):
                 _copy_weights(saved, old)

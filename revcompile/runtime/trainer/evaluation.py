@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from revcompile.errors import InputError, RevcompileError
 from revcompile.ir.module_tree import device_of_model
-from revcompile.runtime.executor.fingerprints import Fingerprint, compared
+from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint, compared
 from revcompile.runtime.executor.messages import Message, MessageKind, next_message
 from revcompile.runtime.stage.loss import described
 from revcompile.runtime.trainer.inputs import split_batch, split_call
@@ -21,7 +21,7 @@ from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.steps import Steps
 
 Found = TypeVar("Found")
-Batch = tuple[Any, Fingerprint | None]
+Batch = tuple[Any, Fingerprint]
 """The inputs of a stage, and the fingerprint of the batch's data."""
 _ADVICE: Final = "give every rank a loader of the same batches"
 
@@ -39,16 +39,6 @@ class Evaluation:
     loss: float
     samples: int
     metrics: Mapping[str, float]
-
-
-def _mean(name: str, metric: Metric, output: Any, target: Any) -> float:
-    try:
-        return float(metric(output, target))
-    except Exception as error:
-        raise InputError(
-            f"trainer.evaluate: metric {name!r} raised {type(error).__name__}: {error}; it is a "
-            "function of (output, target) and returns one number, the mean over the batch"
-        ) from error
 
 
 class RunningMeans:
@@ -71,7 +61,14 @@ class RunningMeans:
     def add(self, loss: Tensor, output: Any, target: Any, samples: int) -> None:
         self.sums["loss"] += float(loss) * samples
         for name, metric in self._metrics.items():
-            self.sums[name] += _mean(name, metric, output, target) * samples
+            try:
+                self.sums[name] += float(metric(output, target)) * samples
+            except Exception as error:
+                raise InputError(
+                    f"trainer.evaluate: metric {name!r} raised {type(error).__name__}: {error}; it "
+                    "is a function of (output, target) and returns one number, the mean over the "
+                    "batch"
+                ) from error
         self.samples += samples
 
     def evaluation(self, gather: Callable[[Any], Sequence[Any]]) -> Evaluation:
@@ -176,8 +173,8 @@ class EvaluationPass:
         if outputs is None:
             self._ended.add(stage)
         if stage != self._last and not has_ended:
-            fingerprint = batch[1] if batch is not None else None
-            message = Message(number, outputs or {}, void=outputs is None, fingerprint=fingerprint)
+            data = NOT_COMPARED if batch is None else batch[1]
+            message = Message(number, outputs or {}, void=outputs is None, fingerprint=data)
             self._placement.transport.send((stage, stage + 1, MessageKind.EVALUATE), message)
 
     def _next(self, stage: int, number: int) -> Batch | None:
@@ -195,12 +192,12 @@ class EvaluationPass:
             return None
         if self._model is None:
             inputs = self._binder.take(self._binder.prepare(batch[0], where))
-            return inputs, None if self._steps.is_last else Fingerprint.of(*batch, number)
+            return inputs, Fingerprint.of(*batch, number, self._steps.is_last)
         self._binder.check_tensors(batch[0], where)
         self._binder.bind(batch[0], where)
-        return self._binder.take(batch[0], copy=False), None
+        return self._binder.take(batch[0], copy=False), NOT_COMPARED
 
-    def _outputs(self, stage: int, number: int, inputs: Any, sent: Fingerprint | None) -> Any:
+    def _outputs(self, stage: int, number: int, inputs: Any, sent: Fingerprint) -> Any:
         where, count = f"evaluation, batch {number}", self._binder.count_samples
         try:
             if self._model is None:
@@ -216,14 +213,12 @@ class EvaluationPass:
                 f"  inputs: {described(inputs)}"
             ) from error
         if self._model is not None:
-            self._add(where, number, outputs, count(self._binder.bind(inputs)), None)
+            self._add(where, number, outputs, count(self._binder.bind(inputs)), sent)
         elif stage == self._last:
             self._add(where, number, self._head.assembled(outputs), count(outputs), sent)
         return outputs
 
-    def _add(
-        self, where: str, number: int, output: Any, samples: int, sent: Fingerprint | None
-    ) -> None:
+    def _add(self, where: str, number: int, output: Any, samples: int, sent: Fingerprint) -> None:
         """Take an output of the model into the means, with the target that belongs to it."""
         batch = next(self._ends[-1], None)
         if batch is None:
@@ -231,7 +226,7 @@ class EvaluationPass:
                 f"the loader ends after {number} batches where targets are needed, but goes on "
                 f"where inputs are; {_ADVICE}"
             )
-        if sent and (different := compared(sent, *batch, number)):
+        if different := compared(sent, *batch, number):
             raise self._placement.mixed_up(where, different)
         self._binder.check_tensors(batch[1], where)
         target = self._binder.take(batch[1], copy=False)

@@ -37,7 +37,7 @@ from revcompile.runtime.distributed.rank_weights import (
 from revcompile.runtime.distributed.transport import DistributedTransport, open_replica_groups
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Transport
-from revcompile.runtime.trainer.settings import Task
+from revcompile.runtime.stage.settings import Task
 
 _open: Final[list[DistributedTransport]] = []
 """Transports whose threads wait for messages, even if their trainer was garbage-collected."""
@@ -92,12 +92,6 @@ class Placement:
             if found is not None:
                 raise own or InputError(f"{where}, {self.named(rank)}: {found}")
 
-    def stop_all(self, error: BaseException) -> None:
-        """Tell every other rank that this one stops."""
-
-    def wait_all_delivered(self) -> None:
-        """Wait until every message that was sent is in its receiver's queue."""
-
     # -- steps --------------------------------------------------------------------------------
 
     def refuse_step(self, problem: str | None) -> None:
@@ -107,9 +101,6 @@ class Placement:
 
     def check_shared_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
         """Refuse buffers of stages on several ranks that a forward pass has changed."""
-
-    def step_completed(self, microbatch: int) -> None:
-        """This process has done its part of a step."""
 
     def share_loss(self, loss: Tensor | None) -> Tensor | None:
         """The loss of a step, from the rank that knows it if ranks report it to all."""
@@ -206,12 +197,6 @@ class RankPlacement(Placement):
         with self.transport.collective():
             return gather_plain(value, self.ranks.control)
 
-    def stop_all(self, error: BaseException) -> None:
-        self.transport.stop_all(error)
-
-    def wait_all_delivered(self) -> None:
-        self.transport.wait_all_delivered()
-
     # -- steps --------------------------------------------------------------------------------
 
     def refuse_step(self, problem: str | None) -> None:
@@ -221,9 +206,6 @@ class RankPlacement(Placement):
         for in_flight in (executor.stage.in_flight for executor in executors):
             if microbatch in in_flight:
                 self._shared_buffers.check_changed(in_flight[microbatch].buffers)
-
-    def step_completed(self, microbatch: int) -> None:
-        self.transport.completed = microbatch
 
     def share_loss(self, loss: Tensor | None) -> Tensor | None:
         if not self._options.loss_on_all_ranks:

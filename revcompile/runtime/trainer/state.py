@@ -32,7 +32,9 @@ from revcompile.runtime.checkpoint.training import (
 from revcompile.runtime.checkpoint.tree import well_formed
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Transport
+from revcompile.runtime.executor.runner import GraphRunner
 from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.stage.settings import Settings
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 from revcompile.runtime.stage.update import Updater
 from revcompile.schedule import Schedule
@@ -46,11 +48,13 @@ class TrainerState:
     model: Reversible
     _partition: Partition
     _programs: tuple[StageProgram, ...]
-    _settings: Any
-    """The trainer's `Settings`."""
+    _settings: Settings
     _schedule: Schedule
     _executors: list[StageExecutor]
     _transport: Transport
+    _runner: GraphRunner
+    _stop_reason: str | None
+    """Why it cannot go on, if it cannot."""
     rank: int
     replica: int
     """Which copy of the pipeline this is: it trains on its own part of the data."""
@@ -188,6 +192,20 @@ class TrainerState:
             if last and executor.scaling is not None and executor.loss_head is not None:
                 overflow = min(scaling["overflow"] for scaling in saved)
                 executor.scaling.load_state_dict(last | {"overflow": overflow})
+
+    def _weights_loaded(self) -> None:
+        """A state dict has been loaded into the model by other means than `load`."""
+        self._runner.leave()
+        if not self._schedule.idle:
+            self._stop_reason = (
+                "weights were loaded into the model while this trainer had micro-batches in "
+                "flight, whose gradients belong to the weights before; call trainer.flush() "
+                "before you load weights. This trainer cannot go on"
+            )
+            return
+        weights = dict(self.model.named_parameters())
+        for executor in self._executors:
+            executor.weights_loaded(weights)
 
 
 # -- whether a state fits --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -9,18 +10,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError, RevcompileError
 from revcompile.ir.types import Live
-from revcompile.runtime.executor.fingerprints import Fingerprint, compared
+from revcompile.runtime.executor.boundary import StepInputs
+from revcompile.runtime.executor.executor import StageExecutor
+from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint, compared
 from revcompile.runtime.executor.messages import MessageKind, next_message
 from revcompile.runtime.executor.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.stage.loss import LossHead, described
+from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.trainer.inputs import InputBinder
 from revcompile.runtime.trainer.placement import Placement
-from revcompile.runtime.trainer.settings import Task, build_executor, choose_cpu_matmuls
 from revcompile.schedule import Order, Schedule
 
 Made = TypeVar("Made")
@@ -131,7 +135,7 @@ class Steps:
     def __init__(self, task: Task, placement: Placement, schedule: Schedule, seed: int) -> None:
         self._programs, self._settings, self._placement = task.programs, task.settings, placement
         self._result = task.partition.rewired.body.result
-        self.binder = InputBinder(task.partition, placement.device)
+        self.binder = InputBinder(task.model, task.partition, placement.device)
         last = len(task.programs) - 1
         self.is_first, self.is_last = 0 in placement.stages, last in placement.stages
         with placement.all_or_none("net.trainer"):
@@ -140,8 +144,8 @@ class Steps:
             )
             self.loss_head.check_finite = task.settings.options.check_finite
             given = placement.device, placement.transport, self.loss_head, seed
-            choose_cpu_matmuls(task)
-            self.executors = [build_executor(task, index, *given) for index in placement.stages]
+            _choose_cpu_matmuls(task)
+            self.executors = [StageExecutor(task, index, *given) for index in placement.stages]
         placement.attach(self.executors)
         self._given: tuple[Any, Any] = None, None
         """What the step was called with, where the last stage is."""
@@ -170,22 +174,20 @@ class Steps:
         Returns:
             The inputs, if they are needed here and can be used.
         """
-        microbatch, targets = schedule.injected, self.loss_head.targets
+        microbatch, head = schedule.injected, self.loss_head
         for executor in self.executors:
             executor.refusal = refusal
-        values, fingerprint, dense = None, None, self.runner.is_on
+        values, fingerprint, dense = None, NOT_COMPARED, self.runner.is_on
         if self.is_first:
             values = self._inputs(lambda: self.binder.prepare(inputs, dense=dense))
-            if not self.is_last:
-                fingerprint = Fingerprint.of(inputs, target, microbatch)
+            fingerprint = Fingerprint.of(inputs, target, microbatch, self.is_last)
         if self.is_last:
             self._given = inputs, target
-            self._set_target(microbatch, lambda: self.binder.check_tensors(target, dense=dense))
+            self._set_target(lambda: self.binder.check_tensors(target, dense=dense))
         if not self._run_captured(schedule, values, fingerprint, not is_traced):
             self._run_eagerly(schedule, values, fingerprint)
-        self._given = None, None
-        targets.pop(microbatch, None)
-        self._placement.step_completed(microbatch)
+        self._given, head.target = (None, None), None
+        self._placement.transport.completed = microbatch
         return values
 
     def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
@@ -203,59 +205,51 @@ class Steps:
             self.executors[0].forward_errors.append(error)
             return None
 
-    def _set_target(self, microbatch: int, prepare: Callable[[], Any]) -> None:
+    def _set_target(self, prepare: Callable[[], Any]) -> None:
         """Give the last stage its target, or the reason why it cannot be used."""
         try:
-            self.loss_head.targets[microbatch] = prepare()
+            self.loss_head.target = prepare()
         except Exception as error:
-            self.executors[-1].refusal = str(error)
-            self.loss_head.targets.pop(microbatch, None)
+            self.executors[-1].refusal, self.loss_head.target = str(error), None
 
     def _run_eagerly(
-        self, schedule: Schedule, values: Values | None, fingerprint: Fingerprint | None
+        self, schedule: Schedule, values: Values | None, fingerprint: Fingerprint
     ) -> None:
         """Action by action."""
-        microbatch, take, targets = schedule.injected, self.binder.take, self.loss_head.targets
-        first = self.executors[0]
+        microbatch, take, first = schedule.injected, self.binder.take, self.executors[0]
         if self.is_first:
             first.inputs[microbatch] = self._inputs(lambda: take(values))
-        if fingerprint is not None:
+        if not self.is_last:
             first.fingerprints[microbatch] = fingerprint
-        if microbatch in targets:
-            self._set_target(microbatch, lambda: take(targets[microbatch]))
+        else:
+            self._set_target(lambda: take(self.loss_head.target))
         for executor in self.executors:
-            executor.measured = {microbatch} if self._is_measured(microbatch) else set()
+            executor.measures = self._is_measured(microbatch)
         remaining = self.scheduler.forward(schedule.inject())
         self._placement.check_shared_buffers(self.executors, microbatch)
         self.scheduler.finish(remaining)
 
     def _run_captured(
-        self, schedule: Schedule, values: Any, fingerprint: Fingerprint | None, allowed: bool
+        self, schedule: Schedule, values: Any, fingerprint: Fingerprint, allowed: bool
     ) -> bool:
         """As a replay of captured sections; False if it has to be run action by action."""
         if not self.runner.is_on:
             return False
-        microbatch, first, transport = (
-            schedule.injected,
-            self.executors[0],
-            self._placement.transport,
-        )
+        microbatch, first = schedule.injected, self.executors[0].index
         if not self.is_first:
-            route = first.index - 1, first.index, MessageKind.X
-            where = f"stage {first.index} for x of micro-batch {microbatch}"
-            message = next_message(transport, route, where, keep=True, packed=True)
+            route, where = (first - 1, first, MessageKind.X), f"stage {first} for x of {microbatch}"
+            message = next_message(self._placement.transport, route, where, keep=True, packed=True)
             values = None if message.void else message
             fingerprint = message.fingerprint
         is_refused = any(executor.refusal is not None for executor in self.executors)
         allowed &= values is not None and not is_refused and not self._is_measured(microbatch)
-        if allowed and self.is_last and fingerprint is not None:
+        if allowed and self.is_last:
             self._check_data(microbatch, fingerprint)
-        batch = values, self.loss_head.targets.get(microbatch)
-        if self.runner.step(schedule, batch, allowed, fingerprint):
-            return True
-        if values is not None:
-            self.runner.observe(batch)
-        return False
+        entering = StepInputs(values, self.loss_head.target)
+        is_done = self.runner.step(schedule, entering, allowed, fingerprint)
+        if not is_done and values is not None:
+            self.runner.observe(entering)
+        return is_done
 
     def _is_measured(self, microbatch: int) -> bool:
         every = self._settings.options.measure_reconstruction_every
@@ -272,18 +266,16 @@ class Steps:
         throughput: Throughput,
     ) -> Metrics:
         """Those of the step that has ended; `run` returned `values`."""
-        samples = self._count_samples(values, microbatch)
-        loss = self.loss_head.losses.pop(microbatch, None)
+        loss, output = self.loss_head.latest or (None, None)
+        self.loss_head.latest = None
+        samples = self._count_samples(values, output)
         if loss is not None and not self.runner.is_active:  # captured steps add theirs themselves
             self.loss_head.add(loss)
         errors = {}
-        for executor in (
-            self.executors
-            if self._settings.options.measure_reconstruction_every is not None
-            else ()
-        ):
-            for measured in list(executor.stage.reconstruction):
-                errors[executor.index] = executor.stage.reconstruction.pop(measured)
+        for executor in self.executors:
+            if executor.stage.reconstruction is not None:
+                errors[executor.index] = executor.stage.reconstruction
+                executor.stage.reconstruction = None
         scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]
         return Metrics(
             microbatch=microbatch,
@@ -293,17 +285,17 @@ class Steps:
             lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
             throughput=throughput.add(samples, counts=not self.runner.is_capturing),
             loss_tensor=self._placement.share_loss(loss),
-            output=self.loss_head.outputs.pop(microbatch, None),
+            output=output,
             reconstruction=errors,
             scale=self.loss_head.scale,
             overflowed=sum(s.skipped for s in scalings),
         )
 
-    def _count_samples(self, values: Values | None, microbatch: int) -> int:
+    def _count_samples(self, values: Values | None, output: Any) -> int:
         """Samples of a micro-batch where the first or the last stage is; 0 elsewhere."""
         if values is not None:
             return self.binder.count_samples(values)
-        leaves = pytree.tree_leaves(self.loss_head.outputs.get(microbatch))
+        leaves = pytree.tree_leaves(output)
         pairs = zip(self._result, leaves, strict=False)  # no leaves: it was left out
         outputs = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
         return self.binder.count_samples(outputs) if outputs else 0
@@ -347,3 +339,20 @@ class Steps:
         )
         error.__cause__ = cause
         return error
+
+
+def _choose_cpu_matmuls(task: Task) -> None:
+    """Let torch choose its CPU matmul for low precision now, not in the middle of training.
+
+    On a CPU without bf16 instructions the first bf16 matmul of some size makes torch switch
+    oneDNN off for the whole process, and float32 convolutions and products round differently from
+    then on. Ranks would meet that first product at different moments, or never, and no longer
+    equal a run in one process.
+    """
+    dtypes = dict.fromkeys([task.settings.autocast, *(p.dtype for p in task.model.parameters())])
+    for dtype in (torch.bfloat16, torch.float16):
+        if dtype in dtypes:
+            operand = torch.ones(64, 64, dtype=dtype)
+            with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that it does what is wanted here
+                F.linear(operand, operand)

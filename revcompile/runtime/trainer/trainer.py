@@ -20,9 +20,9 @@ from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, on
 from revcompile.runtime.checkpoint.training import save_training, set_generators
 from revcompile.runtime.checkpoint.tree import located
 from revcompile.runtime.executor.trace import Trace
-from revcompile.runtime.stage.module_guards import StageGuard, changed_in_flight
+from revcompile.runtime.reversible.module_guards import StageGuard, changed_in_flight
+from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
-from revcompile.runtime.trainer.data import Loader, make_loader
 from revcompile.runtime.trainer.evaluation import (
     Evaluation,
     EvaluationPass,
@@ -31,9 +31,13 @@ from revcompile.runtime.trainer.evaluation import (
     eval_mode,
     loader_problem,
 )
-from revcompile.runtime.trainer.inputs import split_batch, warn_if_larger_than_planned
+from revcompile.runtime.trainer.inputs import (
+    Loader,
+    make_loader,
+    split_batch,
+    warn_if_larger_than_planned,
+)
 from revcompile.runtime.trainer.placement import Placement
-from revcompile.runtime.trainer.settings import Task
 from revcompile.runtime.trainer.state import TrainerState, check_latest, make_latest
 from revcompile.runtime.trainer.steps import Metrics, Steps, Throughput
 from revcompile.schedule import Method, Schedule
@@ -93,11 +97,8 @@ class Trainer(TrainerState):
         make_latest(self, self.model)
 
     def __repr__(self) -> str:
-        where = (
-            ""
-            if self._placement.world == 1
-            else f", stages {[e.index for e in self._executors]} here"
-        )
+        here = [executor.index for executor in self._executors]
+        where = f", stages {here} here" if self._placement.world > 1 else ""
         return (
             f"Trainer({self._partition.rewired.name}: {len(self._programs)} stages{where}, "
             f"{self.method.name}, accumulation_steps={self._settings.accumulation_steps}, "
@@ -217,7 +218,7 @@ class Trainer(TrainerState):
                 error.add_note(f"This trainer cannot go on; {_REMEDY}.")
             cause = f"{type(error).__name__}: {error}"
             self._stop_reason = f"this trainer stopped in the middle of a call ({cause})"
-            self._placement.stop_all(error)
+            self._transport.stop_all(error)
             raise
 
     def _check_usable(self, *, to_read: bool = False, to_load: bool = False) -> None:
@@ -230,20 +231,6 @@ class Trainer(TrainerState):
         check_latest(self, self.model, to_read)
         if self._stop_reason is not None and not (to_load and self._stop_reason != _CLOSED):
             raise TrainerStoppedError(f"{self._stop_reason}; {_REMEDY}")
-
-    def _weights_loaded(self) -> None:
-        """A state dict has been loaded into the model by other means than `load`."""
-        self._runner.leave()
-        if not self._schedule.idle:
-            self._stop_reason = (
-                "weights were loaded into the model while this trainer had micro-batches in "
-                "flight, whose gradients belong to the weights before; call trainer.flush() "
-                "before you load weights. This trainer cannot go on"
-            )
-            return
-        weights = dict(self.model.named_parameters())
-        for executor in self._executors:
-            executor.weights_loaded(weights)
 
     def _refusal(self) -> str | None:
         """Why the model cannot be trained on as it is, or None; changed settings are followed."""
@@ -291,8 +278,13 @@ class Trainer(TrainerState):
         problem = loader_problem(loader, self.is_first or self.is_last)
         self._check_tree("trainer.evaluate", problem)
         model = self.model if self._placement.world == 1 else None
-        if model is None:
-            self._prepare_stages_to_evaluate()
+        if model is None and self._partition.rewired.eval_body is not None:
+            raise InputError(
+                f"trainer.evaluate: {self._partition.rewired.name} computes something else in eval "
+                "mode than in training, which stages on several ranks cannot; use net.to_module()"
+            )
+        if model is None:  # tied weights wait for the next step
+            self._finish(self._schedule.receive_tied_weights())
         evaluation = EvaluationPass(self._steps, self._placement, model, loader, means)
         with self._stop_on_error(changes_nothing=True), self._evaluating():
             evaluation.run()
@@ -300,15 +292,6 @@ class Trainer(TrainerState):
             if evaluation.error is not None:
                 raise evaluation.error
         return means.evaluation(self._placement.gather)
-
-    def _prepare_stages_to_evaluate(self) -> None:
-        """Have the stages receive the tied weights that wait for the next step."""
-        if self._partition.rewired.eval_body is not None:
-            raise InputError(
-                f"trainer.evaluate: {self._partition.rewired.name} computes something else in eval "
-                "mode than in training, which stages on several ranks cannot; use net.to_module()"
-            )
-        self._finish(self._schedule.receive_tied_weights())
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -426,7 +409,7 @@ class Trainer(TrainerState):
         self._runner.leave()
         self._check_savable()
         with self._stop_on_error(changes_nothing=True):
-            self._placement.wait_all_delivered()
+            self._transport.wait_all_delivered()
             state = self._state(self._placement.own_entries(self.model.state_dict()), detach_tree)
             who, gather = (self.rank, self.replica), self._placement.gather
             saved = save_training(folder, state, *who, gather=gather, keep=keep)
@@ -493,12 +476,12 @@ class Trainer(TrainerState):
     def _continue_from(self, state: Mapping[str, Any]) -> None:
         """Load a state that fits, and drop what is in flight. Every rank calls it."""
         with self._stop_on_error():
-            self._placement.wait_all_delivered()
+            self._transport.wait_all_delivered()
             self._runner.leave()
             self._load_state(state)
             self._runner.clear()
             self._follow_settings()
-            self._placement.step_completed(self._schedule.injected - 1)
+            self._transport.completed = self._schedule.injected - 1
             self._placement.gather(None)  # no rank sends before all have dropped what was in flight
         self._stop_reason = None
 

@@ -53,7 +53,7 @@ class Ends:
         self.sender = SendThread(self.tape, fail, notify=lambda: None, wait=fail)
         self.receiver = ReceiveThread(
             self.tape,
-            lambda _, arrival: self.arrivals.put(arrival),
+            lambda _, kind, message: self.arrivals.put((kind, message)),
             lambda _, cause: self.ends.append(cause),
             fail,
         )
@@ -61,9 +61,9 @@ class Ends:
     def passed(self, message: Message, kind: MessageKind = MessageKind.X) -> Any:
         """What arrives."""
         assert self.sender.send(kind, message) is None
-        arrival = self.arrivals.get(timeout=60)
-        assert arrival.kind is kind
-        return arrival.ready()
+        arrived, found = self.arrivals.get(timeout=60)
+        assert arrived is kind
+        return found.ready()
 
     def close(self, cause: str = "") -> None:
         self.sender.end(cause)
@@ -148,7 +148,7 @@ def test_what_is_no_tensor_arrives_too() -> None:
     found = ends.passed(Message(7, {"x": torch.ones(2)}, fingerprint=data))
     assert (found.fingerprint, found.is_exact, found.scale) == (data, False, None)
     found = ends.passed(Message(8, {}, {"dx": torch.ones(2)}, scale=1024.0, is_exact=True))
-    assert (found.fingerprint, found.is_exact, found.scale) == (None, True, 1024.0)
+    assert (found.fingerprint, found.is_exact, found.scale) == (Fingerprint(), True, 1024.0)
     found = ends.passed(Message(9, void=True, scale=512.0))
     assert (found.void, found.scale) == (True, 512.0)
     found = ends.passed(Message(10, {}, {"dx": torch.ones(2)}, found_inf=torch.ones(())))
@@ -170,7 +170,7 @@ def test_what_is_sent_may_be_written_to_at_once() -> None:
     for index in range(5):
         ends.sender.send(MessageKind.X, Message(index, {"x": x}))
         x += 1
-    arrived = [ends.arrivals.get(timeout=60).ready().values["x"].tolist() for _ in range(5)]
+    arrived = [ends.arrivals.get(timeout=60)[1].ready().values["x"].tolist() for _ in range(5)]
     assert arrived == [[float(index)] * 3 for index in range(5)]
     ends.close()
 

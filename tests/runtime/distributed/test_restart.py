@@ -25,8 +25,7 @@ from training import groups_of, same
 
 import revcompile
 from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint
-from revcompile.runtime.checkpoint.training import merged_state
-from revcompile.runtime.checkpoint.weights import load_weights
+from revcompile.runtime.checkpoint.training import load_weights, merged_state
 
 Lines = list[dict[str, Any]]
 

@@ -22,8 +22,8 @@ from transcription import Row, Transcription
 import revcompile
 import tests.test_equivalence as spine
 from revcompile.errors import InputError
+from revcompile.runtime.stage.settings import Settings, Task
 from revcompile.runtime.trainer.placement import Placement
-from revcompile.runtime.trainer.settings import Settings, Task
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 from tests.test_equivalence import EXACT, assert_same, batches, copied, fresh, momentum, stage_of

@@ -1,37 +1,55 @@
-"""What to train, and how; and the executor of a stage, with its optimizer and tied weights."""
+"""What to train, and how."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch.nn import functional as F
+from torch import Tensor, fx, nn
 
 from revcompile.arguments import flag, number, whole_number
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
-from revcompile.runtime.executor.executor import StageExecutor
-from revcompile.runtime.executor.messages import Transport
-from revcompile.runtime.executor.runner import Backend
-from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.reversible.module import Reversible
+from revcompile.runtime.reversible.module_guards import TreeGuard
 from revcompile.runtime.stage.activations import buffer_bytes
-from revcompile.runtime.stage.gradient_predictor import GradientPredictor
-from revcompile.runtime.stage.loss import Loss, LossHead, LossScale, scaling_of
-from revcompile.runtime.stage.module_guards import TreeGuard
+from revcompile.runtime.stage.loss import Loss, LossScale
 from revcompile.runtime.stage.optimizers import (
     EXAMPLES,
     OptimizerFactory,
     ParamGroups,
     ScheduleFactory,
 )
-from revcompile.runtime.stage.stage import Fuse, Sample, Stage
-from revcompile.runtime.stage.update import Updater
-from revcompile.schedule import Order, mean_delay
+from revcompile.schedule import mean_delay
 from revcompile.units import is_int
+
+Sample = Callable[[StageProgram, fx.Graph, Callable[[str, Tensor], None]], fx.Graph]
+"""A pass over one of a stage's programs, which then hands over the streams that it rebuilds."""
+
+Fuse = Callable[[fx.Graph, fx.Graph, nn.Module, bool], Sequence[fx.Graph]]
+"""A pass over a stage's forward and backward program, which then compute the same faster.
+
+It is given the modules they run on, and whether kept values are stored as layers read them."""
+
+
+class Backend(enum.Enum):
+    """How the steps of a full pipeline are run. All give the same training."""
+
+    AUTO = "auto"
+    """The fastest that is known to be safe on the model's device."""
+    EAGER = "eager"
+    """Action by action."""
+    CUDAGRAPHS = "cudagraphs"
+    """A whole step as one CUDA graph."""
+    INDUCTOR = "inductor"
+    """The same, with what surrounds convolutions and matrix products compiled, which takes a
+    minute at the start."""
+    STATIC = "static"
+    """Over the same static buffers as CUDA graphs, but each step is called: for tests and for
+    debugging, on any device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,84 +172,12 @@ class Task:
     sample: Sample | None = None
     fuse: Fuse | None = None
 
+    def delay(self, stage: int) -> float:
+        """By how many updates the gradients of a stage are late, on average."""
+        method, stages = self.programs[stage].method, len(self.programs)
+        return mean_delay(method, stages, stage, self.settings.accumulation_steps)
 
-def build_executor(
-    task: Task,
-    index: int,
-    device: torch.device,
-    transport: Transport,
-    loss_head: LossHead,
-    seed: int,
-) -> StageExecutor:
-    """The executor of a stage. That of the last one has the loss head."""
-    program, stages, ties = task.programs[index], len(task.programs), task.partition.ties
-    model, optimizer, settings = task.model, task.optimizer, task.settings
-    options = settings.options
-    delay = mean_delay(program.method, stages, index, settings.accumulation_steps)
-    owners = {tie.owner: names for tie, names in ties.items() if tie.holder == index}
-    holders = {tie.holder: names for tie, names in ties.items() if tie.owner == index}
-    copied = [name for names in owners.values() for name in names]
-    stage = Stage(
-        program,
-        model,
-        device=device,
-        seed=seed,
-        autocast=settings.autocast,
-        copied=copied,
-        check_finite=options.check_finite,
-        kept_input_dtype=options.kept_input_dtype,
-        gradient_message_dtype=options.gradient_message_dtype,
-        delay=delay,
-        tolerance=model.tolerance,
-        sample=task.sample,
-    )
-    own = {n: p for n, p in stage.parameters.items() if n not in copied}
-    updater = Updater(
-        f"stage {index}",
-        own,
-        optimizer,
-        groups=settings.param_groups,
-        lr_schedule=settings.lr_schedule,
-        delay=0.0 if options.synchronous_updates else delay,
-        is_predicted=stage.weights.predicted is not None,
-    )
-    gradient_predictor = None
-    if program.method.order is Order.SYNTHETIC and not program.is_last:
-        gradient_predictor = GradientPredictor(index, program.outputs, optimizer, device)
-    scaling = scaling_of(settings.loss_scale, program.method, device)
-    updates = StageUpdates(
-        stage,
-        updater,
-        transport,
-        clip_grad_norm=settings.clip_grad_norm,
-        tied_owners=owners,
-        tied_holders=holders,
-        delay=delay,
-        synchronous_updates=options.synchronous_updates,
-        accumulation_steps=settings.accumulation_steps,
-        scaling=scaling if program.is_last else None,
-    )
-    return StageExecutor(
-        stage,
-        updates,
-        loss_head=loss_head if program.is_last else None,
-        gradient_predictor=gradient_predictor,
-        scaling=scaling,
-    )
-
-
-def choose_cpu_matmuls(task: Task) -> None:
-    """Let torch choose its CPU matmul for low precision now, not in the middle of training.
-
-    On a CPU without bf16 instructions the first bf16 matmul of some size makes torch switch
-    oneDNN off for the whole process, and float32 convolutions and products round differently from
-    then on. Ranks would meet that first product at different moments, or never, and no longer
-    equal a run in one process.
-    """
-    dtypes = dict.fromkeys([task.settings.autocast, *(p.dtype for p in task.model.parameters())])
-    for dtype in (torch.bfloat16, torch.float16):
-        if dtype in dtypes:
-            operand = torch.ones(64, 64, dtype=dtype)
-            with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that it does what is wanted here
-                F.linear(operand, operand)
+    def copied(self, stage: int) -> list[str]:
+        """Tied parameters of a stage that another one owns: it has copies of them."""
+        ties = self.partition.ties.items()
+        return [name for tie, names in ties if tie.holder == stage for name in names]

@@ -1,0 +1,183 @@
+"""Changes of a model that what was compiled for it does not follow: each is refused by name.
+
+    Inlined      modules of a chain whose forward is part of the captured graph, and is never called
+    TreeGuard    all modules, as they were when the stages were compiled
+    StageGuard   what the stages of a trainer read of them, since the last step
+
+A graph calls the layers of an inlined module. A hook on such a module would never run, and a module
+put in its place would never be called: both are errors at the next call. Hooks on layers that
+stages call are followed (see `Stage`), and so are settings, unless micro-batches are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from torch import fx, nn
+
+from revcompile.errors import InputError
+from revcompile.ir.module_tree import TreeReads, child_path
+from revcompile.ir.snapshot import STRUCTURE, Change, Kind, TreeSnapshot, Watched, below, hooks_of
+from revcompile.ir.types import PATH, Rewired
+
+_LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Containers: a new member would change what the model computes.
+
+By isinstance: `fully_shard` changes a module's class.
+"""
+
+
+class Inlined:
+    """The inlined modules of a rewired model, as they were when it was made."""
+
+    def __init__(self, rewired: Rewired, root: nn.Module) -> None:
+        graphs = rewired.graphs
+        called = {str(n.target) for g in graphs for n in g.find_nodes(op="call_module")}
+        within = tuple(f"{path}." for path in called)
+        paths = {path for g in graphs for n in g.nodes for path in _enclosing_paths(n)}
+        modules = dict(root.named_modules(remove_duplicate=False))
+        # Calls of nn.Identity are left out of graphs.
+        paths |= {path for path, module in modules.items() if type(module) is nn.Identity}
+        inlined = [
+            Watched(modules[path], path)
+            for path in sorted(paths - called - {""})
+            if path in modules and not path.startswith(within)
+        ]  # elsewhere rewiring has put something else
+        used = {modules[path] for path in called if path in modules}
+        uncalled = [
+            Watched(module, path)
+            for path, module in modules.items()
+            if path and module not in used and not path.startswith(within)
+        ]
+        edges = (each.path.rpartition(".")[::2] for each in uncalled)
+        owners = [Watched(modules[path], path, frozenset([name])) for path, name in edges]
+        lists = [each for each in uncalled if isinstance(each.module, _LISTS)]
+        self._snapshots = (
+            TreeSnapshot(owners, (Kind.MODULE,)),
+            TreeSnapshot(lists, (Kind.MEMBERS,)),
+            TreeSnapshot(inlined, (Kind.FORWARD, Kind.HOOK)),
+        )
+        self.hooked = tuple(each.path for each in inlined if hooks_of(each.module))
+        """Those that had hooks already, which were traced with the forward."""
+
+    def check(self) -> None:
+        """Raise if an inlined module was replaced, or given a hook, a forward or more members."""
+        for snapshot in self._snapshots:
+            if (change := snapshot.first_change()) is not None:
+                raise InputError(_refusal(change))
+
+
+def _refusal(change: Change) -> str:
+    path, advice = change.where, f"or keep it whole with leaf_modules=[{change.where!r}]"
+    if change.kind is Kind.MODULE:
+        return (
+            f"{path} was replaced after reversify, but the captured graph does not call it: what "
+            f"its forward does is part of the graph; replace a layer inside {path}, or make the "
+            f"change before reversify, {advice}"
+        )
+    if change.kind is Kind.HOOK:
+        return (
+            f"{path} has a hook that would never run: its forward is part of the captured graph. "
+            f"Remove the hook and register it on a layer inside {path} (those are called), {advice}"
+        )
+    what = "members" if change.kind is Kind.MEMBERS else "a forward"
+    return (
+        f"{path} was given {what} of its own after reversify, but all it calls is part of the "
+        f"captured graph and would not change; make the change before reversify, {advice}"
+    )
+
+
+def _enclosing_paths(node: fx.Node) -> Iterator[str]:
+    """The paths of the modules in whose forward a node was traced."""
+    paths = [str(node.meta.get(PATH) or "")]
+    if node.op in ("call_module", "get_attr"):
+        paths.append(str(node.target).rpartition(".")[0])
+    for path in paths:
+        around = ""
+        for name in filter(None, path.split(".")):
+            around = child_path(around, name)
+            yield around
+
+
+# -- stages ---------------------------------------------------------------------------------------
+
+
+class TreeGuard:
+    """The module tree of a model, and whether it is still the one that stages were compiled for."""
+
+    def __init__(self, rewired: Rewired, root: nn.Module) -> None:
+        own, *inner = below(root)
+        called = set(TreeReads(rewired.graphs, root).modules)
+        uncalled = [watched for watched in below(root) if watched.module not in called]
+        self._snapshots = (
+            # Capturing another case, in an evaluation, registers its constants: new buffers.
+            TreeSnapshot([own], (Kind.MODULE, Kind.FORWARD)),
+            TreeSnapshot(inner, STRUCTURE),
+            TreeSnapshot(uncalled, (Kind.HOOK,)),
+        )
+
+    def problem(self) -> str | None:
+        """What has changed and what to do, or None."""
+        found = filter(None, (snapshot.first_change() for snapshot in self._snapshots))
+        change = next(found, None)
+        if change is None:
+            return None
+        if change.kind is not Kind.HOOK:
+            return (
+                f"{change}, but stages are compiled for what there was at petrafy, and would not "
+                "follow; undo the change, or make it before petrafy"
+            )
+        path = change.path
+        advice = f", or keep the module whole with petrafy(leaf_modules=[{path!r}])" if path else ""
+        return (
+            f"{change} after petrafy, but stages never call this module: its forward is part of "
+            "their programs. Undo that, and register hooks on the layers inside, which are "
+            f"called{advice}"
+        )
+
+
+class StageGuard:
+    """What stages read of a model: parameters, of which they have copies, and settings of layers.
+
+    Optimizers hold these very parameters, and stashed and cast weights are copies of them, so
+    nothing else may take their place. What is in flight is rebuilt in backward as it was computed,
+    which takes the settings of its forward pass.
+    """
+
+    def __init__(self, watched: Sequence[Watched]) -> None:
+        kinds = Kind.PARAMETER, Kind.REQUIRES_GRAD, Kind.GRADIENT_HOOK
+        self._parameters = TreeSnapshot(watched, kinds)
+        self.settings = TreeSnapshot(watched, (Kind.SETTING, Kind.BUFFER))
+        """Of layers, modes included, since the last step."""
+
+    def problem(self) -> str | None:
+        """What has changed of parameters and what to do, or None."""
+        change = self._parameters.first_change()
+        if change is None:
+            return None
+        if change.kind is Kind.GRADIENT_HOOK:
+            return hooked(change.where)
+        if change.kind is Kind.REQUIRES_GRAD:
+            return f"{change} after the trainer was built; build a new trainer"
+        return (
+            f"{change} after the trainer was built; build a new trainer (or copy the values into "
+            "the original parameter)"
+        )
+
+
+def changed_in_flight(change: Change) -> str:
+    return (
+        f"{change}, but micro-batches are in flight. Backward computes their forward pass again, "
+        "which needs the value from before. Undo the change, call trainer.flush(), and change it "
+        "then"
+    )
+
+
+def hooked(parameter: str) -> str:
+    """Why a parameter with a gradient hook is refused."""
+    return (
+        f"{parameter} has a gradient hook, but stages compute gradients piece by piece and keep "
+        "them themselves, so it would see parts of a gradient, or nothing; remove it, and work on "
+        "whole gradients in a step hook of the optimizer (optimizer.register_step_pre_hook)"
+    )
