@@ -282,19 +282,6 @@ def test_a_command_can_be_given(
     CHECKS[words[0]](page, words)
 
 
-@pytest.mark.slow
-def test_shown_output_is_what_the_command_prints(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = [text for page in PAGES for _, text in blocks(page, "text") if text.startswith("$ ")]
-    assert shown
-    for text in shown:
-        command, _, output = text.removeprefix("$ revcompile ").partition("\n")
-        assert cli.main(shlex.split(command)) == 0
-        assert capsys.readouterr().out.strip() == output.strip()
-
-
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name_of)
 def test_pictures_follow_a_dark_page(picture: Path) -> None:
     assert "prefers-color-scheme" in picture.read_text(encoding="utf-8")
