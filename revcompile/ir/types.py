@@ -24,7 +24,7 @@ from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.schedule import Keep
 
 TYPE: Final = "revcompile_type"
-"""`node.meta` key: the node's `TensorType`, or a tuple/dict of them, or None for plain values."""
+"""`node.meta` key: the `TensorType` of a tensor, a tuple of them for a structure, else None."""
 
 VALUE: Final = "revcompile_value"
 """`node.meta` key: a size's values at the example's batch size and at one more."""

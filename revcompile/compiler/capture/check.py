@@ -8,7 +8,8 @@ eval mode where the graph chooses by the mode.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +63,7 @@ def check_capture(
     flags = {} if flags is None else flags
     if level is Check.OFF or on_meta:
         return None
-    for trial in _full() if level is Check.FULL else _fast(captured):
+    for trial in _trials(captured, level):
         # in both: a leaf module may draw, to decide something, on a line that decides nothing in
         # another instance of its class
         with DrawsLeftOut(captured.draws):
@@ -72,18 +73,13 @@ def check_capture(
     return None
 
 
-def _full() -> Iterator[_Trial]:
-    for which in (0, 1):
-        for seed in (0, 1):
-            for training in (True, False):
-                yield _Trial(which, seed, training, deep=True)
-
-
-def _fast(captured: Captured) -> Iterator[_Trial]:
-    yield _Trial(1, 0, training=True, deep=False)
+def _trials(captured: Captured, level: Check) -> list[_Trial]:
+    if level is Check.FULL:
+        cases = itertools.product((0, 1), (0, 1), (True, False))
+        return [_Trial(*case, deep=True) for case in cases]
     chooses = captured.graph.find_nodes(op="call_function", target=select)
-    if chooses or captured.eval_graph is not None:
-        yield _Trial(1, 0, training=False, deep=False)
+    modes = (True, False) if chooses or captured.eval_graph is not None else (True,)
+    return [_Trial(1, 0, training, deep=False) for training in modes]
 
 
 def why_it_fails(model: nn.Module, example: Example, which: int) -> Exception | None:
@@ -136,18 +132,11 @@ class _PureInterpreter(fx.Interpreter):
         versions = [t._version for t in tensors if not t.is_inference()]
         result = super().run_node(n)
         is_written = versions != [t._version for t in tensors if not t.is_inference()]
-        if is_written and not self._is_unshared(n):
+        assert isinstance(self.module, nn.Module)
+        is_layer = n.op == "call_module" and overwrites_unshared(n, self.module)
+        if is_written and n.target is not batch_norm and not is_layer:
             raise RuntimeError(f"{n.name} writes to its input [{n.meta.get(SOURCE)}]")
         return result
-
-    def _is_unshared(self, node: fx.Node) -> bool:
-        if node.target is batch_norm:
-            return True
-        return node.op == "call_module" and overwrites_unshared(node, self.root_module())
-
-    def root_module(self) -> nn.Module:
-        assert isinstance(self.module, nn.Module)
-        return self.module
 
 
 def _run_original(

@@ -8,7 +8,6 @@ where that is possible (`fold`), or a leaf module is run on random inputs (`run_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -133,7 +132,7 @@ class Values(NamedTuple):
 
 
 def type_of_values(first: Any, second: Any, batch: tuple[int, int]) -> Any:
-    """Tensor types of a value (nested as the value is); None for anything else."""
+    """The type of a tensor, or those of all tensors in a structure; None for anything else."""
     if isinstance(first, torch.Tensor):
         shape = tuple(int(n) for n in first.shape)
         grown = batch[1] - batch[0]
@@ -141,13 +140,8 @@ def type_of_values(first: Any, second: Any, batch: tuple[int, int]) -> Any:
             (int(m) - n) // grown if grown else 0 for n, m in zip(shape, second.shape, strict=True)
         )
         return TensorType(shape, slope, first.dtype, batch[0])
-    if is_dataclass(first) and not isinstance(first, type):
-        first, second = vars(first), vars(second)
-    if isinstance(first, (tuple, list)):
-        return tuple(type_of_values(a, b, batch) for a, b in zip(first, second, strict=True))
-    if isinstance(first, dict):
-        return {k: type_of_values(first[k], second[k], batch) for k in first}
-    return None
+    pairs = zip(tensors_in(first), tensors_in(second), strict=False)
+    return tuple(type_of_values(*pair, batch) for pair in pairs) or None
 
 
 def size_of_values(first: Any, second: Any, batch: tuple[int, int]) -> tuple[Any, Any] | None:

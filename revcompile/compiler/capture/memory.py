@@ -138,7 +138,7 @@ def location_of(node: fx.Node) -> Location | None:
 
 def is_structured(node: fx.Node) -> bool:
     """Is the node's value a container of tensors?"""
-    return isinstance(node.meta.get(TYPE), (tuple, dict))
+    return isinstance(node.meta.get(TYPE), tuple)
 
 
 def other_name_of(node: fx.Node, root: nn.Module) -> fx.Node | None:
