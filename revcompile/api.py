@@ -182,7 +182,8 @@ def _reversified(
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, overlaps)
         any_arguments = huggingface.is_pretrained_model(model)
-        net._on_new_case(Recompiler(model, captured, chosen), any_arguments)
+        cases = net._cases
+        cases.recapture, cases.any_arguments = Recompiler(model, captured, chosen), any_arguments
         _warn_of_hooks(net, caller)
         if rewired.couplings and not chosen.averaged and looks_trained(model):
             _warn_of_another_function(rewired, caller)
@@ -416,7 +417,7 @@ def _warn_of_another_function(rewired: Rewired, caller: str) -> None:
 
 
 def _warn_of_hooks(net: ReversibleModule, caller: str) -> None:
-    for path in net._inlined_hooks:
+    for path in net._inlined.hooked:
         warn(
             f"{caller}: {path} has hooks, but its forward is part of the captured graph now: what "
             "they computed was traced, and they will not run again. Register hooks on the layers "

@@ -7,4 +7,4 @@ from revcompile.runtime.distributed import failures
 
 torch.set_num_threads(1)
 compiled("resnet", 4, "cpu")
-failures._PERIOD = 0.1  # type: ignore[misc]  # ranks on one machine hear of each other soon
+failures.POLL_PERIOD = 0.1  # type: ignore[misc]  # ranks on one machine hear of each other soon

@@ -26,7 +26,7 @@ GRACE: Final = 2.0
 """Seconds for an answer of the store, for last messages to be sent, for torch's own errors."""
 _runs: Final = itertools.count()
 _KEY: Final = "cause"
-_PERIOD: Final = 0.5
+POLL_PERIOD: Final = 0.5
 """Seconds between two polls of the store."""
 
 
@@ -121,17 +121,13 @@ class Failures:
 
         return _ask_store(check, 2 * GRACE) or set()
 
-    def linger(self) -> None:
-        """Give the other ranks time to poll: the store may end with this process."""
-        time.sleep(2 * _PERIOD)
-
     def close(self) -> bool:
         """Stop polling; False if the thread does not end in time."""
         self._closed.set()
         return self._poll.join(GRACE)
 
     def _watch(self) -> None:
-        while not self._closed.wait(_PERIOD):
+        while not self._closed.wait(POLL_PERIOD):
             if self._store.check([_KEY]):
                 self.fail(self._store.get(_KEY).decode())
                 return

@@ -339,9 +339,7 @@ def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 
     for name in dict.fromkeys(name for found in facts_of_ranks for name in found):
         ranks: dict[str, list[int]] = {}
         for rank, found in enumerate(facts_of_ranks):
-            value = found.get(name, "nothing")
-            text = value if isinstance(value, str) else json.dumps(value)
-            ranks.setdefault(text, []).append(rank)
+            ranks.setdefault(str(found.get(name, "nothing")), []).append(rank)
         if len(ranks) > 1:
             shown = "; ".join(f"{text} on {_listed(who)}" for text, who in ranks.items())
             lines.append(f"  {name}: {shown}")

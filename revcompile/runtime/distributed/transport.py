@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,14 @@ from torch import Tensor, distributed
 from revcompile.errors import RankError
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.runtime.distributed.channel import Channel, ReceiveThread, SendThread
-from revcompile.runtime.distributed.failures import GRACE, Failures, Worker, own_store, short_error
+from revcompile.runtime.distributed.failures import (
+    GRACE,
+    POLL_PERIOD,
+    Failures,
+    Worker,
+    own_store,
+    short_error,
+)
 from revcompile.runtime.distributed.layout import Ranks, gather_plain, new_group
 from revcompile.runtime.executor.messages import Message, MessageKind, Route, Transport, Wait
 
@@ -132,14 +140,11 @@ class DistributedTransport(Transport):
         except RankError:
             raise
         except RuntimeError as error:
-            self._stop_for_lost_rank(error)
-
-    def _stop_for_lost_rank(self, error: Exception) -> NoReturn:
-        if not self._failures.wait_for_failure(GRACE):
-            gone = sorted(self._failures.missing())
-            who = " and ".join(map(self.ranks.named, gone)) or "another rank"
-            self._failures.conclude(f"{who} is gone: {short_error(error)}")
-        self._stop(self._failures.cause or short_error(error))
+            if not self._failures.wait_for_failure(GRACE):
+                gone = sorted(self._failures.missing())
+                who = " and ".join(map(self.ranks.named, gone)) or "another rank"
+                self._failures.conclude(f"{who} is gone: {short_error(error)}")
+            self._stop(self._failures.cause or short_error(error))
 
     # -- called by threads --------------------------------------------------------------------
 
@@ -192,8 +197,8 @@ class DistributedTransport(Transport):
             for sender in self._senders.values():
                 sender.join(GRACE)
             self._failures.close()
-            if self.ranks.rank == 0:
-                self._failures.linger()
+            if self.ranks.rank == 0:  # the store may end with this process: let all ranks poll it
+                time.sleep(2 * POLL_PERIOD)
 
     def close(self) -> bool:
         """Tell the others that this rank is done, and wait for them; True if all went well."""

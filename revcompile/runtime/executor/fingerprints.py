@@ -92,13 +92,8 @@ def _of_leaf(leaf: Any) -> int:
     is_plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
     if not is_plain or leaf.is_meta or leaf.is_quantized or not leaf.numel():
         return about
-    return about + _of_elements(leaf.detach())
-
-
-def _of_elements(tensor: Tensor) -> int:
-    """Of the bytes of some elements."""
-    elements = _sample(tensor).resolve_conj().resolve_neg().contiguous()
-    return zlib.crc32(elements.reshape(-1).view(torch.uint8).cpu().numpy().data)
+    elements = _sample(leaf.detach()).resolve_conj().resolve_neg().contiguous()
+    return about + zlib.crc32(elements.reshape(-1).view(torch.uint8).cpu().numpy().data)
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -100,7 +100,10 @@ class StageUpdates:
             return False
         factor: Tensor | None = None
         if self._clip_grad_norm is not None:
-            squared = _squared_norm(gradients, self.stage)
+            squared = torch.zeros((), device=self.stage.device)
+            if gradients:
+                norms = torch._foreach_norm(list(gradients.values()))
+                squared = torch.stack(norms).square().sum()
             is_synchronous = action.index < self._synchronous_updates
             if is_synchronous or not self._is_continuous:
                 # All stages update with the same micro-batches: clip the norm over all of them.
@@ -219,10 +222,3 @@ class StageUpdates:
         with torch.no_grad():
             for name in self.copied:
                 self.stage.parameters[name].copy_(weights[name])
-
-
-def _squared_norm(gradients: Mapping[str, Tensor], stage: Stage) -> Tensor:
-    if not gradients:
-        return torch.zeros((), device=stage.device)
-    norms = torch._foreach_norm(list(gradients.values()))
-    return torch.stack(norms).square().sum()

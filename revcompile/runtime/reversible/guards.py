@@ -356,6 +356,7 @@ class Cases:
 
     def __init__(self, first: Rewired) -> None:
         self.recapture: Recapture | None = None
+        """How to capture the model for a call that breaks a guard; without, that raises."""
         self.any_arguments = False
         self._first = _Case.of(first)
         self._cases = [self._first]

@@ -30,7 +30,7 @@ from revcompile.runtime.reversible.bindings import (
 )
 from revcompile.runtime.reversible.block import Block
 from revcompile.runtime.reversible.coupling import Chain
-from revcompile.runtime.reversible.guards import Cases, Recapture
+from revcompile.runtime.reversible.guards import Cases
 from revcompile.runtime.reversible.module_guards import Inlined
 from revcompile.runtime.reversible.original import Original, OriginalSurface, in_method_of_original
 from revcompile.runtime.reversible.overlap import Overlap
@@ -121,15 +121,6 @@ class Reversible(OriginalSurface):
     _inlined: Inlined
     _cases: Cases
 
-    def _on_new_case(self, recapture: Recapture, any_arguments: bool = False) -> None:
-        """Set how to capture the model for a call that breaks a guard; without, that raises.
-
-        Args:
-            recapture: Captures the model.
-            any_arguments: Also for a call with other arguments than the example's?
-        """
-        self._cases.recapture, self._cases.any_arguments = recapture, any_arguments
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the original's calling convention."""
         try:
@@ -145,11 +136,6 @@ class Reversible(OriginalSurface):
         found = self._run(body, values)
         flat = [found[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
         return pytree.tree_unflatten(flat, out_spec)
-
-    @property
-    def _inlined_hooks(self) -> tuple[str, ...]:
-        """Modules whose hooks were traced with their forward, and do not run any more."""
-        return self._inlined.hooked
 
     def _inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
         """Forward and back through every chain: each block's relative reconstruction error."""

@@ -116,23 +116,18 @@ class Stage:
         self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
         self._draws, self._repeated = StageDraws(program), _repeated_in(program, root)
         self._samples = StreamSamples(program.index, tolerance, waits=self.check_finite)
-        graphs = self._graphs(sample if tolerance is not None else None)
+        graphs = [program.forward, taking_stored(program, self.activations.sent)]
+        if self.autocast is not None:
+            outlive = program.graphs_outlive_updates
+            graphs = [for_stages(graph, root, self.autocast, outlive) for graph in graphs]
+        if sample is not None and tolerance is not None:
+            graphs = [sample(program, graph, self._samples.take) for graph in graphs]
         self._generated = self._fused = self._compiled(graphs)
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
         """Sums over micro-batches, of the parameters that have a gradient."""
         self.reconstruction: float | None = None
         """Relative error of the input rebuilt last where `measure` was set."""
-
-    def _graphs(self, sample: Sample | None) -> list[fx.Graph]:
-        program = self.program
-        graphs = [program.forward, taking_stored(program, self.activations.sent)]
-        if self.autocast is not None:
-            outlive = program.graphs_outlive_updates
-            graphs = [for_stages(graph, self.root, self.autocast, outlive) for graph in graphs]
-        if sample is not None:
-            graphs = [sample(program, graph, self._samples.take) for graph in graphs]
-        return graphs
 
     def fuse(self, fuse: Fuse) -> None:
         """Have a pass make the programs that run while `runs_fused` is set."""

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from revcompile.arguments import whole_number
-from revcompile.errors import InputError, warn
+from revcompile.errors import InputError
 from revcompile.ir.coupling_ops import mix
 from revcompile.ir.program import Partition
 from revcompile.ir.signature import bind
@@ -29,14 +29,6 @@ from revcompile.ir.types import TensorType
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss import described
 from revcompile.runtime.stage.slots import when_copied
-
-
-def warn_if_larger_than_planned(planned: int, samples: int) -> None:
-    if samples > planned:
-        warn(
-            f"memory_budget=: planned for micro-batches of {planned} samples, but one has "
-            f"{samples} and takes more memory; set TrainerOptions(microbatch_size={samples})",
-        )
 
 
 class InputBinder:

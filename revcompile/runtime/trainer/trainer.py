@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import nn
 
 from revcompile.arguments import file_path
-from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
+from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError, warn
 from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, on_all
 from revcompile.runtime.checkpoint.training import save_training, set_generators
 from revcompile.runtime.checkpoint.tree import located
@@ -35,7 +35,6 @@ from revcompile.runtime.trainer.inputs import (
     Loader,
     make_loader,
     split_batch,
-    warn_if_larger_than_planned,
 )
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.state import TrainerState, check_latest, make_latest
@@ -160,8 +159,13 @@ class Trainer(TrainerState):
         with self._stop_on_error():
             values = steps.run(self._schedule, inputs, target, refusal, is_traced)
         metrics = steps.metrics(self._schedule, microbatch, values, self.delays, self._throughput)
-        if self.memory_plan is not None:
-            warn_if_larger_than_planned(self.memory_plan.microbatch_size, metrics.samples)
+        planned = None if self.memory_plan is None else self.memory_plan.microbatch_size
+        if planned is not None and metrics.samples > planned:
+            warn(
+                f"memory_budget=: planned for micro-batches of {planned} samples, but one has "
+                f"{metrics.samples} and takes more memory; set "
+                f"TrainerOptions(microbatch_size={metrics.samples})",
+            )
         self.metrics = metrics
         self._binder.wait_copied()
         if self._trace is not None:
