@@ -184,19 +184,15 @@ def load_weights(place: str | Path) -> dict[str, Any]:
     """
     place = Path(place)
     if place.is_file() or place.suffix == ".safetensors":
-        return _exported(place)
+        try:
+            opened = TensorFile(place)
+            tensors = {name: opened.read(name).clone() for name in opened.names}
+            return with_aliases(tensors, [json.loads(opened.about.get(_ALIASES, "{}"))])
+        except Exception as error:  # of the system, of safetensors, of torch
+            raise InputError(f"load_weights: {place} cannot be read ({error})") from error
     checkpoint = Checkpoint(find_checkpoint(place))
     weights = checkpoint.read(merged_state(checkpoint)["model"])
     return {name: w.clone() if isinstance(w, Tensor) else w for name, w in weights.items()}
-
-
-def _exported(file: Path) -> dict[str, Tensor]:
-    try:
-        opened = TensorFile(file)
-        tensors = {name: opened.read(name).clone() for name in opened.names}
-        return with_aliases(tensors, [json.loads(opened.about.get(_ALIASES, "{}"))])
-    except Exception as error:  # of the system, of safetensors, of torch
-        raise InputError(f"load_weights: {file} cannot be read ({error})") from error
 
 
 def load_into(model: nn.Module, place: str | Path) -> None:

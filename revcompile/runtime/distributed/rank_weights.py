@@ -74,12 +74,8 @@ class SharedBuffers:
             for stage in others:
                 if self._ranks[stage] != self._ranks[first]:
                     self._stages[name] = first, stage
-
-    def check_statistics(self) -> None:
-        """Refuse shared running statistics, which every forward pass changes."""
-        for name in self._stages:
-            if isinstance(self._model.get_submodule(name.rpartition(".")[0]), _NormBase):
-                self._refuse(name)
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), _NormBase):
+                self._refuse(name)  # running statistics, which every forward pass changes
 
     def check_changed(self, snapshots: Sequence[BufferSnapshot]) -> None:
         """Refuse shared buffers of other kinds that a forward pass has changed."""

@@ -183,7 +183,9 @@ class MessageSlot:
                 packet.release()
             return True
         message = message.ready()
-        if self._lacks_gradients(message):
+        if not message.values and message.gradients.keys() < self._gradients.keys():
+            # Of a stage that does not differentiate a tied parameter, or has left all
+            # micro-batches of an update out.
             zeros = {n: torch.zeros_like(g) for n, g in self._gradients.items()}
             message = replace(message, gradients=zeros | dict(message.gradients))
         payload = self._payload(message)
@@ -191,14 +193,6 @@ class MessageSlot:
             return False
         self.buffers.copy_(payload)
         return True
-
-    def _lacks_gradients(self, message: Message) -> bool:
-        """Whether it is of tied gradients, from a stage that has not computed all of them.
-
-        It does not differentiate a parameter, or has left all micro-batches of an update out.
-        """
-        is_partial = message.gradients.keys() < self._gradients.keys()
-        return not message.values and is_partial
 
     def _payload(self, message: Message) -> Any:
         return message.ready().flagged(self.flag).payload

@@ -190,14 +190,6 @@ def _without_data(tensor: Tensor, device: torch.device, dtype: torch.dtype | Non
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _without_hooks() -> AbstractContextManager[Any]:
-    """The user's hooks on saved tensors (`save_on_cpu`) would fail on tensors without data."""
-    if is_transformed():  # `torch.func` has disabled them
-        return nullcontext()
-    # Nothing is saved: there is no backward pass.
-    return saved_tensors_hooks(lambda _: None, lambda _: torch.empty(()))
-
-
 def _fake_copy(skeleton: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """A copy on fake tensors of a device, perhaps cast, inside a `FakeTensorMode`."""
     memo: dict[int, Any] = {}
@@ -228,20 +220,22 @@ class _Sizes(fx.Interpreter):
         self._sizes, self._inputs, self._state, self._given = sizes, inputs, state, given
 
     def first_mismatch(self) -> Mismatch | None:
-        for guard, now in zip(self._sizes.guards, self._results(), strict=True):
-            if now is _ABSENT or now != guard.value:
-                return Mismatch(guard.expression, guard.value, now, guard.source)
-        return None
-
-    def _results(self) -> list[Any]:
-        with torch.enable_grad(), _without_hooks(), torch.random.fork_rng(devices=()):
+        hooks: AbstractContextManager[Any] = nullcontext()
+        if not is_transformed():  # `torch.func` has disabled hooks on saved tensors
+            # Those of the user (`save_on_cpu`) would fail on tensors without data. Nothing is
+            # saved: there is no backward pass.
+            hooks = saved_tensors_hooks(lambda _: None, lambda _: torch.empty(()))
+        with torch.enable_grad(), hooks, torch.random.fork_rng(devices=()):
             values = list(self.run(*self._inputs))
             outputs: Any = self.graph.output_node().args[0]
             for position in sorted(self._sizes.contents):
                 values[position] = _ABSENT
                 with suppress(Exception), unset_fake_temporarily():
                     values[position] = self._contents(outputs[position]).tolist()
-        return values
+        for guard, now in zip(self._sizes.guards, values, strict=True):
+            if now is _ABSENT or now != guard.value:
+                return Mismatch(guard.expression, guard.value, now, guard.source)
+        return None
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "output":

@@ -97,19 +97,22 @@ class watched(TorchFunctionMode):
         data = [t for t in read if id(t) not in self._state and t.dim() > 0]
         name = str(getattr(func, "__name__", ""))
         if weights and not _is_in_place(name) and (data or name in _LAYERS):
-            raise OriginalMethodError(_other_path(self._call, weights[0]))
+            called = self._call.rpartition(".")[2]
+            raise OriginalMethodError(
+                f"{self._call} computes with {weights[0]} as the original model does, but the "
+                "block that weight is in was rewired: it has two streams now, and the result would "
+                "not be of the function that is trained. Call the model as a whole, net(...). If "
+                f"you need what {called} returns, write a module whose forward calls {called}, and "
+                "make that reversible"
+            )
         result = func(*args, **kwargs)
-        if read and not data:
-            self._add_state(result, weights)
-        return result
-
-    def _add_state(self, result: Any, weights: list[str]) -> None:
-        """The result of weights alone counts as a weight (a transposed one, a slice)."""
-        for leaf in pytree.tree_leaves(result):
+        # The result of weights alone counts as a weight (a transposed one, a slice).
+        for leaf in pytree.tree_leaves(result) if read and not data else ():
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and id(leaf) not in self._state:
                 self._state[id(leaf)] = leaf
                 if weights:
                     self._rewired[id(leaf)] = weights[0]
+        return result
 
 
 def _is_in_place(name: str) -> bool:
@@ -117,16 +120,6 @@ def _is_in_place(name: str) -> bool:
     if name.endswith("__"):
         return name in ("__setitem__", "__set__") or name.startswith("__i")
     return name.endswith("_")
-
-
-def _other_path(call: str, weight: str) -> str:
-    name = call.rpartition(".")[2]
-    return (
-        f"{call} computes with {weight} as the original model does, but the block that weight is "
-        "in was rewired: it has two streams now, and the result would not be of the function that "
-        f"is trained. Call the model as a whole, net(...). If you need what {name} returns, write "
-        f"a module whose forward calls {name}, and make that reversible"
-    )
 
 
 # -- changes of the structure ---------------------------------------------------------------------

@@ -147,20 +147,17 @@ class ReconstructionCheck:
             return
         error = functools.reduce(torch.fmin, self._recent)
         if _is_asynchronous(error.device) and not waits:
-            self._report_later(error)
+            error = error.nan_to_num(0.0, 0.0, 0.0).float()
+            if self._largest is None or self._report is None:
+                self._largest, self._report = error, torch.zeros((), pin_memory=error.is_cuda)
+            self._largest = torch.maximum(self._largest, error)
+            self._report.copy_(self._largest, non_blocking=True)
             return
         value, limit = error.item(), tolerance_for(rebuilt[0].dtype, self._tolerance)
         if value > limit and (waits or value < math.inf):
             self._refuse(value, rebuilt[0].dtype)
         if waits and value != value:
             self._refuse(math.inf, rebuilt[0].dtype)
-
-    def _report_later(self, error: Tensor) -> None:
-        error = error.nan_to_num(0.0, 0.0, 0.0).float()
-        if self._largest is None or self._report is None:
-            self._largest, self._report = error, torch.zeros((), pin_memory=error.is_cuda)
-        self._largest = torch.maximum(self._largest, error)
-        self._report.copy_(self._largest, non_blocking=True)
 
     def _refuse(self, error: float, dtype: torch.dtype, when: str = "") -> None:
         """Raise; warn once if it is not much, nor more than the user has allowed."""

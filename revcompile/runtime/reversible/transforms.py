@@ -46,18 +46,15 @@ def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
         with torch.no_grad() if is_recorded else nullcontext():
             result = backward(ctx, *grads)
         outputs = ctx.__dict__.pop("outputs", ())  # a reference cycle: they hold the node and ctx
-        return _refusing(result, (*grads, *outputs)) if is_recorded else result
+        if not is_recorded:
+            return result
+        tensors = [i for i, gradient in enumerate(result) if isinstance(gradient, Tensor)]
+        leaves = [result[i].detach().requires_grad_() for i in tensors]
+        known = [s for s in (*grads, *outputs) if isinstance(s, Tensor) and s.requires_grad]
+        refusing = dict(zip(tensors, _Refusing.apply(len(leaves), *leaves, *known), strict=True))
+        return tuple(refusing.get(i, gradient) for i, gradient in enumerate(result))
 
     return run
-
-
-def _refusing(grads: tuple[Any, ...], sources: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gradients as functions of their sources that cannot be differentiated."""
-    tensors = [i for i, gradient in enumerate(grads) if isinstance(gradient, Tensor)]
-    leaves = [grads[i].detach().requires_grad_() for i in tensors]
-    known = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
-    replaced = dict(zip(tensors, _Refusing.apply(len(leaves), *leaves, *known), strict=True))
-    return tuple(replaced.get(i, gradient) for i, gradient in enumerate(grads))
 
 
 class _Refusing(torch.autograd.Function):

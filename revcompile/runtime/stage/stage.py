@@ -406,16 +406,12 @@ class Stage:
             kept = self.activations.load_state(clone_tree(list(saved["kept"])))
             held = self._hold(microbatch, kept)
             held.used = self.weights.load_used(saved, state)
-            held.buffers = [self._snapshot_of(path, saved) for path, saved in saved["buffers"]]
             held.hooks = None
-
-    def _snapshot_of(self, path: str, contents: Tensor) -> BufferSnapshot:
-        """The saved contents of the buffer at `module.path:name`."""
-        owner, _, name = path.rpartition(":")
-        module = self.root.get_submodule(owner)
-        buffer = module._buffers[name]
-        assert buffer is not None
-        return BufferSnapshot(module, name, buffer, contents.clone())
+            for place, contents in saved["buffers"]:
+                path, _, name = place.rpartition(":")
+                module = self.root.get_submodule(path)
+                snapshot = BufferSnapshot(module, name, module.get_buffer(name), contents.clone())
+                held.buffers.append(snapshot)
 
     # -- context ------------------------------------------------------------------------------
 

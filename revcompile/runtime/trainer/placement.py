@@ -166,7 +166,6 @@ class RankPlacement(Placement):
         check_ranks_agree(gather_plain(facts, control))
         layout = make_layout(stages, self.world, options.stage_to_rank, assign)
         self._shared_buffers = SharedBuffers(model, programs, layout)
-        self._shared_buffers.check_statistics()
         self.ranks = ranks = Ranks.arrange(layout, self.device, control)
         self.rank, self.replica, self.replicas = ranks.rank, ranks.replica, layout.replicas
         self.stages = ranks.stages
