@@ -117,22 +117,10 @@ def open_channels(
 
 
 class DevicePayload:
-    """A payload that a thread sends over NCCL, after what the device was given to do before it.
+    """A payload that a thread sends over NCCL, after what the device was given to do before it."""
 
-    Args:
-        notify: Ends a call of `wait`.
-        wait: Waits for another thread, or raises if a rank is gone; it is told for what.
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        memory: Tensor,
-        notify: Callable[[], None],
-        wait: Callable[[str], None],
-    ) -> None:
-        self._channel, self._memory = channel, memory
-        self._notify, self._wait = notify, wait
+    def __init__(self, thread: SendThread, memory: Tensor) -> None:
+        self._thread, self._memory = thread, memory
         self._computed = current_stream(memory).record_event()
         self._work: Any = None
         self._is_awaited = False
@@ -140,9 +128,9 @@ class DevicePayload:
     def start(self) -> None:
         """Called by the thread."""
         current_stream(self._memory).wait_event(self._computed)
-        self._work = self._channel.exchange_on_device(self._memory, sends=True)
+        self._work = self._thread.channel.exchange_on_device(self._memory, sends=True)
         if self._is_awaited:
-            self._notify()
+            self._thread.notify()
 
     def is_sent(self) -> bool:
         """Whether its memory may be freed."""
@@ -150,9 +138,9 @@ class DevicePayload:
 
     def wait(self) -> None:
         """Have the current stream wait until its memory may be written to."""
-        self._is_awaited = True
+        self._is_awaited, thread = True, self._thread
         while self._work is None:
-            self._wait(f"a message to stage {self._channel.target} that is not sent yet")
+            thread.wait(f"a message to stage {thread.channel.target} that is not sent yet")
         self._work.wait()
 
 
@@ -164,8 +152,8 @@ class SendThread(Worker):
 
     Args:
         on_failure: Called by the thread.
-        notify: See `DevicePayload`.
-        wait: See `DevicePayload`.
+        notify: Ends a call of `wait`.
+        wait: Waits for another thread, or raises if a rank is gone; it is told for what.
     """
 
     def __init__(
@@ -178,7 +166,7 @@ class SendThread(Worker):
         self.channel = channel
         self.sent = 0
         """How many messages were handed over."""
-        self._notify, self._wait = notify, wait
+        self.notify, self.wait = notify, wait
         self._describers = {kind: Describer(channel.device) for kind in MessageKind}
         self._jobs: queue.SimpleQueue[tuple[DevicePayload | None, list[Tensor]] | None]
         self._jobs = queue.SimpleQueue()
@@ -196,28 +184,24 @@ class SendThread(Worker):
             memory = torch.empty(size, dtype=torch.uint8, device=channel.device)
             describer.description.pack(tensors, memory)
         if not (channel.uses_cuda and size):
-            self._put(header, text, memory)
+            self._put(header, text, None, memory)
             return None
-        payload = DevicePayload(channel, memory, self._notify, self._wait)
-        self._put(header, text, payload=payload)
+        payload = DevicePayload(self, memory)
+        self._put(header, text, payload)
         return payload.wait
 
     def end(self, cause: str = "") -> None:
         """Send the last message: the run has ended, or failed because of `cause`."""
         text = cause.encode()
         header = Header(self.sent, flags=Flag.END, length=len(text))
-        self._put(header, text)
+        self._put(header, text, None)
         self._jobs.put(None)
 
     def _put(
-        self,
-        header: Header,
-        text: bytes,
-        memory: Tensor | None = None,
-        payload: DevicePayload | None = None,
+        self, header: Header, text: bytes, payload: DevicePayload | None, *memory: Tensor
     ) -> None:
         """Hand over what goes over gloo, and a payload for NCCL."""
-        packets = [header.packed(), _as_bytes(text)] + ([] if memory is None else [memory])
+        packets = header.packed(), _as_bytes(text), *memory
         self._jobs.put((payload, [each for each in packets if len(each)]))
         self.sent += 1
 

@@ -14,7 +14,6 @@ import queue
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -46,7 +45,7 @@ class DistributedTransport(Transport):
     def __init__(self, ranks: Ranks, channels: Sequence[Channel], timeout: float) -> None:
         super().__init__(len(ranks.layout.stage_to_rank))
         self.ranks, self.timeout = ranks, timeout
-        self._failures = Failures(own_store(), ranks.rank, ranks.layout.world)
+        self.failures = Failures(own_store(), ranks.rank, ranks.layout.world)
         self._delivered: Counter[tuple[int, int]] = Counter()
         self._ended: set[tuple[int, int]] = set()
         self._awaited: set[int] = set()
@@ -58,9 +57,9 @@ class DistributedTransport(Transport):
         self.averages: dict[int, ReplicaAverage] = {}
         for channel in self._channels:
             peer = next(rank for rank in channel.ranks if rank != ranks.rank)
-            lost = self._on_lost(ranks.named(peer))
+            lost = self.on_lost(ranks.named(peer))
             if channel.ranks[0] == ranks.rank:
-                sender = SendThread(channel, lost, self._failures.notify, self.wait)
+                sender = SendThread(channel, lost, self.failures.notify, self.wait)
                 self._senders[channel.source, channel.target] = sender
             else:
                 receiver = ReceiveThread(channel, self._deliver, self._on_end, lost)
@@ -89,10 +88,10 @@ class DistributedTransport(Transport):
         return None
 
     def wait(self, what: str) -> None:
-        if not self._failures.wait(self.timeout):
-            silent = self._failures.missing() or self._awaited - {self.ranks.rank}
+        if not self.failures.wait(self.timeout):
+            silent = self.failures.missing() or self._awaited - {self.ranks.rank}
             who = " and ".join(self.ranks.named(rank) for rank in sorted(silent))
-            self._failures.conclude(f"no answer from {who} for {self.timeout:g} s: {what}")
+            self.failures.conclude(f"no answer from {who} for {self.timeout:g} s: {what}")
         self._awaited.clear()
         self._check()
 
@@ -116,19 +115,12 @@ class DistributedTransport(Transport):
         replicas = range(self.ranks.layout.replicas)
         members = {self.ranks.layout.rank(stage, r) for r in replicas} - {self.ranks.rank}
         who = " or ".join(self.ranks.named(rank) for rank in sorted(members))
-        self.averages[stage] = ReplicaAverage(
-            parameters,
-            statistics,
-            group,
-            self._failures.notify,
-            self._on_lost(who),
-            self.collective,
-        )
+        self.averages[stage] = ReplicaAverage(self, who, parameters, statistics, group)
 
     def _sum(self, of_stages: Tensor) -> Tensor:
         with self.collective():
             distributed.all_reduce(of_stages, group=self.ranks.pipeline)
-        self._failures.notify()  # stages that wait for the sum look again
+        self.failures.notify()  # stages that wait for the sum look again
         return super()._sum(of_stages)
 
     @contextlib.contextmanager
@@ -140,11 +132,11 @@ class DistributedTransport(Transport):
         except RankError:
             raise
         except RuntimeError as error:
-            if not self._failures.wait_for_failure(GRACE):
-                gone = sorted(self._failures.missing())
+            if not self.failures.wait_for_failure(GRACE):
+                gone = sorted(self.failures.missing())
                 who = " and ".join(map(self.ranks.named, gone)) or "another rank"
-                self._failures.conclude(f"{who} is gone: {short_error(error)}")
-            self._stop(self._failures.cause or short_error(error))
+                self.failures.conclude(f"{who} is gone: {short_error(error)}")
+            self._stop(self.failures.cause or short_error(error))
 
     # -- called by threads --------------------------------------------------------------------
 
@@ -152,33 +144,33 @@ class DistributedTransport(Transport):
         route = channel.source, channel.target, kind
         self.queues.setdefault(route, deque()).append(message)
         self._delivered[channel.source, channel.target] += 1
-        self._failures.notify()
+        self.failures.notify()
 
     def _on_end(self, channel: Channel, cause: str) -> None:
         if cause:
-            self._failures.fail(cause)
+            self.failures.fail(cause)
         else:
             self._ended.add((channel.source, channel.target))
-            self._failures.notify()
+            self.failures.notify()
 
-    def _on_lost(self, who: str) -> Callable[[str], None]:
+    def on_lost(self, who: str) -> Callable[[str], None]:
         def failed(error: str) -> None:
             if not self._closed:
-                self._failures.conclude(f"{who} is gone: {error}")
+                self.failures.conclude(f"{who} is gone: {error}")
 
         return failed
 
     # -- the end ------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        cause = self._failures.cause
+        cause = self.failures.cause
         if cause is not None:
             self._stop(cause)
 
     def _stop(self, cause: str) -> NoReturn:
         self.abort(cause)
         raise RankError(
-            f"{self._failures.cause}; last completed micro-batch here "
+            f"{self.failures.cause}; last completed micro-batch here "
             f"({self.ranks.named(self.ranks.rank)}): {self.completed}"
         )
 
@@ -189,31 +181,31 @@ class DistributedTransport(Transport):
 
     def abort(self, cause: str) -> None:
         """Tell every other rank why this one stops."""
-        self._failures.conclude(cause)
+        self.failures.conclude(cause)
         if not self._closed:
             self._closed = True
             for sender in self._senders.values():
-                sender.end(self._failures.cause or cause)
+                sender.end(self.failures.cause or cause)
             for sender in self._senders.values():
                 sender.join(GRACE)
-            self._failures.close()
+            self.failures.close()
             if self.ranks.rank == 0:  # the store may end with this process: let all ranks poll it
                 time.sleep(2 * POLL_PERIOD)
 
     def close(self) -> bool:
         """Tell the others that this rank is done, and wait for them; True if all went well."""
         # First, because rank 0 may end its store as soon as it has everybody's last message.
-        ended = [self._failures.close()]
+        ended = [self.failures.close()]
         if not self._closed:
             self._closed = True
             for sender in self._senders.values():
                 sender.end()
-        limit = self.timeout if self._failures.cause is None else GRACE
+        limit = self.timeout if self.failures.cause is None else GRACE
         ended += [sender.join(limit) for sender in self._senders.values()]
         ended += [receiver.join(limit) for receiver in self._receivers]
         ended += [average.close(limit) for average in self.averages.values()]
         # A script may have ended torch.distributed, and all groups with it.
-        if all(ended) and self._failures.cause is None and distributed.is_initialized():
+        if all(ended) and self.failures.cause is None and distributed.is_initialized():
             groups = [g for channel in self._channels for g in (channel.control, channel.payload)]
             for group in {id(group): group for group in groups}.values():
                 distributed.destroy_process_group(group)
@@ -244,17 +236,15 @@ class ReplicaAverage:
 
     def __init__(
         self,
+        transport: DistributedTransport,
+        who: str,
         parameters: Mapping[str, Tensor],
         statistics: Sequence[Tensor],
         group: Any,
-        on_done: Callable[[], None],
-        on_failure: Callable[[str], object],
-        collective: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._statistics = [s for s in statistics if s.is_floating_point()]
-        self._group, self._on_done = group, on_done
-        self._collective = collective
+        self._group, self._transport = group, transport
         summed = [*self._parameters.values(), *self._statistics]
         device = summed[0].device if summed else torch.device("cpu")
         presence = torch.zeros(1 + len(self._parameters), dtype=torch.float64, device=device)
@@ -264,7 +254,7 @@ class ReplicaAverage:
         self._jobs: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
         self.is_reduced = False
         """Whether the sums of all replicas are known."""
-        self._thread = Worker(self._run, on_failure)
+        self._thread = Worker(self._run, transport.on_lost(who))
 
     def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
         """Take over sums over `count` micro-batches here."""
@@ -286,7 +276,7 @@ class ReplicaAverage:
 
     def reduce(self) -> None:
         """Add up what all replicas have."""
-        with self._collective():
+        with self._transport.collective():
             self._all_reduce()
 
     def read(self, gradients: dict[str, Tensor], adds: bool) -> Tensor:
@@ -331,7 +321,7 @@ class ReplicaAverage:
                     self._all_reduce()
                 stream.synchronize()
             self.is_reduced = True
-            self._on_done()
+            self._transport.failures.notify()
 
 
 def _buffers(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

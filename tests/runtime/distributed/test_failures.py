@@ -52,7 +52,7 @@ def rank(number: int, store: Any, monkeypatch: pytest.MonkeyPatch) -> Distribute
 
 def loses(one: DistributedTransport, peer: int) -> None:
     """A connection to another rank closes."""
-    one._on_lost(one.ranks.named(peer))(CLOSED)
+    one.on_lost(one.ranks.named(peer))(CLOSED)
 
 
 def test_a_rank_whose_copy_followed_names_the_rank_that_was_lost(
@@ -73,7 +73,7 @@ def test_a_rank_whose_connections_are_all_open_hears_of_it_too(
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     failing, waiting = (rank(number, store, monkeypatch) for number in (2, 1))
     failing.abort("rank 2 (stages 0, 1) stopped: ZeroDivisionError: some bug")
-    assert waiting._failures.wait_for_failure(10)
+    assert waiting.failures.wait_for_failure(10)
     with pytest.raises(RankError, match=r"rank 2 .* stopped: ZeroDivisionError"):
         waiting.wait("stage 2 waits for stage 1")
     assert failing.close() and waiting.close()
@@ -87,8 +87,8 @@ def test_a_rank_that_ends_for_an_error_nobody_caught_says_so(
     monkeypatch.setattr(placement, "_open", [failing])
     monkeypatch.setattr(sys, "last_value", OSError("disk full"), raising=False)
     placement.close_all()
-    assert waiting._failures.wait_for_failure(10)
-    assert waiting._failures.cause == "rank 2 (stages 0, 1) stopped: OSError: disk full"
+    assert waiting.failures.wait_for_failure(10)
+    assert waiting.failures.cause == "rank 2 (stages 0, 1) stopped: OSError: disk full"
     assert waiting.close()
 
 
