@@ -44,10 +44,11 @@ class StepInputs:
     Args:
         values: The inputs of the first stage here, or the message that brings them.
         target: Where the last stage is.
+        fingerprint: Of the micro-batch's data, for the next rank.
     """
 
-    def __init__(self, values: Any, target: Any) -> None:
-        self.values, self.target = values, target
+    def __init__(self, values: Any, target: Any, fingerprint: Fingerprint) -> None:
+        self.values, self.target, self.fingerprint = values, target, fingerprint
         self.local = Flat.of((None if isinstance(values, Message) else values, target))
         """What is not from another rank."""
 
@@ -67,13 +68,13 @@ class Boundary:
 
     Args:
         stages: Their numbers.
-        count: How many stages the pipeline has.
         ties: Stages that share parameters.
     """
 
-    def __init__(self, stages: Sequence[int], count: int, ties: Sequence[Tie] = ()) -> None:
+    def __init__(self, transport: Transport, stages: Sequence[int], ties: Sequence[Tie]) -> None:
+        self._transport = transport
         self.first, self.last = stages[0], stages[-1]
-        self.has_previous, self.has_next = self.first > 0, self.last < count - 1
+        self.has_previous, self.has_next = self.first > 0, self.last < transport.stages - 1
         self._x: Route = (self.first - 1, self.first, MessageKind.X)
         self.y: Route = (self.last, self.last + 1, MessageKind.X)
         self._dy: Route = (self.last + 1, self.last, MessageKind.DY)
@@ -103,7 +104,7 @@ class Boundary:
         """`found_inf` of the next rank's message."""
         return self._incoming[self._dy].flag if self._dy in self._incoming else None
 
-    def expected(self, transport: Transport, flag: Tensor) -> Message:
+    def expected(self, flag: Tensor) -> Message:
         """The message that the next rank has sent in the step before, or soon will.
 
         This does not depend on the step to come. Without a next rank it is empty.
@@ -111,7 +112,7 @@ class Boundary:
         if not self.has_next:
             return Message(0)
         where = f"stage {self.last} for dy"
-        return next_message(transport, self._dy, where, keep=True).flagged(flag)
+        return next_message(self._transport, self._dy, where, keep=True).flagged(flag)
 
     def matches(self, inputs: StepInputs, expected: Message | None = None) -> bool:
         """Whether the buffers fit the messages of the other ranks."""
@@ -166,11 +167,11 @@ class Boundary:
                 due[route] = schedule.updates[route[1]]
         return due
 
-    def receive(self, transport: Transport, due: Mapping[Route, int]) -> None:
+    def receive(self, due: Mapping[Route, int]) -> None:
         """Copy messages to their static buffers, as soon as they have come."""
         for route, number in due.items():
             where = f"stage {route[1]} for {route[2].value} from stage {route[0]}"
-            message = next_message(transport, route, where, number=number, packed=True)
+            message = next_message(self._transport, route, where, number=number, packed=True)
             if not self._incoming[route].copy_if_alike(message):
                 raise VerificationError(f"{where}: it has another form than those before")
 
@@ -200,19 +201,17 @@ class Boundary:
         self._buffers[place].copy_(value)
         return True
 
-    def send_tied(self, transport: Transport, schedule: Schedule) -> None:
+    def send_tied(self, schedule: Schedule) -> None:
         """After the updates of a step; the schedule is that before it."""
         for route in self._tied_out:
             if schedule.is_updating(route[0]):
-                self.send(route, transport, schedule.updates[route[0]])
+                self.send(route, schedule.updates[route[0]])
 
-    def send(
-        self, route: Route, transport: Transport, index: int, data: Fingerprint = NOT_COMPARED
-    ) -> None:
+    def send(self, route: Route, index: int, data: Fingerprint = NOT_COMPARED) -> None:
         """Send what a section has copied to the route's buffers."""
         place = self.buffer_key, route
         message = replace(self._outgoing[place], index=index, fingerprint=data)
-        wait = transport.send(route, message)
+        wait = self._transport.send(route, message)
         if wait is not None:
             self._sending[place] = wait
 

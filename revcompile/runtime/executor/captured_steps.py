@@ -27,7 +27,6 @@ from revcompile.ir.snapshot import Kind, TreeSnapshot
 from revcompile.kernels.repeatable import CUDNN_BENCHMARK
 from revcompile.runtime.executor.boundary import Boundary, StepInputs
 from revcompile.runtime.executor.executor import StageExecutor
-from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.flags import NonFiniteReports, RunningStatistics, steps_at_once
 from revcompile.runtime.executor.graphs import (
     CaptureUnsupported,
@@ -75,7 +74,7 @@ class CapturedSteps:
         self._is_fused = fuse is not None
         self._by_stage = {executor.index: executor for executor in executors}
         self._stages = list(self._by_stage)
-        self._boundary = Boundary(self._stages, schedule.stages, schedule.ties)
+        self._boundary = Boundary(self._transport, self._stages, schedule.ties)
         self._held_ties = [tie for tie in schedule.ties if tie.holder in self._stages]
         self._has_flags = has_flags(executors, schedule)
         self._windows = schedule.windows
@@ -143,7 +142,7 @@ class CapturedSteps:
         if not self.is_active:
             if not all(executor.updater.has_started for executor in self.executors):
                 return False
-            expected = self._boundary.expected(self._transport, self._flag_rows[0, :1])
+            expected = self._boundary.expected(self._flag_rows[0, :1])
             if expected.void:
                 return False
         if not self.accepts(batch, expected):
@@ -241,7 +240,7 @@ class CapturedSteps:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def step(self, schedule: Schedule, batch: StepInputs, fingerprint: Fingerprint) -> None:
+    def step(self, schedule: Schedule, batch: StepInputs) -> None:
         """The step in which a micro-batch enters. The loss head gets its loss and output.
 
         Raises:
@@ -251,7 +250,7 @@ class CapturedSteps:
         self._schedule = schedule
         entering, accumulated = schedule.injected, schedule.accumulated
         due = {stage: entering - self._windows[stage] + 1 for stage in self._stages}
-        boundary, transport = self._boundary, self._transport
+        boundary = self._boundary
         before_forward = boundary.before_forward(schedule)
         before_backward = boundary.before_backward(schedule, due[boundary.last])
         received = [len(schedule.waiting_tied(tie.owner, tie.holder)) for tie in self._held_ties]
@@ -277,20 +276,20 @@ class CapturedSteps:
         boundary.wait_sent()
         self._inputs.copy_(batch.local)
         copied = when_copied(batch.local.leaves, self._device)
-        boundary.receive(transport, before_forward)
+        boundary.receive(before_forward)
         planned[0]()
         if boundary.has_next:
-            boundary.send(boundary.y, transport, entering, fingerprint)
-            boundary.receive(transport, before_backward)
+            boundary.send(boundary.y, entering, batch.fingerprint)
+            boundary.receive(before_backward)
             planned[1]()
         if boundary.has_previous:
-            boundary.send(boundary.dx, transport, due[boundary.first])
+            boundary.send(boundary.dx, due[boundary.first])
         if updating:
             for updates in updating:
                 assert updates.average is not None
                 updates.average.reduce()
             planned[-1]()
-        boundary.send_tied(transport, schedule)
+        boundary.send_tied(schedule)
         self._note(schedule, due, dict(zip(self._held_ties, received, strict=True)))
         self._report(entering, due)
         self.is_active = True

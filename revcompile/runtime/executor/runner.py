@@ -13,7 +13,6 @@ from revcompile.errors import NonFiniteError, warn
 from revcompile.runtime.executor.boundary import StepInputs
 from revcompile.runtime.executor.captured_steps import CapturedSteps, has_flags
 from revcompile.runtime.executor.executor import StageExecutor
-from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.graphs import CaptureUnsupported, CudaGraphReplay, EagerReplay
 from revcompile.runtime.executor.messages import MessageKind, MessageSlots
 from revcompile.runtime.reversible.bindings import LayerHooks
@@ -110,19 +109,12 @@ class GraphRunner:
                 f"time; {advice}",
             )
 
-    def step(
-        self,
-        schedule: Schedule,
-        inputs: StepInputs,
-        allowed: bool,
-        fingerprint: Fingerprint,
-    ) -> bool:
+    def step(self, schedule: Schedule, inputs: StepInputs, allowed: bool) -> bool:
         """The step in which a micro-batch enters; False if it has to be run action by action.
 
         Args:
             inputs: What enters.
             allowed: False if a trace needs to see single actions.
-            fingerprint: Of the micro-batch's data, for the next rank.
         """
         # Not before the first updates: they show what stages and optimizers do.
         if not self.is_on or (
@@ -157,7 +149,7 @@ class GraphRunner:
             if not captured.is_ready(schedule, inputs, alike):
                 captured.leave()
                 return False
-            captured.step(schedule, inputs, fingerprint)
+            captured.step(schedule, inputs)
         except CaptureUnsupported as error:
             captured.clear()
             self._failures += 1

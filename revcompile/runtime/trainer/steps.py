@@ -245,8 +245,8 @@ class Steps:
         allowed &= values is not None and not is_refused and not self._is_measured(microbatch)
         if allowed and self.is_last:
             self._check_data(microbatch, fingerprint)
-        entering = StepInputs(values, self.loss_head.target)
-        is_done = self.runner.step(schedule, entering, allowed, fingerprint)
+        entering = StepInputs(values, self.loss_head.target, fingerprint)
+        is_done = self.runner.step(schedule, entering, allowed)
         if not is_done and values is not None:
             self.runner.observe(entering)
         return is_done
