@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from revcompile.errors import InputError, RankError
-from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.python_code import source_of
 from revcompile.runtime.distributed.failures import GRACE, in_thread
 from revcompile.runtime.stage.loss import described
+from revcompile.runtime.stage.settings import Task
 
 
 @dataclass(frozen=True)
@@ -295,19 +295,13 @@ def gather_plain(value: Any, group: Any) -> list[Any]:
 # -- what all ranks have to train ------------------------------------------------------------------
 
 
-def run_facts(
-    model: nn.Module,
-    partition: Partition,
-    programs: Sequence[StageProgram],
-    settings: Any,
-    device: str,
-) -> dict[str, Any]:
+def run_facts(task: Task, device: str) -> dict[str, Any]:
     """What must be the same on every rank, by name, as plain values.
 
     Args:
-        settings: A trainer's `Settings`.
         device: The type of the device that a rank trains on.
     """
+    model, partition, programs, settings = task.model, task.partition, task.programs, task.settings
     method = programs[0].method
     values = (getattr(method, field.name) for field in dataclasses.fields(method))
     named: dict[str, Any] = {

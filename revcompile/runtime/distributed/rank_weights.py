@@ -23,6 +23,7 @@ from revcompile.ir.program import StageProgram
 from revcompile.runtime.distributed.layout import Layout, Ranks, gather_plain
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.replay import BufferSnapshot
+from revcompile.runtime.stage.settings import Task
 
 _META: Final = torch.device("meta")
 _CPU: Final = torch.device("cpu")
@@ -155,18 +156,13 @@ def whole_model(model: Reversible, device: torch.device | None = None) -> Revers
     return twin if device is None else twin.to(device)
 
 
-def distribute(
-    model: Reversible,
-    programs: Sequence[StageProgram],
-    ranks: Ranks,
-    device: torch.device,
-    undo: ExitStack,
-) -> RankWeights:
+def distribute(task: Task, ranks: Ranks, device: torch.device, undo: ExitStack) -> RankWeights:
     """Move to every rank's device what its stages use, and free the rest. Every rank calls it.
 
     All start with rank 0's weights; what rank 0 has freed for an earlier trainer comes from a rank
     that has it. `undo` is told how to make the model what it was.
     """
+    model, programs = task.model, task.programs
     undo.callback(_restore, model, Contents(model), _last.get(model))
     tensors, layout, users = _named_tensors(model), ranks.layout, _users(model, programs)
     owners = owning_stages(model, programs)

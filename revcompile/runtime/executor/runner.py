@@ -18,7 +18,7 @@ from revcompile.runtime.executor.messages import MessageKind, MessageSlots
 from revcompile.runtime.reversible.bindings import LayerHooks
 from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.optimizers import why_not_capturable_optimizer
-from revcompile.runtime.stage.settings import Backend, Fuse
+from revcompile.runtime.stage.settings import Backend, Task
 from revcompile.runtime.stage.slots import Flat, empty_on
 from revcompile.schedule import Keep, Order, Schedule
 
@@ -38,16 +38,15 @@ class GraphRunner:
 
     def __init__(
         self,
-        backend: Backend,
+        task: Task,
         executors: Sequence[StageExecutor],
         loss_head: LossHead,
         schedule: Schedule,
-        fuse: Fuse | None = None,
     ) -> None:
-        self._executors, self._loss_head, self._fuse = executors, loss_head, fuse
+        self._executors, self._loss_head, self._fuse = executors, loss_head, task.fuse
         self._device = executors[0].stage.device
         self._hooks = LayerHooks([layer for e in executors for layer in e.stage.hooks.layers])
-        self._backend = backend
+        self._backend = backend = task.settings.backend
         if backend is Backend.AUTO:
             on_gpu = self._device.type == "cuda"
             self._backend = Backend.CUDAGRAPHS if on_gpu else Backend.EAGER

@@ -17,7 +17,6 @@ from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint, 
 from revcompile.runtime.executor.messages import Message, MessageKind, next_message
 from revcompile.runtime.stage.loss import described
 from revcompile.runtime.trainer.inputs import split_batch, split_call
-from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.steps import Steps
 
 Found = TypeVar("Found")
@@ -114,7 +113,6 @@ class EvaluationPass:
 
     Args:
         steps: Has the stages of this process.
-        placement: Where they are.
         model: In one process, run as a whole: it may compute something else in eval mode than its
             stages.
         loader: For the first and the last stage; read once, also if both are here.
@@ -124,12 +122,12 @@ class EvaluationPass:
     def __init__(
         self,
         steps: Steps,
-        placement: Placement,
         model: nn.Module | None,
         loader: Iterable[Any] | None,
         means: RunningMeans,
     ) -> None:
-        self._steps, self._placement, self._model, self._means = steps, placement, model, means
+        self._steps, self._model, self._means = steps, model, means
+        self._placement = placement = steps.placement
         self._binder, self._head = steps.binder, steps.loss_head
         has_target = self._head.has_target
         batches = (split_batch(batch, has_target) for batch in (() if loader is None else loader))

@@ -162,14 +162,14 @@ class RankPlacement(Placement):
         self.device = join(model, device or last_device(model), self._timeout)
         stages, self.world = len(programs), distributed.get_world_size()
         control = new_group(range(self.world), "gloo", self._timeout)
-        facts = run_facts(model, task.partition, programs, task.settings, self.device.type)
+        facts = run_facts(task, self.device.type)
         check_ranks_agree(gather_plain(facts, control))
         layout = make_layout(stages, self.world, options.stage_to_rank, assign)
         self._shared_buffers = SharedBuffers(model, programs, layout)
         self.ranks = ranks = Ranks.arrange(layout, self.device, control)
         self.rank, self.replica, self.replicas = ranks.rank, ranks.replica, layout.replicas
         self.stages = ranks.stages
-        self._weights = distribute(model, programs, ranks, self.device, undo)
+        self._weights = distribute(task, ranks, self.device, undo)
         channels = open_channels(ranks, list(task.partition.ties), self.device, self._timeout)
         self.transport = DistributedTransport(ranks, channels, options.timeout)
         undo.callback(self.transport.close)

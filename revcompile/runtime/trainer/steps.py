@@ -133,7 +133,7 @@ class Steps:
     """
 
     def __init__(self, task: Task, placement: Placement, schedule: Schedule, seed: int) -> None:
-        self._programs, self._settings, self._placement = task.programs, task.settings, placement
+        self._programs, self._settings, self.placement = task.programs, task.settings, placement
         self._result = task.partition.rewired.body.result
         self.binder = InputBinder(task.model, task.partition, placement.device)
         last = len(task.programs) - 1
@@ -152,8 +152,8 @@ class Steps:
         if self.is_last and not self.is_first:
             self.executors[-1].check_data = self._check_data
         self.scheduler = LocalScheduler(self.executors)
-        given_to_runner = self.executors, self.loss_head, schedule, task.fuse
-        self.runner = GraphRunner(task.settings.backend, *given_to_runner)
+        self.runner = GraphRunner(task, self.executors, self.loss_head, schedule)
+        self.throughput = Throughput(placement.device)
 
     def run(
         self,
@@ -187,7 +187,7 @@ class Steps:
         if not self._run_captured(schedule, values, fingerprint, not is_traced):
             self._run_eagerly(schedule, values, fingerprint)
         self._given, head.target = (None, None), None
-        self._placement.transport.completed = microbatch
+        self.placement.transport.completed = microbatch
         return values
 
     def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
@@ -195,7 +195,7 @@ class Steps:
         different = compared(sent, *self._given, microbatch)
         if different is not None:
             where = f"trainer.step, micro-batch {microbatch}"
-            raise self._placement.mixed_up(where, different)
+            raise self.placement.mixed_up(where, different)
 
     def _inputs(self, prepare: Callable[[], Made]) -> Made | None:
         """Inputs of the first stage; None if they cannot be used."""
@@ -226,7 +226,7 @@ class Steps:
         for executor in self.executors:
             executor.measures = self._is_measured(microbatch)
         remaining = self.scheduler.forward(schedule.inject())
-        self._placement.check_shared_buffers(self.executors, microbatch)
+        self.placement.check_shared_buffers(self.executors, microbatch)
         self.scheduler.finish(remaining)
 
     def _run_captured(
@@ -238,7 +238,7 @@ class Steps:
         microbatch, first = schedule.injected, self.executors[0].index
         if not self.is_first:
             route, where = (first - 1, first, MessageKind.X), f"stage {first} for x of {microbatch}"
-            message = next_message(self._placement.transport, route, where, keep=True, packed=True)
+            message = next_message(self.placement.transport, route, where, keep=True, packed=True)
             values = None if message.void else message
             fingerprint = message.fingerprint
         is_refused = any(executor.refusal is not None for executor in self.executors)
@@ -257,14 +257,7 @@ class Steps:
 
     # -- what a step reports ------------------------------------------------------------------
 
-    def metrics(
-        self,
-        schedule: Schedule,
-        microbatch: int,
-        values: Values | None,
-        delays: tuple[int, ...],
-        throughput: Throughput,
-    ) -> Metrics:
+    def metrics(self, schedule: Schedule, microbatch: int, values: Values | None) -> Metrics:
         """Those of the step that has ended; `run` returned `values`."""
         loss, output = self.loss_head.latest or (None, None)
         self.loss_head.latest = None
@@ -280,11 +273,11 @@ class Steps:
         return Metrics(
             microbatch=microbatch,
             samples=samples,
-            delays=(0,) * len(delays) if schedule.is_synchronous else delays,
+            delays=(0,) * schedule.stages if schedule.is_synchronous else schedule.delays,
             updates=schedule.updates,
             lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
-            throughput=throughput.add(samples, counts=not self.runner.is_capturing),
-            loss_tensor=self._placement.share_loss(loss),
+            throughput=self.throughput.add(samples, counts=not self.runner.is_capturing),
+            loss_tensor=self.placement.share_loss(loss),
             output=output,
             reconstruction=errors,
             scale=self.loss_head.scale,

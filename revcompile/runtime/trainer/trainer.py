@@ -38,7 +38,7 @@ from revcompile.runtime.trainer.inputs import (
 )
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.state import TrainerState, check_latest, make_latest
-from revcompile.runtime.trainer.steps import Metrics, Steps, Throughput
+from revcompile.runtime.trainer.steps import Metrics, Steps
 from revcompile.schedule import Method, Schedule
 
 _CLOSED: Final = "trainer.close() has ended this trainer"
@@ -84,7 +84,7 @@ class Trainer(TrainerState):
         """Whether this process needs targets, and knows the loss."""
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
-        self._throughput = Throughput(placement.device)
+        self._throughput = steps.throughput
         self.memory_plan: Any = None
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
@@ -158,7 +158,7 @@ class Trainer(TrainerState):
         is_traced = self._trace is not None
         with self._stop_on_error():
             values = steps.run(self._schedule, inputs, target, refusal, is_traced)
-        metrics = steps.metrics(self._schedule, microbatch, values, self.delays, self._throughput)
+        metrics = steps.metrics(self._schedule, microbatch, values)
         planned = None if self.memory_plan is None else self.memory_plan.microbatch_size
         if planned is not None and metrics.samples > planned:
             warn(
@@ -289,7 +289,7 @@ class Trainer(TrainerState):
             )
         if model is None:  # tied weights wait for the next step
             self._finish(self._schedule.receive_tied_weights())
-        evaluation = EvaluationPass(self._steps, self._placement, model, loader, means)
+        evaluation = EvaluationPass(self._steps, model, loader, means)
         with self._stop_on_error(changes_nothing=True), self._evaluating():
             evaluation.run()
         with self._placement.all_or_none("trainer.evaluate"):
