@@ -115,34 +115,8 @@ class InLayers(Net):
         return self.head(h)
 
 
-class Block(nn.Module):
-    """A block with layers and a buffer of its own."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("seen", torch.zeros(8))
-
-    def forward(self, h: Tensor) -> Tensor:
-        y = torch.tanh(self.layer(h))
-        self.seen = self.seen + y.detach().mean(0)
-        return h + y
-
-
-class InBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)))
-
-
 MODELS = [InPlaceBefore, AssignedBefore, InPlaceInTheLoop, AssignedInTheLoop, InsideABranch]
-MODELS += [InLayers, InBlocks]
+MODELS += [InLayers]
 
 
 def made(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor]]:

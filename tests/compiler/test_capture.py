@@ -96,9 +96,7 @@ def learned(output: Any, model: nn.Module) -> dict[str, Tensor | None]:
 
 RESISTING = {
     "BufferReassigned": "ema is a leaf module: the forward pass assigns to its buffer 'mean'",
-    "Counter": "1 is a leaf module: the forward pass counts in its attribute 'calls'",
     "Noise": "1 is a leaf module: random numbers drawn outside the graph",
-    "AutocastRegions": "1 is a leaf module: an autocast region, which no graph can hold",
     "DataDependentPart": "1 is a leaf module: control flow depends on the contents of a tensor",
     "UntraceableInEvalMode": "1 is a leaf module: control flow depends on the contents of a tensor",
     "BooleanIndex": "1 is a leaf module: a shape depends on the contents of a tensor",

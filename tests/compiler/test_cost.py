@@ -169,44 +169,6 @@ def test_saved_bytes_are_those_of_a_real_run(name: str, batch: int) -> None:
 # -- other sources of cost -------------------------------------------------------------------------
 
 
-ON_CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-HOW = [("measured", "cpu"), pytest.param("measured", "cuda", marks=ON_CUDA)]
-
-
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    modes = {name: module.training for name, module in model.named_modules()}
-    random = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        random.append(torch.cuda.get_rng_state())
-    return {"tensors": tensors, "grads": grads, "modes": modes, "random": torch.cat(random)}
-
-
-@pytest.mark.parametrize("how, device", HOW)
-@pytest.mark.parametrize("training", [True, False])
-def test_measuring_changes_nothing(training: bool, how: str, device: str) -> None:
-    narrow = {"channels": (8, 16, 32, 64), "drop_path_rate": 0.2}
-    model = timm.create_model("resnet18", num_classes=3, **narrow).to(device)
-    example = torch.randn(2, 3, 32, 32, device=device)
-    net = revcompile.reversify(model, example, check="off").train(training)
-    rewired = net.rewired
-    before = snapshot(net)
-    found = piece_costs(rewired, pieces_of(rewired), rewired.body.types, how)
-    after = snapshot(net)
-    assert all(torch.equal(t, after["tensors"][n]) for n, t in before["tensors"].items())
-    assert before["grads"] == after["grads"]
-    assert before["modes"] == after["modes"]
-    assert torch.equal(before["random"], after["random"])
-    assert all(cost.forward > 0 and cost.backward > 0 for cost in found)
-    counted = segment_costs(rewired)
-    assert [cost.flops for cost in found] == [cost.flops for cost in counted]
-    assert [cost.saved for cost in found] == [cost.saved for cost in counted]
-
-
 class Looking(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -187,20 +187,6 @@ def test_a_size_type_and_device_of_one_branch_that_all_read() -> None:
     _same_with_stored_activations(net, batches)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_type_of_one_branch_follows_autocast_and_casts(
-    dtype: torch.dtype, autocast: bool
-) -> None:
-    torch.manual_seed(0)
-    model = Positions().eval()
-    net = revcompile.reversify(model, torch.randn(2, 6, WIDTH), policy="pretrained")
-    assert len(net.rewired.couplings) == 3
-    x = torch.randn(3, 9, WIDTH, dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
-        assert torch.equal(net.to(dtype)(x), model.to(dtype)(x))
-
-
 class Dropped(nn.Module):
     """Hand-written stochastic depth, on tensors made without a device, before a shape is read."""
 

@@ -49,19 +49,6 @@ def test_a_gradient_that_stages_lose_is_named(monkeypatch: pytest.MonkeyPatch) -
         revcompile.petrafy(spectrum(), 4, example())
 
 
-def test_what_is_detached_has_no_gradient_to_lose() -> None:
-    class Detached(Chunk):
-        def condition(self, x: Tensor) -> Any:
-            largest = self.ada(x).unflatten(-1, (3, 8))
-            picks = nn.functional.one_hot(largest.argmax(1), 3).movedim(-1, 1).to(x.dtype)
-            return (picks * largest.detach()).unbind(1)
-
-    net: Any = revcompile.petrafy(made(Detached), 3, example())
-    module = net.to_module()
-    module(example()).sum().backward()
-    assert module.ada.weight.grad is None
-
-
 def test_wrong_gradients_of_a_chain_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = coupling._differentiate
 

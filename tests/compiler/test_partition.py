@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -202,7 +203,11 @@ def test_costs_by_name_and_measured() -> None:
     assert sizes(cut(Chain(), 2, x, cost=first_is_heavy)) == [1, 6]
     late_is_heavy = {**first_is_heavy, "stem": 1.0, "layers.4": 9.0}
     assert sizes(cut(Chain(), 2, x, cost=late_is_heavy)) == [5, 2]
-    measured = cut(Chain(), 2, x, cost="measured")
+    model, generator = Chain(), torch.get_rng_state()
+    before = copy.deepcopy(model.state_dict())
+    measured = cut(model, 2, x, cost="measured")
+    assert torch.equal(generator, torch.get_rng_state())  # measuring changes nothing
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert max(work(measured)) == pytest.approx(best(measured))
     with pytest.raises(InputError, match='expected "analytic", "measured", or a mapping'):
         cut(Chain(), 2, x, cost="guess")

@@ -126,15 +126,6 @@ def test_a_chain_inside_a_large_shortcut_is_preferred_to_it() -> None:
 # -- sizes, types and devices of what is inside a branch -------------------------------------------
 
 
-def _filled(m: Model, x: Tensor) -> Tensor:
-    """As attention does: a mask from outside, filled with the least number of the keys' type."""
-    mask, x = x > 0, m.h(x)
-    for layer in (m.f, m.g):
-        keys = layer(x)
-        x = x + keys * mask.where(mask, torch.finfo(keys.dtype).eps)
-    return x
-
-
 def _entangled(m: Model, x: Tensor) -> Tensor:
     """Each of the first two blocks reads the other's branch; the others are free of them."""
     x, y = m.h(x), m.norm(x)
@@ -194,12 +185,6 @@ def test_a_type_of_one_branch_that_the_next_one_reads() -> None:
 def test_keys_whose_type_only_the_branch_reads_belong_to_it() -> None:
     found = _find(_crossed)
     assert [block.sides for block in found.residuals] == [("norm", "gt"), ("norm", "gt_1")]
-
-
-def test_a_type_that_only_the_branch_reads_belongs_to_it() -> None:
-    found = _find(_filled)
-    assert len(found.residuals) == 2
-    assert not any(block.extras for block in found.residuals)
 
 
 def test_only_blocks_that_wait_for_each_other_are_given_up() -> None:

@@ -265,13 +265,6 @@ class AppendsInChild(Block):
         return self.child(h) if len(self.child.seen) % 2 else h  # type: ignore[arg-type]
 
 
-class RemembersInChild(Block):
-    def effect(self, h: Tensor) -> Tensor:
-        if self.child.n == 0:
-            self.child.n = h.shape[-1]  # type: ignore[assignment]
-        return self.child(h) / self.child.n  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("kind", [CountsInChild, AppendsInChild])
 def test_counting_in_an_attribute_of_a_child_is_seen(kind: type[Block]) -> None:
     with pytest.raises(CaptureError, match="counts in the attribute"):
@@ -298,11 +291,6 @@ def test_a_counter_in_a_branch_is_told_to_be_a_buffer() -> None:
         revcompile.reversify(nn.Sequential(block, Block()), X)
     with pytest.raises(InversionError, match=r"it counts, .* leaf_modules=\['0'\]"):
         revcompile.reversify(nn.Sequential(block, Block()), X, leaf_modules=[Counts])
-
-
-def test_what_is_remembered_in_a_child_is_no_counter() -> None:
-    captured = capture(nn.Sequential(RemembersInChild(), Block()), X, check="full")
-    assert captured.leaf_modules == ()
 
 
 # -- other threads --------------------------------------------------------------------------------

@@ -32,14 +32,6 @@ from revcompile.runtime.trainer.trainer import Trainer
 STEPS: Final = 20
 
 
-class TaughtByHead(Words):
-    """The first stage, if it is the embedding alone, owns a parameter that the head trains."""
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = F.embedding(words, self.embed.weight.detach())
-        return F.linear(self.blocks(x), self.embed.weight).mean(1)
-
-
 class Detached(Words):
     """The ends share a parameter that neither differentiates, and one that only the first does."""
 
@@ -57,7 +49,6 @@ MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
     "vit": ViT,
     "words": Words,
     "detached": Detached,
-    "taught by head": TaughtByHead,
     "wide": functools.partial(ViT, 512, 4),
 }
 
@@ -103,7 +94,7 @@ def compiled(name: str, stages: int, device: str) -> tuple[Any, dict[str, Tensor
 
 
 def inputs(name: str, size: int, device: str = "cpu") -> Tensor:
-    if name in ("words", "detached", "taught by head"):
+    if name in ("words", "detached"):
         return torch.randint(0, 11, (size, 4)).to(device)
     return torch.randn(size, 3, 8, 8).to(device)
 

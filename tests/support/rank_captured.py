@@ -81,22 +81,6 @@ def copied(run: Run, **options: Any) -> Found:
     return {"captured": captured, "state": final(net, trainer)}
 
 
-def left_out(run: Run, is_mixed: bool, **options: Any) -> Found:
-    """One of the copies of the pipeline leaves some micro-batches out: their loss is not finite.
-
-    The other may have hooks, which captured steps would not call.
-    """
-    net, trainer = trainer_of(run, **options)
-    if is_mixed and trainer.replica == 0:
-        trainer._executors[1].stage.hooks.layers[0].register_forward_hook(lambda *_: None)
-    for number, (x, y) in enumerate(batches(run)[:-1]):
-        is_bad = number in (2, 8, 9) and trainer.replica == 1
-        with suppress(NonFiniteError):
-            fed(trainer, (x, torch.full_like(y, -100) if is_bad else y))
-    trainer.flush()
-    return {"state": final(net, trainer)}
-
-
 def several(rank: int, options: dict[str, Any]) -> list[Found]:
     """One after the other: name of a function here, a run, and what else it takes."""
     return [

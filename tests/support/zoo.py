@@ -175,16 +175,6 @@ class AuxiliaryHead(nn.Module):
         return (self.head(y), self.aux(x)) if self.training else self.head(y)
 
 
-@specimen(rows)
-class ConstantsOfTheMode(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x) + (torch.ones(8) if self.training else torch.arange(8.0))
-
-
 # -- shared and unusual parameters ---------------------------------------------------------------
 
 
@@ -322,21 +312,6 @@ class BufferReassigned(nn.Module):
         return self.ema(self.mlp(x))
 
 
-class Warmup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * min(1.0, self.calls / 10)
-
-
-@specimen(rows)
-def Counter() -> nn.Module:
-    return nn.Sequential(Mlp(), Warmup())
-
-
 @specimen(image)
 class FrozenPart(nn.Module):
     """A frozen backbone in eval mode inside a model in training mode."""
@@ -378,31 +353,6 @@ def Noise() -> nn.Module:
 
 
 # -- regions -------------------------------------------------------------------------------------
-
-
-class Precise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(device_type=x.device.type, enabled=False):
-            return self.linear(x.float())
-
-
-class Coarse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.linear(x).float()
-
-
-@specimen(rows)
-def AutocastRegions() -> nn.Module:
-    return nn.Sequential(Mlp(), Precise(), Coarse())
 
 
 @specimen(rows)

@@ -234,18 +234,6 @@ def test_a_module_that_is_not_called_is_not_replaced(find: Callable[[Any], Any])
         net(x)
 
 
-def test_whether_a_parameter_is_trained_is_a_condition() -> None:
-    x = torch.randn(3, WIDTH)
-    model = model_of(nothing, lambda b, h: double(b.layer.weight.requires_grad, h))
-    net = revcompile.reversify(model, x, policy="same_parameters", check="off")
-    before = net(x)
-    for trained in (False, True):
-        net.get_submodule("1").layer.weight.requires_grad_(trained)
-        model[1].layer.weight.requires_grad_(trained)
-        again = revcompile.reversify(model, x, policy="same_parameters", check="off")
-        assert torch.equal(net(x), again(x)) and torch.equal(net(x), before) is trained
-
-
 @pytest.mark.parametrize("change", [lambda b: b.late.update({"a": nn.Tanh()}), late_module])
 def test_members_of_containers_are_conditions(change: Callable[[Any], Any]) -> None:
     def setup(block: Any) -> None:
@@ -293,17 +281,6 @@ def test_code_that_reads_a_layer_it_calls(change: tuple[str, str, Any]) -> None:
         setattr(each.get_submodule(f"1.{layer}"), name, value)
     again = revcompile.reversify(model, x, policy="same_parameters", check="off")
     assert torch.equal(net(x), again(x))
-
-
-def test_types_inside_follow_autocast() -> None:
-    x = torch.randn(3, WIDTH)
-    model = model_of(nothing, lambda b, h: double(h.dtype == torch.bfloat16, h))
-    net = revcompile.reversify(model, x, policy="same_parameters", check="off")
-    before = net(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        anew = revcompile.reversify(model, x, policy="same_parameters", check="off")
-        assert torch.equal(net(x), anew(x))
-    assert torch.equal(net(x), before)
 
 
 def test_hooks_of_parameters_are_refused() -> None:

@@ -49,25 +49,8 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
         for static, eager in zip(each[::2], each[1::2], strict=True):
             assert not differences(eager["state"], static["state"])
             assert all(static["captured"][5:]) and not any(eager["captured"])
-
-
-def test_copies_that_leave_micro_batches_out_share_the_same_weights(tmp_path: Path) -> None:
-    """Also where the stage that owns a shared weight has no gradient of its own.
-
-    Captured or not, or one of them: then no copy lets a parameter decay that none differentiates.
-    """
-    runs = [
-        Run(model="taught by head", stages=5, stage_to_rank=(0,) * 5, steps=13),
-        Run(model="detached", stage_to_rank=(0,) * 4, steps=13),
-    ]
-    backends = [("static", False), ("eager", False), ("static", True)]
-    each = [todo("left_out", run, mixed, backend=b) for run in runs for b, mixed in backends]
-    results, codes = launch(tmp_path, 2, several, todo=each)
-    assert codes == [0, 0]
-    for number in range(len(each)):
-        expected = results[0][number - number % len(backends)]["state"]
-        for of_rank in results:
-            assert not differences(expected, of_rank[number]["state"]), each[number]
+        for one, other in zip(each, results[0], strict=True):  # one copy has left a batch out
+            assert not differences(other["state"], one["state"])
 
 
 def test_captured_ranks_train_as_one_process(tmp_path: Path) -> None:

@@ -17,15 +17,10 @@ from typing import Any, Final
 
 import pytest
 import torch
-from distributed_worker import MODELS, Run, inputs, trainer_of
-from restart_worker import Course, End, Ended, held_out, on_ranks, schedule, undisturbed
+from distributed_worker import Run
+from restart_worker import Course, End, Ended, held_out, on_ranks, undisturbed
 from torch import nn
 from torch.nn import functional as F
-from training import groups_of, same
-
-import revcompile
-from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint
-from revcompile.runtime.checkpoint.training import load_weights, merged_state
 
 Lines = list[dict[str, Any]]
 
@@ -142,41 +137,8 @@ def test_a_sigterm_to_one_rank_has_all_save_and_leave(tmp_path: Path) -> None:
 # -- other ranks, stages, methods -----------------------------------------------------------------
 
 
-def saved(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """All tensors of model and optimizer by their names, and each parameter's learning rate."""
-    checkpoint = Checkpoint(find_checkpoint(folder))
-    state = checkpoint.read(merged_state(checkpoint))
-    rates = {name: group["lr"] for group in groups_of(state) for name in group["params"]}
-    found: dict[str, Any] = dict(sorted(state["model"].items()))
-    for name, entries in sorted(state["optimizer"].items()):
-        found |= {f"{name}.{key}": entry for key, entry in sorted(entries.items())}
-    return found, rates
-
-
 def evaluated(module: nn.Module, run: Run) -> float:
     """The mean loss, summed as a trainer does."""
     with torch.no_grad():
         losses = [(float(F.cross_entropy(module(x), y)), len(y)) for x, y in held_out(run)]
     return sum(loss * size for loss, size in losses) / sum(size for _, size in losses)
-
-
-def test_four_ranks_then_two_then_one_then_a_module(tmp_path: Path) -> None:
-    """No step in between: weights, optimizer state and evaluation are the same to the bit."""
-    folder, run = tmp_path / "ranks", Run(steps=6)
-    losses: list[float] = []
-    states = []
-    for stages, ranks in ((4, 4), (2, 2), (3, 1)):
-        course = Course(dataclasses.replace(run, stages=stages), saves=())
-        ended = on_ranks(course, ranks, folder)
-        assert [one.code for one in ended] == [0] * ranks
-        losses += [one.lines[-1]["evaluated"] for one in ended]
-        states.append(saved(folder))
-    assert same(states, [states[0]] * 3)
-    assert any(name.endswith(".momentum_buffer") for name in states[0][0])
-    net, trainer = trainer_of(dataclasses.replace(run, stages=3), lr_schedule=schedule)
-    trainer.load(folder)
-    assert trainer.microbatches_seen == 6 and set(trainer._schedule.updates) == {6}
-    plain = revcompile.reversify(MODELS[run.model](), inputs(run.model, 2), check="off")
-    plain.load_state_dict(load_weights(folder))
-    losses += [evaluated(module.eval(), run) for module in (net.to_module(), plain)]
-    assert len(losses) == 9 and len(set(losses)) == 1

@@ -187,19 +187,6 @@ def test_checkpoints_do_not_know_the_backend(source: str, target: str, method: s
     assert same(weights(straight), {n: t.clone() for n, t in first.model.state_dict().items()})
 
 
-def test_bfloat16_weights_are_those_that_autocast_makes() -> None:
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16)
-        data = [(x.float(), y) for x, y in even(2 * FULL)]
-        losses = [trainer.step(*batch).loss for batch in data[:FULL]]
-        with torch.no_grad():  # as whoever loads or averages weights does
-            net.model.head.weight.mul_(0.5)
-        losses += [trainer.step(*batch).loss for batch in data[FULL:]]
-        found.append((losses, weights(net)))
-    assert same(*found)
-
-
 LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
     "petra": {},
     "accumulation_steps": {"accumulation_steps": 3, "lr_schedule": SCHEDULES["cosine"]},

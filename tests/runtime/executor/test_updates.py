@@ -165,31 +165,6 @@ def assert_alike(found: Any, there: Any, tolerance: float) -> None:
             assert mine == other
 
 
-# -- counters -------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("as_on_a_device")
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "adamw, fused"])
-def test_updates_do_not_depend_on_which_of_them_are_captured(name: str) -> None:
-    """To the bit, also after a restart: the first steps of a process are not captured."""
-    make = OPTIMIZERS.get(name, lambda p: torch.optim.AdamW(p, 1e-2))
-    found = []
-    for restarts in (False, True):
-        net = fresh(Fragile, 2)
-        trainer = net.trainer(make, F.cross_entropy, backend="static")
-        for index, batch in enumerate(marked()[:BAD]):
-            if restarts and index == 12:
-                assert trainer._runner.is_active
-                saved = trainer.state_dict()
-                net = fresh(Fragile, 2)
-                trainer = net.trainer(make, F.cross_entropy, backend="static")
-                trainer.load_state_dict(saved)
-            trainer.step(*batch)
-        trainer.flush()
-        found.append((weights(net), trainer.state_dict()["optimizer"]))
-    assert same(*found)
-
-
 # -- parts ----------------------------------------------------------------------------------------
 
 

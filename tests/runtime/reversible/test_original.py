@@ -35,7 +35,6 @@ class Blocks(Base):
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.width = width
-        self.tolerance = 0.25  # a name the reversible module has too
         self.stem = nn.Linear(width, width)
         self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
         self.head = nn.Linear(width, 3)
@@ -59,10 +58,6 @@ class Blocks(Base):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
-
-    @property
-    def embedded(self) -> Tensor:
-        return self.first(torch.ones(2, self.width))
 
     @classmethod
     def name(cls) -> str:
@@ -100,19 +95,8 @@ class Blocks(Base):
     def stemmed(self, x: Tensor) -> Tensor:
         return self.stem(x)
 
-    def each(self, x: Tensor) -> Any:
-        yield self.width
-        yield self.first(x)
-
-    def sizes(self) -> Any:
-        yield self.width
-        yield self.size()
-
     def myself(self) -> Blocks:
         return self
-
-    def limit(self) -> float:
-        return self.tolerance
 
     def set_width(self, width: int) -> None:
         self.width = width
@@ -165,11 +149,6 @@ def test_attributes_and_methods_see_the_module_itself() -> None:
         net.nowhere  # noqa: B018
 
 
-def test_names_of_ours_stay_ours_and_methods_see_their_own() -> None:
-    net = made()
-    assert net.tolerance == "auto" and net.limit() == 0.25
-
-
 def test_attributes_that_are_set_are_those_methods_see() -> None:
     net = made()
     net.width = 5
@@ -201,7 +180,7 @@ def test_copies_and_pickles_keep_them() -> None:
     file.seek(0)
     read = torch.load(file, weights_only=False)
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), read):
-        assert twin.total() == 3.0 and twin.myself() is twin and twin.limit() == 0.25
+        assert twin.total() == 3.0 and twin.myself() is twin
         twin.set_width(8)
         twin.scales["all"] = 5.0
         x = torch.randn(3, 4)
@@ -238,15 +217,6 @@ def test_rewired_weights_are_not_applied_by_another_path(
         getattr(made(), method)(*inputs)
     assert "Call the model as a whole" in str(raised.value)
     assert isinstance(raised.value, AttributeError)
-
-
-def test_properties_and_generators_are_watched_too() -> None:
-    net = made()
-    with pytest.raises(OriginalMethodError, match=r"Blocks\.embedded computes with first"):
-        net.embedded  # noqa: B018
-    with pytest.raises(OriginalMethodError, match=r"Blocks\.each computes with first"):
-        net.each(torch.randn(3, 4))
-    assert list(net.sizes()) == [4, 4]
 
 
 # -- changing the structure -----------------------------------------------------------------------

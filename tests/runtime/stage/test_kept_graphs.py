@@ -7,7 +7,7 @@ parameter, 1e-10.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -113,33 +113,6 @@ def test_without_delay_what_is_kept_changes_nothing(plan: str) -> None:
     assert_same(expected, actual, stage_of("resnet"))
     buffers = {n: b.double() for n, b in module.named_buffers()}
     error, where = worst(buffers, {n: b.double() for n, b in trainer.model.named_buffers()})
-    assert error <= EXACT, where
-
-
-def test_backward_has_the_masks_of_its_forward() -> None:
-    """Dropout and moving parameters: the masks that were drawn, handed to the transcription."""
-    net, tape = spine.noisy(True)
-    start = {name: value.clone() for name, value in net.model.state_dict().items()}
-    other = Transcription(
-        net._partition, "petra", momentum, F.cross_entropy, rows=[Row.GRAPH] * spine.STAGES
-    )
-    tape.drawn, tape.given = {}, None
-    trainer = keeping(net, PLANS["all"], seed=7)
-    for inputs, target in batches("skips"):
-        trainer.step(inputs, target)
-    trainer.flush()
-    masks, actual = tape.forward_masks(), copied(dict(trainer.named_parameters()))
-    assert all(len(drawn) == spine.MICROBATCHES for drawn in tape.drawn.values())
-
-    def masked() -> Iterator[Any]:
-        for batch, given in zip(batches("skips"), masks, strict=True):
-            tape.given = given
-            yield batch
-
-    other.run(masked())  # type: ignore[arg-type]
-    tape.given = None
-    net.model.load_state_dict(start)
-    error, where = worst(other.parameters(), actual)
     assert error <= EXACT, where
 
 

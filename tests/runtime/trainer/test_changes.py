@@ -20,7 +20,7 @@ from distributed_worker import fed, final, launch
 from rank_changes import changed
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import Batch
+from training import Batch, feed, momentum
 
 import revcompile
 from revcompile.errors import (
@@ -254,17 +254,13 @@ def made(backend: str, method: str = "backprop", model: nn.Module | None = None)
     optimizers: list[torch.optim.Optimizer] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        optimizers.append(sgd(parameters))
+        optimizers.append(momentum(parameters))
         return optimizers[-1]
 
     trainer = staged.trainer(
         optimizer, F.cross_entropy, method=method, backend=backend, device=device
     )
     return staged, trainer, optimizers
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
 
 
 def data(count: int, inputs: Callable[[Tensor], Tensor] = same) -> list[Batch]:
@@ -277,11 +273,6 @@ def data(count: int, inputs: Callable[[Tensor], Tensor] = same) -> list[Batch]:
         for _ in range(count)
     ]
     return [(x, y[: len(x)]) for x, y in pairs]
-
-
-def feed(trainer: Trainer, batches: list[Batch]) -> None:
-    for batch in batches:
-        trainer.step(*batch)
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -301,7 +292,7 @@ def plainly_trained(row: Row) -> dict[str, Tensor]:
     """Ordinary training of the rewired model, with the change unless it is refused."""
     model: Any = made("eager")[0].to_module()
     model.reversible = False
-    optimizer = sgd(model.parameters())
+    optimizer = momentum(model.parameters())
 
     def train(batches: list[Batch]) -> None:
         for x, y in batches:
@@ -452,7 +443,7 @@ def test_a_rate_of_zero_may_rise() -> None:
         torch.manual_seed(0)
         model, example = Dropped(rate).double(), torch.zeros(4, 5, dtype=torch.float64)
         net = revcompile.petrafy(model, 2, example, check="off")
-        trainer = net.trainer(sgd, F.cross_entropy, method="reversible_backprop")
+        trainer = net.trainer(momentum, F.cross_entropy, method="reversible_backprop")
         for drop in net.model.get_submodule("drops").children():
             drop.p = 0.5
         feed(trainer, data(5))
