@@ -1,4 +1,4 @@
-"""Ranks that are killed, asked to stop, or fewer than before: training goes on as if nothing were.
+"""Ranks that are killed or asked to stop: training goes on as if nothing were.
 
 What the ranks do is in `restart_worker`. Every step after a restart is compared with a run in one
 process that nobody disturbed: the loss, and digests of each stage's parameters, buffers, gradients
@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
 from distributed_worker import Run
-from restart_worker import Course, End, Ended, held_out, on_ranks, undisturbed
-from torch import nn
-from torch.nn import functional as F
+from restart_worker import Course, End, Ended, on_ranks, undisturbed
 
 Lines = list[dict[str, Any]]
 
@@ -132,13 +129,3 @@ def test_a_sigterm_to_one_rank_has_all_save_and_leave(tmp_path: Path) -> None:
     expected = undisturbed(dataclasses.replace(course, saves=(4, last + 1)), tmp_path / "alone")
     ended = on_ranks(dataclasses.replace(course, end=None), 2, tmp_path / "ranks")
     assert_steps([one.lines for one in ended], expected, first=last + 1)
-
-
-# -- other ranks, stages, methods -----------------------------------------------------------------
-
-
-def evaluated(module: nn.Module, run: Run) -> float:
-    """The mean loss, summed as a trainer does."""
-    with torch.no_grad():
-        losses = [(float(F.cross_entropy(module(x), y)), len(y)) for x, y in held_out(run)]
-    return sum(loss * size for loss, size in losses) / sum(size for _, size in losses)

@@ -84,16 +84,8 @@ class Blocks(Base):
     def rows(self, index: Tensor) -> Tensor:
         return self.second.weight[index.argmax(1)]
 
-    def reinitialise(self, x: Tensor) -> None:
-        with torch.no_grad():
-            self.second.weight[0] = x[0]
-            self.second.weight += x[1]
-
     def of_state(self) -> Tensor:
         return self.first(self.stem.weight)
-
-    def stemmed(self, x: Tensor) -> Tensor:
-        return self.stem(x)
 
     def myself(self) -> Blocks:
         return self
