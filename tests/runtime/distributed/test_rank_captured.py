@@ -50,7 +50,8 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
             assert not differences(eager["state"], static["state"])
             assert all(static["captured"][5:]) and not any(eager["captured"])
         for one, other in zip(each, results[0], strict=True):  # one copy has left a batch out
-            assert not differences(other["state"], one["state"])
+            names = differences(other["state"], one["state"])
+            assert not [name for name in names if "num_batches_tracked" not in name]
 
 
 def test_captured_ranks_train_as_one_process(tmp_path: Path) -> None:
