@@ -8,6 +8,7 @@ Graphs are `torch.fx.Graph`s. Facts about a node are in its `meta`, under the ke
 from __future__ import annotations
 
 import enum
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,9 @@ PATH: Final = "revcompile_path"
 
 SOURCE: Final = "revcompile_source"
 """`node.meta` key: `file:line` of the user's code that created the node."""
+
+STORES: Final = "revcompile_stores"
+"""For a leaf module: attributes in which it leaves tensors with gradients, by path and name."""
 
 LIVE_VALUES: Final = "revcompile_live_values"
 """`node.meta` key, in stage programs: names of the live values that the node is."""
@@ -398,6 +402,12 @@ class Rewired:
     @property
     def couplings(self) -> tuple[Coupling, ...]:
         return tuple(s for s in self.body.segments if isinstance(s, Coupling))
+
+    @functools.cached_property
+    def stored(self) -> tuple[tuple[str, str], ...]:
+        """Attributes in which leaf modules of branches leave tensors: path of the module, name."""
+        nodes = (node for graph in self.graphs for node in graph.nodes)
+        return tuple(dict.fromkeys(entry for node in nodes for entry in node.meta.get(STORES, ())))
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:

@@ -12,6 +12,7 @@ import revcompile
 from revcompile.errors import InputError
 
 X = torch.randn(3, 8)
+TAKEN = "a gradient flows into a tensor that a forward hook or an attribute took out"
 
 
 class Block(nn.Module):
@@ -61,7 +62,7 @@ def test_a_tensor_that_the_graph_does_not_leave_in_an_attribute_is_not_there() -
     for net in (_net(), staged.to_module()):
         net(X)
         block = net.get_submodule("1")
-        assert not hasattr(block, "aux") and block.losses == {}
+        assert not hasattr(block, "aux") and not hasattr(block, "losses")
         assert "set by the original's forward pass, not by this one: 0.aux" in net.summary()
 
 
@@ -91,8 +92,32 @@ def test_a_gradient_into_what_a_hook_took_from_a_chain_is_an_error() -> None:
     net.get_submodule("1").f.register_forward_hook(lambda m, i, o: seen.append(o))
     out = net(X)
     out.sum().backward()  # looking on is free
-    with pytest.raises(InputError, match="forward hook took out of a reversible chain"):
+    with pytest.raises(InputError, match=TAKEN):
         (net(X).sum() + seen[-1].pow(2).sum()).backward()
     seen.clear()
     net.reversible = False
     (net(X).sum() + seen[-1].pow(2).sum()).backward()
+
+
+class Observed(nn.LayerNorm):
+    """A layer of torch with one thing more, which is not traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux, self.seen = y.pow(4).mean(), y.detach()
+        return y
+
+
+def test_a_gradient_into_what_a_layer_keeps_for_a_loss_is_an_error() -> None:
+    blocks = [Block() for _ in range(3)]
+    layers = [Observed(8) for _ in blocks]
+    for block, layer in zip(blocks, layers, strict=True):
+        block.f = nn.Sequential(layer, block.f)
+    net = revcompile.reversify(nn.Sequential(*blocks), X)
+    layer = net.get_submodule("1.f.0")
+    for _ in range(2):
+        (net(X).sum() + layer.seen.sum()).backward()
+    with pytest.raises(InputError, match=TAKEN):
+        (net(X).sum() + layer.aux).backward()
+    net.reversible = False
+    (net(X).sum() + layer.aux).backward()

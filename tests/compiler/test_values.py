@@ -151,7 +151,7 @@ def staged_gradients(
     found = {}
     for executor in trainer._executors:
         optimizer: Any = executor.updater.optimizer
-        if optimizer is not None:
+        if executor.updater.parameters:
             found |= dict(zip(executor.updater.parameters, optimizer.seen[0], strict=True))
     return found
 

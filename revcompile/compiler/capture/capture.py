@@ -247,7 +247,10 @@ class _Capture:
         leaked = self._leaked(traced)
         for path, name, key in leaked:  # not set by the graph: better none than an old one
             own = vars(root.get_submodule(path))
-            own.pop(name, None) if key is None else own[name].pop(key, None)
+            if key is not None and name in own:
+                own[name].pop(key, None)
+            if key is None or not own.get(name):  # an empty dict would look as if there were none
+                own.pop(name, None)
         first, second = traced
         has_one_spec = first.out_spec == second.out_spec
         readers = {path for mode in traced for path in mode.guards.modes}
@@ -266,7 +269,11 @@ class _Capture:
             signature=signature_of(self._example, *specs),
             leaf_modules=tuple(sorted(self._leaves)),
             notes=(*notes, *written_inputs(first.graph)),
-            computed=frozenset((path, name) for path, name, key in leaked if key is None),
+            computed=frozenset(
+                (path, name)
+                for path, name, _ in leaked
+                if name not in vars(root.get_submodule(path))
+            ),
             guards=make_guards(
                 self._model, root, self._example, traced, (train, evaluation), merged
             ),

@@ -79,7 +79,7 @@ from revcompile.ir.guards import ModeGuards, autocast_state
 from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import attribute, called, store_buffer
 from revcompile.ir.plain_attributes import PLAIN, attributes_of
-from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE
+from revcompile.ir.types import PATH, SOURCE, STORES, TYPE, VALUE
 
 CONSTANT_PREFIX: Final = "revcompile_constant_"
 """How the names of constants begin that tracing registers as buffers."""
@@ -529,7 +529,10 @@ class Tracer(ShapedTracer):
                     return attribute(self.root, target) if held is None else held
                 if layer is not None and not _keeps_attributes(layer):
                     with preserve_attributes(layer):  # not what the forward around it changes
-                        return layer(*args, **kwargs)
+                        result = layer(*args, **kwargs)
+                        if stored := _stored(layer, target):
+                            node.meta[STORES] = stored
+                        return result
                 return layer(*args, **kwargs) if layer is not None else called(node, args, kwargs)
         except NEEDS_DATA:
             if layer is None:
@@ -563,6 +566,16 @@ def _changed(before: Mapping[_Key, Any], now: Mapping[_Key, Any]) -> set[_Key]:
 def _keeps_attributes(layer: nn.Module) -> bool:
     """Whether a call cannot change attributes; weight normalization is a hook that does."""
     return type(layer).__module__.startswith("torch.nn.") and not layer._forward_pre_hooks
+
+
+def _stored(layer: nn.Module, path: str) -> tuple[tuple[str, str], ...]:
+    """Attributes in which a call has left tensors with a graph: path of the module, and name."""
+    return tuple(
+        (inner, name)
+        for inner, module in layer.named_modules(prefix=path)
+        for name, value in attributes_of(module).items()
+        if any(tensor.grad_fn is not None for tensor in tensors_in(value))
+    )
 
 
 def _nodes_in(value: Any) -> list[fx.Node]:

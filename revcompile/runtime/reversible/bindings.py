@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import is_
 from typing import Any, Final, NamedTuple
@@ -134,7 +134,7 @@ def _marking(
 
 
 class _Tap(torch.autograd.Function):
-    """Tensors for a hook in a forward pass without a graph: a gradient to them is an error."""
+    """Tensors that leave a forward pass without a graph: a gradient to them is an error."""
 
     @staticmethod
     def forward(ctx: Any, name: str, anchor: Tensor, tensor: Tensor) -> Tensor:
@@ -144,11 +144,20 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise InputError(
-            f"a gradient flows into a tensor that a forward hook took out of a reversible chain "
-            f"(from a {ctx.name}), which keeps no graph of its forward pass, so the gradient would "
-            "be lost. Let the model return the tensor, or store activations with "
-            "net.reversible = False; detach what you only observe"
+            f"a gradient flows into a tensor that a forward hook or an attribute took out of a "
+            f"reversible chain (from a {ctx.name}), which keeps no graph of its forward pass, so "
+            "the gradient would be lost. Let the model return the tensor, or store activations "
+            "with net.reversible = False; detach what you only observe"
         )
+
+
+def tap_stored(root: nn.Module, stored: Iterable[tuple[str, str]]) -> None:
+    """Let a gradient to tensors that modules have left in attributes be an error."""
+    for path, name in stored:
+        own = vars(module := root.get_submodule(path))
+        tensors = pytree.tree_leaves(own.get(name))
+        if not any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
+            own[name] = _tapped(type(module).__name__, own.get(name))
 
 
 def _tapped(name: str, given: Any) -> Any:

@@ -26,6 +26,7 @@ from revcompile.runtime.reversible.bindings import (
     ShardedModule,
     reshard,
     sharded_modules,
+    tap_stored,
     unshard,
 )
 from revcompile.runtime.reversible.block import Block
@@ -134,6 +135,8 @@ class Reversible(OriginalSurface):
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
         found = self._run(body, values)
+        if rewired.stored and torch.is_grad_enabled():
+            tap_stored(self, rewired.stored)
         flat = [found[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
         return pytree.tree_unflatten(flat, out_spec)
 
