@@ -336,11 +336,9 @@ class StagedModel(StageReport):
         return assign_contiguous(self._partition, ranks)
 
     def __repr__(self) -> str:
-        reversible = sum(part.reversible for part in self._partition.parts)
-        return (
-            f"StagedModel({self._partition.rewired.name}: {plural(self.num_stages, 'stage')}, "
-            f"{reversible} reversible)"
-        )
+        rewired = self._partition.rewired
+        blocks = plural(len(rewired.couplings), "reversible block")
+        return f"StagedModel({rewired.name}: {plural(self.num_stages, 'stage')}, {blocks})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Never:
         raise InputError(

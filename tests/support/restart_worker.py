@@ -159,7 +159,9 @@ def on_ranks(course: Course, ranks: int, folder: Path) -> list[Ended]:
     for file in files:
         file.unlink(missing_ok=True)
     options = {"course": course, "place": folder, "files": files, "device": course.run.device}
-    _, codes = launch(folder.parent, ranks, live, env=ONE_GPU, **options)
+    # What has used CUDA cannot be forked.
+    start = "spawn" if course.run.device == "cuda" else "forkserver"
+    _, codes = launch(folder.parent, ranks, live, start=start, env=ONE_GPU, **options)
     return [Ended(code, noted(file)) for code, file in zip(codes, files, strict=True)]
 
 
