@@ -243,7 +243,7 @@ def petrafy(
     >>> import timm, revcompile
     >>> net = revcompile.petrafy(timm.create_model("resnet18"), num_stages=4, check="off")
     >>> net
-    StagedModel(ResNet: 4 stages, ... reversible)
+    StagedModel(ResNet: 4 stages, ... reversible blocks)
     """
     _refuse_reversible(model, "petrafy")
     check_model("petrafy", model)
