@@ -406,7 +406,9 @@ class Rewired:
     @functools.cached_property
     def stored(self) -> tuple[tuple[str, str], ...]:
         """Attributes in which leaf modules of branches leave tensors: path of the module, name."""
-        nodes = (node for graph in self.graphs for node in graph.nodes)
+        bodies = [body for body in (self.body, self.eval_body) if body is not None]
+        couplings = [s for body in bodies for s in body.segments if isinstance(s, Coupling)]
+        nodes = (node for coupling in couplings for node in coupling.branch.nodes)
         return tuple(dict.fromkeys(entry for node in nodes for entry in node.meta.get(STORES, ())))
 
     @property

@@ -121,3 +121,6 @@ def test_a_gradient_into_what_a_layer_keeps_for_a_loss_is_an_error() -> None:
         (net(X).sum() + layer.aux).backward()
     net.reversible = False
     (net(X).sum() + layer.aux).backward()
+    net.requires_grad_(False)  # what needs no gradient may be part of a loss
+    weight = torch.ones((), requires_grad=True)
+    (weight * (net(X).sum() + layer.aux)).backward()

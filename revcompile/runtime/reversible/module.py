@@ -135,7 +135,7 @@ class Reversible(OriginalSurface):
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
         found = self._run(body, values)
-        if rewired.stored and torch.is_grad_enabled():
+        if rewired.stored and self._stores_nothing:
             tap_stored(self, rewired.stored)
         flat = [found[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
         return pytree.tree_unflatten(flat, out_spec)
@@ -147,6 +147,11 @@ class Reversible(OriginalSurface):
         with torch.no_grad():
             self._run(rewired.body, values, errors)
         return errors
+
+    @property
+    def _stores_nothing(self) -> bool:
+        """Whether a call now keeps no graph of its chains, and rebuilds them in backward."""
+        return self.reversible and self.training and torch.is_grad_enabled()
 
     @property
     def _keeps_function(self) -> bool:
@@ -185,7 +190,7 @@ class Reversible(OriginalSurface):
         values: dict[str, Any],
         errors: list[tuple[str, float]] | None = None,
     ) -> dict[str, Any]:
-        stores_nothing = self.reversible and self.training and torch.is_grad_enabled()
+        stores_nothing = self._stores_nothing
         for step in self._plan(body):
             inputs = [values[name] for name in step.inputs]
             if isinstance(step.run, Chain):

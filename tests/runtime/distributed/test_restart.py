@@ -78,14 +78,14 @@ def test_after_a_kill_every_step_is_the_undisturbed_runs(
 
 KILLS: Final = int(os.environ.get("REVCOMPILE_KILLS", "8"))
 """How many ranks are killed at random, four in each course."""
-_COURSES: Final = [
+_DEVICES: Final = [
     pytest.param("cpu", marks=pytest.mark.slow),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 
 @pytest.mark.parametrize("seed", range(-(-KILLS // 4)))
-@pytest.mark.parametrize("device", _COURSES)
+@pytest.mark.parametrize("device", _DEVICES)
 def test_after_kills_at_any_moment_every_step_is_the_undisturbed_runs(
     tmp_path: Path, device: str, seed: int
 ) -> None:
