@@ -42,7 +42,7 @@ from revcompile.ir.types import Coupling, Rewired, Segment
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.runtime.stage.loss import LossHead
-from revcompile.runtime.stage.settings import Settings, TrainerOptions
+from revcompile.runtime.stage.settings import Settings
 from revcompile.runtime.stage.stage import Stage
 from revcompile.schedule import Keep, choose
 
@@ -270,10 +270,8 @@ def _staged_gradients(
     """One micro-batch forward through all stages, and back."""
     twin = copy_module(net)
     set_mode(twin, net, training=True)
-    settings = Settings(options=TrainerOptions(check_finite=False))
-    stages = [Stage(program, twin, settings) for program in programs]
+    stages = [Stage(program, twin, Settings()) for program in programs]
     loss_head = LossHead(partition.rewired, _staged_loss, None, len(stages) - 1)
-    loss_head.check_finite = False
     args, kwargs = compared.args, compared.kwargs
     values: Mapping[str, Any] = {
         name: value.detach().clone()
@@ -281,7 +279,7 @@ def _staged_gradients(
     }
     for stage in stages:
         values = stage.forward(0, values)
-    gradients: Mapping[str, Tensor | None] = loss_head(0, values)
+    gradients: Mapping[str, Tensor | None] = loss_head(0, values, waits=False)
     values, summed = {}, Gradients()
     for stage in reversed(stages):
         values, gradients, own, *_ = stage.differentiate(0, values, gradients)

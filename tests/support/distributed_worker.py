@@ -181,7 +181,7 @@ def train_all(rank: int, options: dict[str, Any]) -> Any:
 def copies(rank: int, options: dict[str, Any]) -> Any:
     """Every copy of the pipeline takes every other batch."""
     run = options["run"]
-    net, trainer = trainer_of(run, average_statistics=True)
+    net, trainer = trainer_of(run)
     for batch in batches(run)[trainer.replica :: trainer.replicas]:
         fed(trainer, batch)
     trainer.flush()

@@ -69,7 +69,7 @@ def disturbed(run: Run, folder: str, **options: Any) -> Found:
 
 def copied(run: Run, **options: Any) -> Found:
     """Copies of the pipeline, each with its own data; some of it is bad in one or in all."""
-    net, trainer = trainer_of(run, average_statistics=True, **options)
+    net, trainer = trainer_of(run, **options)
     captured = []
     for number, (x, y) in enumerate(batches(run)[:-1]):
         is_bad = number == 8 or (number == 10 and trainer.replica == 1)

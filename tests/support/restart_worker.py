@@ -59,7 +59,6 @@ def train(course: Course, folder: Path, note: Note) -> None:
         course.run,
         lr_schedule=schedule,
         timeout=60.0,
-        average_statistics=True,
         backend=course.backend,
     )
     torch.manual_seed(1 + trainer.replica)

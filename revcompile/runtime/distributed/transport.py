@@ -108,14 +108,12 @@ class DistributedTransport(Transport):
 
     # -- reductions ---------------------------------------------------------------------------
 
-    def replicate(
-        self, stage: int, parameters: Mapping[str, Tensor], statistics: Sequence[Tensor], group: Any
-    ) -> None:
-        """From now on average a stage's gradients (and `statistics`) over its replicas."""
+    def replicate(self, stage: int, parameters: Mapping[str, Tensor], group: Any) -> None:
+        """From now on average a stage's gradients over its replicas."""
         replicas = range(self.ranks.layout.replicas)
         members = {self.ranks.layout.rank(stage, r) for r in replicas} - {self.ranks.rank}
         who = " or ".join(self.ranks.named(rank) for rank in sorted(members))
-        self.averages[stage] = ReplicaAverage(self, who, parameters, statistics, group)
+        self.averages[stage] = ReplicaAverage(self, who, parameters, group)
 
     def _sum(self, of_stages: Tensor) -> Tensor:
         with self.collective():
@@ -228,7 +226,7 @@ def open_replica_groups(ranks: Ranks, backend: str, timeout: timedelta) -> dict[
 
 
 class ReplicaAverage:
-    """Averages one stage's gradients (and running statistics) over its replicas.
+    """Averages one stage's gradients over its replicas.
 
     Everything is summed in static buffers, one for each dtype. `presence` comes first: the number
     of micro-batches, and for each parameter whether this replica has a gradient of it.
@@ -239,18 +237,15 @@ class ReplicaAverage:
         transport: DistributedTransport,
         who: str,
         parameters: Mapping[str, Tensor],
-        statistics: Sequence[Tensor],
         group: Any,
     ) -> None:
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
-        self._statistics = [s for s in statistics if s.is_floating_point()]
         self._group, self._transport = group, transport
-        summed = [*self._parameters.values(), *self._statistics]
+        summed = list(self._parameters.values())
         device = summed[0].device if summed else torch.device("cpu")
         presence = torch.zeros(1 + len(self._parameters), dtype=torch.float64, device=device)
         self._buffers, (self._presence, *views) = _buffers([presence, *summed])
-        self._sums = dict(zip(self._parameters, views, strict=False))
-        self._statistic_sums = views[len(self._sums) :]
+        self._sums = dict(zip(self._parameters, views, strict=True))
         self._jobs: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
         self.is_reduced = False
         """Whether the sums of all replicas are known."""
@@ -266,8 +261,6 @@ class ReplicaAverage:
             else:  # nothing differentiates it
                 self._presence[row].zero_()
                 total.zero_()
-        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
-            total.copy_(statistic.detach())
 
     def start(self) -> None:
         """Have the thread add up what all replicas have."""
@@ -286,9 +279,6 @@ class ReplicaAverage:
             adds: Also those that only other replicas have; waits for the device.
         """
         self.is_reduced = False
-        replicas = distributed.get_world_size(self._group)
-        for statistic, total in zip(self._statistics, self._statistic_sums, strict=True):
-            statistic.data.copy_(total.div_(replicas))
         presence = self._presence[1:].tolist() if adds else ()
         for name, is_present in zip(self._sums, presence, strict=False):
             if is_present and name not in gradients:

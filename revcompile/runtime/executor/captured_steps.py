@@ -76,7 +76,6 @@ class CapturedSteps:
         self._stages = list(self._by_stage)
         self._boundary = Boundary(self._transport, self._stages, schedule.ties)
         self._held_ties = [tie for tie in schedule.ties if tie.holder in self._stages]
-        self._has_flags = has_flags(executors, schedule)
         self._windows = schedule.windows
         self._is_continuous = schedule.method.order is Order.CONTINUOUS
         waiting = [
@@ -93,7 +92,7 @@ class CapturedSteps:
         uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
         self._streams = StepStreams(device, schedule.stages - 1) if uses_streams else None
         for executor in executors:
-            executor.updates.has_flags, executor.streams = self._has_flags, self._streams
+            executor.streams = self._streams
             if fuse is not None:
                 executor.stage.fuse(fuse)
         self._scheduler = LocalScheduler(self.executors)
@@ -321,10 +320,9 @@ class CapturedSteps:
 
     def _report(self, entering: int, due: dict[int, int]) -> None:
         """Hand flags and the loss over to the host."""
-        if self._has_flags:
-            if self._boundary.has_next:
-                due[self._boundary.last + 1] = due[self._boundary.last]
-            self.reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
+        if self._boundary.has_next:
+            due[self._boundary.last + 1] = due[self._boundary.last]
+        self.reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
         if self._loss is not None and self._output is not None:
             head = self._loss_head
             loss, head.scale = self._loss.cloned()
@@ -357,8 +355,7 @@ class CapturedSteps:
             if values is not None:
                 self.executors[0].inputs[entering] = values
             self._boundary.give(before_forward)
-            if self._has_flags:
-                self._statistics.snapshot()
+            self._statistics.snapshot()
             # A step that turns out not to be capturable must not advance the schedule.
             rest[:] = self._scheduler.forward(schedule.copy().inject())
 
@@ -369,8 +366,7 @@ class CapturedSteps:
             self._scheduler.finish(rest, may_stop=bool(updating))
             if self._streams is not None:
                 self._streams.join()
-            if self._has_flags:
-                self._statistics.restore_if(torch.cat([e.restored for e in self.executors]))
+            self._statistics.restore_if(torch.cat([e.restored for e in self.executors]))
             for updates in updating:
                 updates.begin_mean()
 
@@ -445,12 +441,11 @@ class CapturedSteps:
 
     def _store_results(self) -> None:
         """Copy flags and the loss to where the host reads them."""
-        if self._has_flags:
-            flags = [executor.updates.flag for executor in self.executors]
-            if self._boundary.has_next:
-                assert self._boundary.flag is not None
-                flags.append(self._boundary.flag)
-            self._flag_rows.index_copy_(0, self._numbers.row, torch.cat(flags).unsqueeze(0))
+        flags = [executor.updates.flag for executor in self.executors]
+        if self._boundary.has_next:
+            assert self._boundary.flag is not None
+            flags.append(self._boundary.flag)
+        self._flag_rows.index_copy_(0, self._numbers.row, torch.cat(flags).unsqueeze(0))
         if not self._boundary.has_next:
             head = self._loss_head
             assert head.latest is not None
@@ -460,9 +455,3 @@ class CapturedSteps:
             self._loss.copy_(loss)
             self._output.copy_(output)
             head.add(loss[0])
-
-
-def has_flags(executors: Sequence[StageExecutor], schedule: Schedule) -> bool:
-    """Whether micro-batches have flags; other ranks may have set them."""
-    is_alone = len(executors) == schedule.stages and not executors[0].transport.averages
-    return executors[0].stage.check_finite or not is_alone

@@ -258,8 +258,7 @@ class StageExecutor:
             self._run(microbatch, inputs)
             # It has moved running statistics: those of what is not finite must not stay.
             moves = has_statistics or buffers
-            is_checked = moves and self.loss_head is None and self.stage.check_finite
-            if is_checked and not_finite(self.outputs[microbatch] or {}):
+            if moves and self.loss_head is None and not_finite(self.outputs[microbatch] or {}):
                 raise NonFiniteError(
                     f"stage {self.index}, micro-batch {microbatch}: what it computes is not finite."
                     " The micro-batch was left out; look at its data, or lower the learning rate",
@@ -336,43 +335,40 @@ class StageExecutor:
                 stage.in_flight.pop(index, None)
             return message
         is_exact = not is_captured and message.is_exact and stage.rebuilds_exactly(index)
-        if not (is_captured or self.stage.moves_statistics_early) and stage.check_finite:
+        if not (is_captured or self.stage.moves_statistics_early):
             self._statistics.snapshot()
         passed = stage.differentiate(index, message.values, message.gradients, is_exact)
         scale = message.scale
         if scale is not None:
             scale = scale.to(self.updates.count.device)
-        is_flagged = self.updates.has_flags if is_captured else stage.check_finite
-        flag = self._found_inf(message, passed, scale) if is_flagged else None
-        if not is_captured and flag is not None:
+        gradients, flag = passed.gradients, self._found_inf(message, passed, scale)
+        if not is_captured:
             if bad := float(flag):
                 return self._left_out(index, passed, scale, bad == OVERFLOW)
-            flag = None
-        if not is_captured:
             stage.finish(passed, is_exact)
-        gradients = passed.gradients
-        if flag is not None and (self.updates.is_counted or self.updates.shares_norm):
+        elif self.updates.is_counted or self.updates.shares_norm:
             gradients = zero_if(flag, gradients)
         if scale is not None:
             gradients = unscaled(gradients, scale)
         stage.accumulate(gradients, passed.input_gradients)
         if self.updates.is_counted or not is_captured:
-            self.updates.count.add_(1 if flag is None else (flag == 0).reshape(()))
+            self.updates.count.add_((flag == 0).reshape(()))
         values, of_inputs = passed.values, passed.input_gradients
-        return Message(index, values, of_inputs, scale=scale, found_inf=flag, is_exact=is_exact)
+        known = flag if is_captured else None
+        return Message(index, values, of_inputs, scale=scale, found_inf=known, is_exact=is_exact)
 
     def _found_inf(self, message: Message, passed: Backward, scale: Tensor | None) -> Tensor:
         """The flag of a micro-batch."""
         before = message.found_inf
         if before is None:
             before = torch.zeros_like(self.updates.flag)
-            if self.is_captured and self.loss_head is not None and self.stage.check_finite:
+            if self.is_captured and self.loss_head is not None:
                 assert self.loss_head.latest is not None
                 before = (~torch.isfinite(self.loss_head.latest[0])).float().reshape(1)
         # Those of inputs would take another pass over memory: where one is not finite, the stage
         # before finds it in the gradients of its parameters.
-        looked_at = passed.gradients.values() if self.stage.check_finite else ()
-        flag = self.restored = found_inf([g for g in looked_at if g is not None], before)
+        own = [gradient for gradient in passed.gradients.values() if gradient is not None]
+        flag = self.restored = found_inf(own, before)
         if self.scaling is not None and scale is not None:
             flag = self.scaling.overflowed(flag, before, scale)
             # The forward pass of what overflowed here was right: it moves running statistics.

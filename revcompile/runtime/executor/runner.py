@@ -11,7 +11,7 @@ import torch
 
 from revcompile.errors import NonFiniteError, warn
 from revcompile.runtime.executor.boundary import StepInputs
-from revcompile.runtime.executor.captured_steps import CapturedSteps, has_flags
+from revcompile.runtime.executor.captured_steps import CapturedSteps
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.graphs import CaptureUnsupported, CudaGraphReplay, EagerReplay
 from revcompile.runtime.executor.messages import MessageKind, MessageSlots
@@ -273,7 +273,7 @@ def use_slots(executors: Sequence[StageExecutor], schedule: Schedule) -> None:
     """Have stages and their transport store in slots whatever outlives a step."""
     windows, accumulation_steps = schedule.windows, schedule.accumulation_steps
     stages, transport = [e.index for e in executors], executors[0].transport
-    device, flagged = executors[0].stage.device, has_flags(executors, schedule)
+    device = executors[0].stage.device
     for executor in executors:
         window, late = windows[executor.index], schedule.delays[executor.index]
         executor.updater.use_device()
@@ -281,7 +281,7 @@ def use_slots(executors: Sequence[StageExecutor], schedule: Schedule) -> None:
     for stage in stages[:-1]:
         if waiting := windows[stage] - windows[stage + 1]:
             route = stage + 1, stage, MessageKind.DY
-            transport.slots[route] = MessageSlots(waiting, device, flagged)
+            transport.slots[route] = MessageSlots(waiting, device, has_flags=True)
     for tie in schedule.ties:
         if tie.owner in stages and tie.holder in stages:
             route = tie.owner, tie.holder, MessageKind.TIED_WEIGHT
@@ -289,7 +289,7 @@ def use_slots(executors: Sequence[StageExecutor], schedule: Schedule) -> None:
             if late := windows[tie.owner] - windows[tie.holder]:  # else received in the same step
                 route = tie.holder, tie.owner, MessageKind.TIED_GRAD
                 most = 1 + math.ceil(late / accumulation_steps)
-                transport.slots[route] = MessageSlots(most, device, flagged, in_ring=True)
+                transport.slots[route] = MessageSlots(most, device, has_flags=True, in_ring=True)
 
 
 def use_no_slots(executors: Sequence[StageExecutor]) -> None:

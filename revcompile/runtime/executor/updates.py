@@ -64,8 +64,6 @@ class StageUpdates:
         """How many micro-batches are in the accumulated gradient: bad ones are left out."""
         self.flag = torch.zeros(1, device=stage.device)
         """Whether the last backward pass was of a bad micro-batch (`Message.found_inf`)."""
-        self.has_flags = stage.check_finite
-        """Whether micro-batches of captured steps have flags."""
 
     def clear(self) -> None:
         """No gradient has been accumulated."""
@@ -157,10 +155,9 @@ class StageUpdates:
             count = self.count
             if self._accumulation_steps > 1 and self.gradients:
                 torch._foreach_div_(list(self.gradients.values()), count.clamp(min=1))
-        if self.has_flags or not self.is_captured:
-            is_empty = self.flag != 0 if self.is_captured and not self.is_counted else count == 0
-            flag = is_empty.float().reshape(1)
-            self.updater.found_inf = flag if self.is_captured or bool(flag) else None
+        is_empty = self.flag != 0 if self.is_captured and not self.is_counted else count == 0
+        flag = is_empty.float().reshape(1)
+        self.updater.found_inf = flag if self.is_captured or bool(flag) else None
         if self.is_counted or not self.is_captured:
             self.count.zero_()
         return self.gradients

@@ -76,7 +76,6 @@ class Chain:
 
     blocks: tuple[Block, ...]
     tolerance: Tolerance = None
-    check_every: int = 50
     convolves: bool = False
     overlap: Overlap = Overlap.OFF
     failures_allowed: int = 0
@@ -92,8 +91,9 @@ class Chain:
         read = [each for block in self.blocks for each in block.bindings.watched]
         self.modules = TreeSnapshot(read, STRUCTURE)
         self.name = f"the chain {self.blocks[0].name} .. {self.blocks[-1].name}"
-        settings = self.tolerance, self.check_every, self.failures_allowed
-        self.check = ReconstructionCheck(self.name, *settings)
+        self.check = ReconstructionCheck(
+            self.name, self.tolerance, failures_allowed=self.failures_allowed
+        )
 
     def plain(
         self,

@@ -98,7 +98,6 @@ class Reversible(OriginalSurface):
         self.__dict__["rewired"] = replace(rewired, root=self)
         self.__dict__["tolerance"] = tolerance
         self.__dict__["reversible"] = True
-        self.__dict__["check_every"] = 50
         self.__dict__["overlap"] = overlap
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, reserved)
@@ -112,8 +111,6 @@ class Reversible(OriginalSurface):
     """Of the reconstruction, relative; "auto": by the dtype of the streams; None: no check."""
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
-    check_every: int
-    """Every call checks the reconstruction; every `check_every`-th waits for a GPU's result."""
     overlap: Overlap
     """Is a block rebuilt while the next one is differentiated? Read at the first call."""
     _plans: dict[int, _Plan]
@@ -255,7 +252,6 @@ class Reversible(OriginalSurface):
                 code = Chain(
                     blocks,
                     self.tolerance,
-                    self.check_every,
                     has_convolutions,
                     self.overlap,
                     averaged=couplings[0].averaged,

@@ -94,7 +94,7 @@ class ReconstructionCheck:
     """
 
     def __init__(
-        self, name: str, tolerance: Tolerance, wait_every: int, failures_allowed: int = 0
+        self, name: str, tolerance: Tolerance, wait_every: int = 50, failures_allowed: int = 0
     ) -> None:
         self._name, self._tolerance = name, tolerance
         self._wait_every = wait_every

@@ -124,13 +124,11 @@ class StreamSamples:
     Args:
         stage: Its number.
         tolerance: The largest relative error allowed.
-        waits: Whether backward waits for the device at every micro-batch in any case.
     """
 
-    def __init__(self, stage: int, tolerance: Tolerance, waits: bool) -> None:
-        self._check = ReconstructionCheck(
-            f"stage {stage}", tolerance, wait_every=1 if waits else 50
-        )
+    def __init__(self, stage: int, tolerance: Tolerance) -> None:
+        # Backward waits for the device at every micro-batch in any case.
+        self._check = ReconstructionCheck(f"stage {stage}", tolerance, wait_every=1)
         self._sampled: dict[str, Tensor] | None = None
 
     def take(self, name: str, stream: Tensor) -> None:

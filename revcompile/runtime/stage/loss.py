@@ -80,7 +80,6 @@ class LossHead:
         """The last micro-batch's loss, and the model's output, until a step has reported them."""
         self.totals: Tensor | None = None
         """The sum of the losses that steps have reported, and how many, on the device."""
-        self.check_finite = True
         self.scale: Tensor | None = None
         """Factor of the last loss."""
 
@@ -141,9 +140,7 @@ class LossHead:
             self.totals = torch.zeros(2, dtype=widest_dtype(loss.device), device=loss.device)
         loss = loss.detach().to(self.totals.dtype)
         added = torch.stack([loss, torch.ones_like(loss)])
-        if self.check_finite:
-            added = torch.where(torch.isfinite(loss), added, 0.0)
-        self.totals.add_(added)
+        self.totals.add_(torch.where(torch.isfinite(loss), added, 0.0))
 
     def assembled(self, outputs: Mapping[str, Any]) -> Any:
         """The model's return value from the last stage's outputs."""
@@ -151,7 +148,7 @@ class LossHead:
         return pytree.tree_unflatten(flat, self._spec)
 
     def _refuse_non_finite(self, microbatch: int, loss: Tensor) -> None:
-        if self.check_finite and not bool(torch.isfinite(loss)):
+        if not bool(torch.isfinite(loss)):
             raise NonFiniteError(
                 f"stage {self.last}, micro-batch {microbatch}: the loss is "
                 f"{float(loss.detach())}. The micro-batch was left out of the update; look at its "

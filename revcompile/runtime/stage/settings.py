@@ -57,8 +57,8 @@ class TrainerOptions:
     """Settings of `net.trainer(..., options=TrainerOptions(...))` that are seldom needed.
 
     >>> import revcompile
-    >>> revcompile.TrainerOptions(synchronous_updates=100).check_finite
-    True
+    >>> revcompile.TrainerOptions(synchronous_updates=100).timeout
+    600.0
     """
 
     in_flight_per_stage: float | None = None
@@ -78,8 +78,6 @@ class TrainerOptions:
     gradient_message_dtype: torch.dtype | None = None
     """torch.bfloat16: float32 gradients are rounded to it where one stage sends them to the stage
     before. Values of streams, which are rebuilt, stay exact."""
-    check_finite: bool = True
-    """Look for losses and gradients that are not finite; their micro-batches are never applied."""
     measure_reconstruction_every: int | None = None
     """Measure the reconstruction error of every n-th micro-batch."""
     stage_to_rank: Sequence[int] | None = None
@@ -89,8 +87,6 @@ class TrainerOptions:
     """Seconds without an answer after which a rank gives up."""
     loss_on_all_ranks: bool = False
     """Send the loss of each step to every rank, not only to that of the last stage."""
-    average_statistics: bool = False
-    """Average the running statistics of batch norms over replicas of the pipeline, too."""
 
     def __post_init__(self) -> None:
         who = "TrainerOptions"
@@ -98,8 +94,7 @@ class TrainerOptions:
         for name, least in counts.items():
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole_number(who, name, given, least))
-        for name in ("check_finite", "loss_on_all_ranks", "average_statistics"):
-            flag(who, name, getattr(self, name))
+        flag(who, "loss_on_all_ranks", self.loss_on_all_ranks)
         number(who, "timeout", self.timeout, "use a number of seconds above 0")
         buffer_bytes(self.kept_input_dtype)
         if self.gradient_message_dtype not in (None, torch.bfloat16):
@@ -141,15 +136,6 @@ class Settings:
             raise InputError(
                 f"autocast={self.autocast!r}; use torch.bfloat16, torch.float16 (with a scaled "
                 "loss) or None"
-            )
-        if (
-            self.loss_scale is not None
-            and self.loss_scale.dynamic
-            and not self.options.check_finite
-        ):
-            raise InputError(
-                "check_finite=False: a scale that follows overflows has to look for them; leave "
-                "it out, or give loss_scale= a number"
             )
 
 

@@ -86,9 +86,9 @@ class Stage:
         tolerance: Tolerance = None,
         sample: Sample | None = None,
     ) -> None:
-        self.program, self.root, options = program, root, settings.options
+        self.program, self.root = program, root
         self.seed, self.device = mix(seed, program.index), device or device_of_model(root)
-        self.autocast, self.check_finite = settings.autocast, options.check_finite
+        self.autocast, options = settings.autocast, settings.options
         self.activations = ActivationStore(program, options.kept_input_dtype)
         self._gradient_message_dtype = options.gradient_message_dtype
         self.watched = read_by([program.forward], root)
@@ -115,7 +115,7 @@ class Stage:
         norms = [module for module in reads.owners if isinstance(module, _BatchNorm)]
         self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
         self._draws, self._repeated = StageDraws(program), _repeated_in(program, root)
-        self._samples = StreamSamples(program.index, tolerance, waits=self.check_finite)
+        self._samples = StreamSamples(program.index, tolerance)
         graphs = [program.forward, taking_stored(program, self.activations.sent)]
         if self.autocast is not None:
             outlive = program.graphs_outlive_updates

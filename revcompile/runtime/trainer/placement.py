@@ -186,8 +186,7 @@ class RankPlacement(Placement):
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             groups = open_replica_groups(self.ranks, backend, self._timeout)
             for index, stage in ((e.index, e.stage) for e in executors):
-                statistics = stage.statistics() if self._options.average_statistics else []
-                self.transport.replicate(index, stage.parameters, statistics, groups[index])
+                self.transport.replicate(index, stage.parameters, groups[index])
         _open.append(self.transport)
 
     # -- what all ranks do --------------------------------------------------------------------

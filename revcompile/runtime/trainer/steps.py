@@ -142,7 +142,6 @@ class Steps:
             self.loss_head = LossHead(
                 task.partition.rewired, task.loss, task.settings.autocast, last
             )
-            self.loss_head.check_finite = task.settings.options.check_finite
             given = placement.device, placement.transport, self.loss_head, seed
             _choose_cpu_matmuls(task)
             self.executors = [StageExecutor(task, index, *given) for index in placement.stages]

@@ -28,7 +28,7 @@ def pattern(captured: list[bool]) -> str:
 
 
 UNDISTURBED: Final = {
-    Run(in_flight_per_stage=2, accumulation_steps=2, clip=0.1, steps=15): {"check_finite": False},
+    Run(in_flight_per_stage=2, accumulation_steps=2, clip=0.1, steps=15): {},
     Run(method="petra_stashed", steps=11, stage_to_rank=(0, 1, 1, 1)): {},
     Run(model="words", accumulation_steps=2, clip=0.1, steps=15): {},
     Run(model="detached", steps=12): {},
@@ -49,9 +49,9 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
         for static, eager in zip(each[::2], each[1::2], strict=True):
             assert not differences(eager["state"], static["state"])
             assert all(static["captured"][5:]) and not any(eager["captured"])
-        for one, other in zip(each, results[0], strict=True):  # one copy has left a batch out
+        for one, other in zip(each, results[0], strict=True):
             names = differences(other["state"], one["state"])
-            assert not [name for name in names if "num_batches_tracked" not in name]
+            assert all("running_" in name or "num_batches_tracked" in name for name in names)
 
 
 def test_captured_ranks_train_as_one_process(tmp_path: Path) -> None:

@@ -79,7 +79,6 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "in between": {"in_flight_per_stage": 1.5, "accumulation_steps": 2},
     "schedule": {"lr_schedule": SCHEDULES["cosine"]},
     "clipped": {"clip_grad_norm": 0.1},
-    "unchecked": {"check_finite": False, "accumulation_steps": 2},
     "inputs kept": {"method": "dsp"},
     "weights kept": {"method": "petra_stashed"},
     "weights kept, adam": {"method": "petra_stashed", "accumulation_steps": 2, "optimizer": adam},

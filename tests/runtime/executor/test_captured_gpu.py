@@ -97,8 +97,8 @@ def test_convolutions_in_bfloat16(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "cudagraphs"])
 def test_pinned_memory_may_be_refilled_after_a_step(backend: str) -> None:
     """What the GPU has to do first lasts longer than the host takes for a step."""
-    losses, expected, _ = trained(backend, check_finite=False)
-    net, trainer = net_and_trainer(backend, check_finite=False)
+    losses, expected, _ = trained(backend)
+    net, trainer = net_and_trainer(backend)
     inputs, target = (tensor.pin_memory() for tensor in even(1)[0])
     found = []
     for batch in even(40):

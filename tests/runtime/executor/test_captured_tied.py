@@ -111,7 +111,7 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "adam, synchronous": {"optimizer": adam, "accumulation_steps": 2, "synchronous_updates": 2},
     "clipped": {"clip_grad_norm": 0.1, "accumulation_steps": 3},
     "paper order": {"in_flight_per_stage": 2},
-    "inputs kept": {"method": "dsp", "accumulation_steps": 4, "check_finite": False},
+    "inputs kept": {"method": "dsp", "accumulation_steps": 4},
     "stashed": {"weights": "stashed"},
     "predicted": {"weights": "predicted", "accumulation_steps": 3},
     "backprop": {"method": "backprop"},
