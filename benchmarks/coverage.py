@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import timm
 import torch
@@ -32,6 +32,16 @@ from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.ir.types import Coupling
+
+GROUPS: Final = (
+    (90, "90 % or more"),
+    (80, "80 to 90 %"),
+    (50, "50 to 80 %"),
+    (1e-9, "less than 50 %"),
+    (0, "none"),
+    (-1, "not captured"),
+)
+"""Least share, and its name in the page."""
 
 
 def smallest_of_each_family() -> dict[str, str]:
@@ -134,26 +144,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a page: the share of each model."""
-    captured = sum("failed" not in row for row in rows)
-    shares = [row.get("flops_share", 0.0) for row in rows]
-    most, many, half = (sum(share >= least for share in shares) for least in (90, 80, 50))
+    """The rows as a page: families by the share of their smallest model."""
+    groups: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: (-row.get("flops_share", -1.0), row["family"])):
+        share = row.get("flops_share", -1.0)
+        name = next(name for least, name in GROUPS if share >= least)
+        groups.setdefault(name, []).append(row["family"])
     lines = [
         "# What becomes reversible",
         "",
-        "Share of the forward FLOPs inside reversible blocks, for the smallest model of each timm",
-        f"family; {captured} of {len(rows)} are captured. `revcompile coverage MODEL` gives the",
-        "reasons for the rest. `python -m benchmarks.coverage` makes this table.",
+        f"This table groups timm's {len(rows)} families by the share of forward FLOPs inside",
+        "reversible blocks, in the smallest model of each family. Deeper models can have more.",
+        "`revcompile coverage MODEL` gives the share of your model and the reasons for the rest.",
+        "`python -m benchmarks.coverage` makes the table.",
         "",
-        f"{most} families have 90 % or more, {many} have 80 %, {half} have half, and",
-        f"{shares.count(0.0)} have none.",
-        "",
-        "| family | model | FLOPs, % |",
-        "|---|---|---|",
+        "| reversible FLOPs | families |",
+        "|---|---|",
     ]
-    for row in sorted(rows, key=lambda r: (-r.get("flops_share", 0.0), r["family"])):
-        share = row["failed"] if "failed" in row else f"{row['flops_share']:.1f}"
-        lines.append(f"| {row['family']} | {row['model']} | {share} |")
+    lines += [f"| {g}: {len(found)} | {', '.join(sorted(found))} |" for g, found in groups.items()]
     return "\n".join(lines) + "\n"
 
 

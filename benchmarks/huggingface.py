@@ -29,28 +29,23 @@ from tests.support.comparing import TOLERANCE, examine_transformer
 REPORT = """\
 # Hugging Face models
 
-Tiny random configurations in 4 stages, float64, no dropout: {title}.
-`python -m benchmarks.huggingface --markdown docs/huggingface.md` makes this page.
+This table shows the share of forward FLOPs inside reversible blocks, for tiny random configurations
+and `policy="paper"`, the default. `policy="pretrained"` gives the same shares. Mamba and Mixtral
+are set as the [guide](guides/transformers.md) says. `python -m benchmarks.huggingface --markdown
+docs/huggingface.md` makes this page.
 
-- **lengths**: `free`: stages compiled for length 8 take length 11. `fixed`: Python loops over the
-  length, so stages raise a `GuardError` at another one, and `reversify` captures the model again.
-- **gradients**: the largest difference of any parameter's gradient from autograd's, over three
-  steps at learning rate 0.
-- **reversible FLOPs**: the share of the forward FLOPs inside reversible blocks.
+{table}
 
-The captured graph was compared with the original in training and evaluation, at two lengths with
-padding. Mamba has `residual_in_fp32=False` (with its default, 19 % are reversible), Mixtral
-`experts_implementation="eager"`.
+In {stages} stages, gradients of {title} models equal autograd's to {tolerance:.0e} (float64,
+no dropout, two lengths, with padding). Mamba's stages take one length only, because Python loops
+over it.
 
-These parts are not reversible:
-
-- the output layer of language models, which is large beside blocks of width 16. In a real model it
-  is 2 to 25 % of the FLOPs, by the vocabulary; `chunk_loss` keeps its logits small.
-- the stem and the head of ViT, CLIP, DeiT and Whisper.
-- the experts of Mixtral: top-k routing could decide a tie differently on a rebuilt input, so these
-  blocks keep their input.
-- with `policy="pretrained"`, the blocks of BERT, RoBERTa, DistilBERT and BART, because their norms
-  follow the sums. They keep their input, as with checkpointing.
+- **Output layers** of language models are not reversible. They are large here beside blocks of
+  width 16. In a real model they have 2 to 25 % of the FLOPs, depending on the vocabulary.
+- **Mixtral**: top-k routing could decide a tie differently on a rebuilt input, so its experts keep
+  their input. Only its attention blocks are reversible.
+- **BERT, RoBERTa, DistilBERT, BART** (norms follow the sums) and **Mixtral** (experts in between):
+  every block is a chain by itself, so each keeps a tensor, as with checkpointing.
 """
 
 
@@ -81,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         save(args, rows)
         gc.collect()
     right = sum("failed" not in row for row in rows)
-    title = f"{right} of {len(rows)} equal autograd"
-    show(title, COLUMNS, [_cells(row) for row in rows])
+    title = f"{right} of {len(rows)}"
+    show(f"{title} equal autograd", COLUMNS, [_cells(row) for row in rows])
     if args.markdown:
-        args.markdown.write_text(_report(title, rows))
+        args.markdown.write_text(_report(title, args.stages, rows))
     return int(right < len(rows))
 
 
@@ -105,10 +100,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _report(title: str, rows: list[Row]) -> str:
-    chosen = [(name, *rest[1:-1]) for name, *rest in (COLUMNS, *map(_cells, rows))]
-    head, *lines = [f"| {' | '.join(cells)} |" for cells in chosen]
-    return "\n".join([REPORT.format(title=title), head, "|---" * len(chosen[0]) + "|", *lines, ""])
+def _report(title: str, stages: int, rows: list[Row]) -> str:
+    groups: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: -row.get("flops_share", 0.0)):
+        share = row.get("failed") or f"{row['flops_share']:.0f} %"
+        groups.setdefault(share, []).append(row["model"])
+    lines = [f"| {share} | {', '.join(models)} |" for share, models in groups.items()]
+    table = "\n".join(["| reversible FLOPs | models |", "|---|---|", *lines])
+    return REPORT.format(title=title, stages=stages, tolerance=TOLERANCE, table=table)
 
 
 if __name__ == "__main__":

@@ -120,10 +120,11 @@ def train(trainer: Trainer, data: Images, steps: int, shown: bool, args: Any) ->
 
 def on_any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. Every rank calls it, and waits for the slowest."""
-    count = torch.tensor(int(flag))
-    if distributed.is_initialized():
-        distributed.all_reduce(count)
-    return bool(count)
+    if not distributed.is_initialized():
+        return flag
+    flags = [False] * distributed.get_world_size()
+    distributed.all_gather_object(flags, flag)
+    return any(flags)
 
 
 def accuracy(logits: Tensor, y: Tensor) -> Tensor:

@@ -87,10 +87,11 @@ def train(course: Course, folder: Path, note: Note) -> None:
 
 
 def on_any_rank(flag: bool) -> bool:
-    most = torch.tensor(int(flag))
-    if distributed.is_initialized():
-        distributed.all_reduce(most)
-    return bool(most)
+    if not distributed.is_initialized():
+        return flag
+    flags = [False] * distributed.get_world_size()
+    distributed.all_gather_object(flags, flag)
+    return any(flags)
 
 
 def held_out(run: Run) -> list[Any]:
