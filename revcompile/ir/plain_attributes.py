@@ -11,20 +11,20 @@ takes no loop in Python over them.
 
 from __future__ import annotations
 
+import copy
 import enum
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, eq, is_, is_not
+from operator import attrgetter, call
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from revcompile.ir.module_tree import child_path
-from revcompile.ir.snapshot import INTERNAL, Absent, Change, Kind, frozen, is_equal
+from revcompile.ir.snapshot import INTERNAL, Change, Kind, Presence, Reading, frozen
 
 Names = Mapping[str, frozenset[str]]
 """Of attributes, by the path of the module."""
@@ -42,15 +42,6 @@ _version: Final = attrgetter("_version")
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """The plain attributes of a module, but for its mode."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-
-
-class Member(enum.Enum):
-    """What stands for a module, a parameter or a buffer, whichever it is."""
-
-    SET = "set"
-
-    def __repr__(self) -> str:
-        return self.value
 
 
 class PlainAttributes:
@@ -71,69 +62,42 @@ class PlainAttributes:
 
     def first_change(self) -> Change | None:
         """The first difference, or None."""
-        if self._before.are_same():
+        if self._before.is_same():
             return None
-        before, now = self._before.found, self._now()
-        for label in {**before, **now.found}:
-            pair = before.get(label, Absent.ABSENT), now.found.get(label, Absent.ABSENT)
-            if not is_equal(*pair, by_value=True):
-                return Change("", label, Kind.SETTING, *pair)
-        self._before = now
-        return None
+        now = self._now()
+        change = next(self._before.changes(now, Kind.SETTING), None)
+        self._before = self._before if change else now
+        return change
 
-    def _now(self) -> _Values:
-        values = _Values()
+    def _now(self) -> Reading:
+        reading = _Reading()
         for path, module in self._modules.items():
             plain = self._plain.get(path, frozenset())
             for name in sorted(plain):
-                values.add_attribute(module, name, child_path(path, name))
+                reading.add_attribute(module, name, child_path(path, name))
             for name in sorted(self._asked.get(path, frozenset()) - plain):
-                values.add_presence(module, name, child_path(path, name))
+                reading.add_presence(module, name, child_path(path, name))
             for kind in ((not path and self._kind) or type(module)).__mro__:
-                values.add_class(kind, path)
-        values.make_columns()
-        return values
+                reading.add_class(kind, path)
+        return reading.finish()
 
 
-class _Values:
-    """All values now, by name, and how to see without a loop in Python that none has changed."""
+class _Reading(Reading):
+    """A reading of attributes, with all that they hold."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-        self._entries: list[tuple[dict[str, Any], str, Any]] = []
-        self._present: list[tuple[dict[str, Any], str]] = []
-        """Members: they must not be None."""
-        self._others: list[tuple[Callable[[], Any], Any]] = []
+        super().__init__()
         self._seen: set[int] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"found": self.found}  # a copy's dicts are others
-
-    def are_same(self) -> bool:
-        if "_objects" not in self.__dict__:
-            return False
-        found = map(dict.get, self._owners, self._keys, repeat(Absent.ABSENT))
-        return (
-            all(map(is_, found, self._objects))
-            and all(map(is_not, map(dict.get, *self._members), repeat(None)))
-            and all(_equals(read(), expected) for read, expected in self._others)
-        )
-
-    def make_columns(self) -> None:
-        self._owners = [owner for owner, _, _ in self._entries]
-        self._keys = [key for _, key, _ in self._entries]
-        self._objects = [value for _, _, value in self._entries]
-        self._members = [table for table, _ in self._present], [name for _, name in self._present]
 
     def add_attribute(self, module: nn.Module, name: str, label: str) -> None:
         """Note an attribute; a tensor may have become a buffer since it was captured."""
         own, buffers = vars(module), vars(module)["_buffers"]
         table = buffers if name in buffers else own
-        value = table.get(name, Absent.ABSENT)
+        value = table.get(name, Presence.ABSENT)
         if table is buffers and _size(value) > _MOST_ELEMENTS:
             return  # it may be moved to another device
-        self._entries.append((table, name, value))
-        if value is not Absent.ABSENT:
+        self.entries.append((table, name, value))
+        if value is not Presence.ABSENT:
             self._add(label, value)
 
     def add_presence(self, module: nn.Module, name: str, label: str) -> None:
@@ -144,12 +108,12 @@ class _Values:
         tables += [parametrized._modules] if parametrized is not None else []
         for table in tables:
             if table.get(name) is not None:
-                self._present.append((table, name))
-                self.found[label] = Member.SET
+                self.members.append((table, name))
+                self.found["", label] = Presence.SET
                 return
-        self._entries += [(t, name, t.get(name, Absent.ABSENT)) for t in (own, *tables)]
+        self.entries += [(t, name, t.get(name, Presence.ABSENT)) for t in (own, *tables)]
         if any(name in table for table in (own, *tables)):
-            self.found[label] = own.get(name)
+            self.found["", label] = own.get(name)
 
     def add_class(self, kind: type, path: str) -> None:
         """Note plain attributes of a module's class."""
@@ -160,22 +124,21 @@ class _Values:
         plain = {n: frozen(v) for n, v in items if isinstance(v, (*PLAIN, dict, list, tuple))}
         if plain:
             read = partial(attrgetter(*plain), kind)
-            self._others.append((read, frozen(read())))
-            self.found |= {child_path(path, n): value for n, value in plain.items()}
+            self.expect(call, read, frozen(read()))
+            self.found |= {("", child_path(path, n)): value for n, value in plain.items()}
 
     def _add(self, label: str, value: Any, depth: int = 0) -> None:
         """Note a value that is held under a name, and what it holds itself."""
-        self.found[label] = value
+        self.found["", label] = value
         if isinstance(value, PLAIN) or id(value) in self._seen or depth > 2:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            self.found[label] = _Elements(value)
-            if not value.is_inference():
-                self._others.append((partial(_version, value), value._version))
+            self.found["", label] = _Elements(value)
+            self.look(_version, [] if value.is_inference() else [value])
         elif _is_array(value):
-            self.found[label] = elements = _Elements(value)
-            self._others.append((partial(_Elements, value), elements))
+            self.found["", label] = _Elements(value)
+            self.look(_Elements, [value])
         elif isinstance(value, (dict, set, list, tuple, deque)):
             self._add_container(label, value, depth)
         elif isinstance(value, types.MethodType):
@@ -187,9 +150,9 @@ class _Values:
         if len(value) > _MOST_ELEMENTS:
             return
         is_list = isinstance(value, (list, deque))
-        self.found[label] = frozen(list(value) if is_list else value)
+        self.found["", label] = frozen(list(value) if is_list else value)
         if not isinstance(value, tuple):
-            self._others.append((partial(_held_in, value), _held_in(value)))
+            self.expect(None, value, copy.copy(value))
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in () if isinstance(value, set) else items:
             if not isinstance(item, PLAIN):
@@ -208,15 +171,15 @@ class _Values:
         if isinstance(value, type):
             if not issubclass(value, (nn.Module, enum.Enum)):
                 fields = _without_dunders(value)
-                self._others.append((partial(_without_dunders, value), fields))
+                self.look(_without_dunders, [value])
         elif isinstance(own := getattr(value, "__dict__", None), dict):
-            self._others.append((partial(len, own), len(own)))  # another field: another size
+            self.look(len, [own])  # another field: another size
             fields = {n: v for n, v in own.items() if not is_module or n not in INTERNAL}
-            self._entries += [(own, name, held) for name, held in fields.items()]
+            self.entries += [(own, name, held) for name, held in fields.items()]
         for name in () if isinstance(value, type) else _slots(kind):
-            read = partial(getattr, value, name, Absent.ABSENT)
+            read = partial(getattr, value, name, Presence.ABSENT)
             fields[name] = read()
-            self._others.append((read, fields[name]))
+            self.look(call, [read])
         for name, held in fields.items():
             self._add(f"{label}.{name}", held, depth + 1)
 
@@ -271,17 +234,6 @@ def _size(value: Any) -> int:
     return int(value.size) if _is_array(value) else 0
 
 
-def _held_in(container: Any) -> Any:
-    """What a container holds: plain values as they are, others by identity."""
-    if isinstance(container, dict):
-        return {key: _key(item) for key, item in container.items()}
-    return set(container) if isinstance(container, set) else list(map(_key, container))
-
-
-def _key(item: Any) -> Any:
-    return item if isinstance(item, PLAIN) else id(item)
-
-
 def _without_dunders(kind: type) -> dict[str, Any]:
     return {n: v for n, v in vars(kind).items() if not n.startswith("__")}
 
@@ -290,10 +242,3 @@ def _slots(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ())
         yield from (n for n in ([names] if isinstance(names, str) else names) if n[:2] != "__")
-
-
-def _equals(before: Any, now: Any) -> bool:
-    try:
-        return bool(eq(before, now))
-    except Exception:  # of arrays, for example: another object is another value
-        return False

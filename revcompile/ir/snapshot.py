@@ -11,10 +11,11 @@ without a loop in Python; the loop that names the change runs only if something 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter, call, is_, itemgetter, methodcaller
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, call, is_, is_not, itemgetter
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -44,10 +45,14 @@ STRUCTURE: Final = (Kind.MODULE, Kind.CLASS, Kind.FORWARD, Kind.MEMBERS)
 """What decides how a module runs, besides its settings and hooks."""
 
 
-class Absent(enum.Enum):
-    """What stands for a member or an attribute that a module does not have."""
+class Presence(enum.Enum):
+    """What stands for a value that is not there, or that may be any."""
 
     ABSENT = "absent"
+    SET = "set"
+
+    def __repr__(self) -> str:
+        return self.value
 
 
 class Watched(NamedTuple):
@@ -93,14 +98,12 @@ class Change(NamedTuple):
                 return f"requires_grad of {self.where} was changed"
             case Kind.MEMORY:
                 return f"{self.where} lies in other memory"
-        before, now = (Absent.ABSENT if v is None else v for v in (self.before, self.now))
+        before, now = (Presence.ABSENT if v is None else v for v in (self.before, self.now))
         return f"{self.where} was {shown(before)} and is {shown(now)} now"
 
 
 def shown(value: Any) -> str:
     """A value in a message."""
-    if isinstance(value, Absent):
-        return "absent"
     if isinstance(value, nn.Module | Tensor | type):
         return _named(value if isinstance(value, type) else type(value))
     text = repr(value)
@@ -120,6 +123,8 @@ _TABLES: Final[Mapping[Kind, str]] = {
     Kind.PARAMETER: "_parameters",
     Kind.BUFFER: "_buffers",
 }
+_requires_grad: Final = attrgetter("requires_grad")
+_next_id: Final = attrgetter("next_id")
 
 
 def is_sharding_hook(hook: Callable[..., Any]) -> bool:
@@ -180,6 +185,62 @@ def read_by(graphs: Iterable[fx.Graph], root: nn.Module) -> list[Watched]:
     return [*others, *(Watched(module, path) for module, path in called.items())]
 
 
+class Reading:
+    """Values at one moment, and how to see without a loop in Python that none has changed."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], Any] = {}
+        """By the path of a module, and the name of a member or an attribute."""
+        self.entries: list[tuple[dict[str, Any], str, Any]] = []
+        """Dicts, keys, and the very objects that have to be there."""
+        self.members: list[tuple[dict[str, Any], str]] = []
+        """Dicts, and keys under which there has to be anything but None."""
+        self._looks: dict[Any, tuple[list[Any], list[Any]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"found": self.found}  # a copy's dicts are others
+
+    def look(self, look: Callable[[Any], Any], objects: Iterable[Any]) -> None:
+        """Expect that `look` returns for each object what it returns now."""
+        for each in objects:
+            self.expect(look, each, look(each))
+
+    def expect(self, look: Callable[[Any], Any] | None, each: Any, value: Any) -> None:
+        """Expect that `look` returns a value for an object; that it equals the value if None."""
+        objects, values = self._looks.setdefault(look, ([], []))
+        objects.append(each)
+        values.append(value)
+
+    def finish(self) -> Reading:
+        """Make columns of all that was noted."""
+        self._columns: list[Any] = [[entry[i] for entry in self.entries] for i in range(3)]
+        self._members: list[Any] = [[entry[i] for entry in self.members] for i in range(2)]
+        return self
+
+    def is_same(self) -> bool:
+        """Whether nothing has changed; False if something may have."""
+        if "_columns" not in vars(self):
+            return False
+        try:
+            for look, (objects, expected) in self._looks.items():
+                if (objects if look is None else list(map(look, objects))) != expected:
+                    return False
+        except Exception:  # one is gone, or cannot be compared
+            return False
+        if self.entries:
+            tables, names, values = self._columns
+            if not all(map(is_, map(dict.get, tables, names, repeat(Presence.ABSENT)), values)):
+                return False
+        return all(map(is_not, map(dict.get, *self._members), repeat(None)))
+
+    def changes(self, now: Reading, kind: Kind) -> Iterator[Change]:
+        """What differs in a later reading of the same modules."""
+        for key in {**self.found, **now.found}:
+            pair = self.found.get(key, Presence.ABSENT), now.found.get(key, Presence.ABSENT)
+            if not is_equal(*pair, by_value=kind not in _TABLES):
+                yield Change(*key, kind, *pair)
+
+
 class TreeSnapshot:
     """What some modules were like, in some respects, and whether they still are.
 
@@ -190,48 +251,43 @@ class TreeSnapshot:
 
     def __init__(self, watched: Iterable[Watched], kinds: Collection[Kind]) -> None:
         self._watched, self._kinds = list(watched), tuple(kinds)
-        self._before: dict[Kind, list[dict[str, Any]]] = {}
-        self._comparisons: dict[Kind, Callable[[], bool]] = {}
         self.take()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_comparisons": {}}  # they are made again for a copy
 
     def take(self) -> None:
         """Expect from now on what there is now."""
-        for kind in self._kinds:
-            self._take(kind)
+        self._before = {kind: self._read(kind) for kind in self._kinds}
 
-    def _take(self, kind: Kind) -> None:
-        self._before[kind] = before = [dict(_contents(each, kind)) for each in self._watched]
-        self._comparisons[kind] = _comparison(self._watched, kind, before)
+    def _read(self, kind: Kind) -> Reading:
+        reading = Reading()
+        for watched in self._watched:
+            values = _noted(watched, kind, reading)
+            reading.found |= {(watched.path, name): value for name, value in values.items()}
+        return reading.finish()
 
     def first_change(self) -> Change | None:
         """The first difference, or None."""
-        for kind in self._kinds:
-            is_same = self._comparisons.get(kind)
-            if is_same is None or not is_same():
-                for _, change in self._found(kind):
+        for kind, before in self._before.items():
+            if not before.is_same():
+                now = self._read(kind)
+                for change in before.changes(now, kind):
                     return change
-                self._take(kind)  # equal values in other objects, or what does not count
+                self._before[kind] = now  # equal values in other objects, or what does not count
         return None
-
-    def _found(self, kind: Kind) -> Iterator[tuple[Watched, Change]]:
-        for watched, before in zip(self._watched, self._before[kind], strict=True):
-            now = _contents(watched, kind)
-            for name in {**before, **now}:
-                pair = before.get(name, Absent.ABSENT), now.get(name, Absent.ABSENT)
-                if not is_equal(*pair, by_value=kind not in _TABLES):
-                    yield watched, Change(watched.path, name, kind, *pair)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """What was expected, for a while: parameters, buffers and settings."""
-        found = [(watched, change) for kind in self._kinds for watched, change in self._found(kind)]
-        places = [(_owner(watched, c.kind, c.name), c.name, c.before) for watched, c in found]
-        now = [(owner, name, owner.get(name, Absent.ABSENT)) for owner, name, _ in places]
+        owners = {watched.path: vars(watched.module) for watched in self._watched}
+        places: list[tuple[dict[str, Any], Change]] = []
+        for kind, before in self._before.items():
+            for change in before.changes(self._read(kind), kind):
+                own = owners[change.path]
+                table = own[_TABLES[kind]] if kind in _TABLES else own
+                is_plain = kind is Kind.BUFFER and change.name not in table
+                places.append((own if is_plain else table, change))
+        now = [(table, name, table.get(name, Presence.ABSENT)) for table, (_, name, *_) in places]
         try:
-            _put(places)
+            _put((table, change.name, change.before) for table, change in places)
             yield
         finally:
             _put(now)
@@ -239,54 +295,60 @@ class TreeSnapshot:
 
 def _put(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
     for owner, name, value in places:
-        if value is Absent.ABSENT:
+        if value is Presence.ABSENT:
             owner.pop(name, None)
         else:
             owner[name] = value
 
 
-def _owner(watched: Watched, kind: Kind, name: str) -> dict[str, Any]:
-    """The dict in which a module has a member or an attribute."""
-    own = vars(watched.module)
-    table: dict[str, Any] = own[_TABLES[kind]] if kind in _TABLES else own
-    return table if name in table or kind is not Kind.BUFFER else own
+def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:
+    """What a module is like in one respect, by names of members or attributes."""
+    module, own, names = watched.module, vars(watched.module), watched.names
+    parameters = {n: p for n, p in own["_parameters"].items() if p is not None}
+    tensors = {n: v for n, v in own.items() if isinstance(v, Tensor)}
 
+    def read(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {n: v for n, v in table.items() if names is None or n in names}
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers, and tensors among the attributes."""
-    own = vars(module)
-    found = {**own["_parameters"], **own["_buffers"], **own}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-def _contents(watched: Watched, kind: Kind) -> Mapping[str, Any]:
-    """What a snapshot holds of a module, by the names of members or attributes."""
-    own, names = vars(watched.module), watched.names
-    found: Mapping[str, Any]
-    if kind is Kind.BUFFER:
-        found = {**own["_buffers"], **{n: v for n, v in own.items() if isinstance(v, Tensor)}}
-    elif kind in _TABLES:
-        found = own[_TABLES[kind]]
-    elif kind is Kind.SETTING:
-        items = own.items()
-        found = {n: frozen(v) for n, v in items if n not in INTERNAL and not isinstance(v, Tensor)}
-    elif kind is Kind.MEMORY:
-        found = {n: tensor.data_ptr() for n, tensor in _tensors(watched.module).items()}
-    elif kind is Kind.REQUIRES_GRAD:
-        found = {n: p.requires_grad for n, p in own["_parameters"].items() if p is not None}
-    elif kind is Kind.GRADIENT_HOOK:
-        found = {n: has_hooks(p) for n, p in own["_parameters"].items() if p is not None}
-    elif kind is Kind.CLASS:
-        return {"": type(watched.module)}
-    elif names is not None:
-        return {}
-    elif kind is Kind.FORWARD:
-        return {"": own.get("forward")}
-    elif kind is Kind.MEMBERS:
-        return {"": [tuple(own[table]) for table in _TABLES.values()]}
-    else:
-        return {"": hooks_of(watched.module)}
-    return found if names is None else {n: v for n, v in found.items() if n in names}
+    match kind:
+        case Kind.MODULE | Kind.PARAMETER | Kind.BUFFER:
+            members, plain = own[_TABLES[kind]], tensors if kind is Kind.BUFFER else {}
+            reading.entries += [(members, name, value) for name, value in read(members).items()]
+            reading.entries += [(own, name, value) for name, value in read(plain).items()]
+            return read(members) | read(plain)
+        case Kind.SETTING:
+            settings = [n for n in read(own) if n not in INTERNAL and n not in tensors]
+            if settings:
+                get = partial(itemgetter(*settings), own)
+                reading.expect(call, get, frozen(get()))
+            if names is None:
+                reading.look(len, [own])  # another setting: another size
+            return {name: frozen(own[name]) for name in settings}
+        case Kind.MEMORY:
+            found = read({**parameters, **own["_buffers"], **tensors})
+            found = {n: t for n, t in found.items() if t is not None}
+            reading.look(Tensor.data_ptr, found.values())
+            return {n: tensor.data_ptr() for n, tensor in found.items()}
+        case Kind.REQUIRES_GRAD:
+            reading.look(_requires_grad, read(parameters).values())
+            return {n: p.requires_grad for n, p in read(parameters).items()}
+        case Kind.GRADIENT_HOOK:  # the same as long as nobody registers a hook
+            reading.look(_next_id, [] if reading.found else [RemovableHandle])
+            return {n: has_hooks(p) for n, p in read(parameters).items()}
+        case Kind.CLASS:
+            reading.look(type, [module])
+            return {"": type(module)}
+        case _ if names is not None:
+            return {}
+        case Kind.FORWARD:
+            reading.entries.append((own, "forward", own.get("forward", Presence.ABSENT)))
+            return {"": own.get("forward")}
+        case Kind.MEMBERS:
+            reading.look(len, [own[table] for table in _TABLES.values()])
+            return {"": [tuple(own[table]) for table in _TABLES.values()]}
+        case _:
+            reading.look(len, [own[table] for table in HOOKS])
+            return {"": hooks_of(module)}
 
 
 def hooks_of(module: nn.Module) -> list[int]:
@@ -322,55 +384,3 @@ def is_equal(before: Any, now: Any, by_value: bool) -> bool:
         return bool(before == now)
     except Exception:  # of arrays, for example: another object is another value
         return False
-
-
-def _comparison(
-    watched: Sequence[Watched], kind: Kind, before: Sequence[Mapping[str, Any]]
-) -> Callable[[], bool]:
-    """Whether nothing has changed in one respect; False if something may have."""
-    pairs = [(each, held) for each, held in zip(watched, before, strict=True) if held]
-    modules = [each.module for each, _ in pairs]
-    owners = list(map(vars, modules))
-    if kind in _TABLES:
-        entries = [(_owner(each, kind, n), n, v) for each, held in pairs for n, v in held.items()]
-        tables, names = [table for table, _, _ in entries], [name for _, name, _ in entries]
-        objects = [value for _, _, value in entries]
-        return lambda: all(map(is_, map(dict.get, tables, names), objects))
-    if kind is Kind.SETTING:
-        sized = [vars(each.module) for each in watched if each.names is None]
-        return _same_settings(owners, [held for _, held in pairs], sized)
-    if kind in (Kind.HOOK, Kind.MEMBERS):
-        kinds = HOOKS if kind is Kind.HOOK else _TABLES.values()
-        return _unchanged(len, [own[name] for own in owners for name in kinds])
-    if kind is Kind.CLASS:
-        return _unchanged(type, modules)
-    if kind is Kind.FORWARD:
-        return _unchanged(methodcaller("get", "forward"), owners)
-    if kind is Kind.GRADIENT_HOOK:  # the same as long as nobody registers a hook
-        return _unchanged(attrgetter("next_id"), [RemovableHandle])
-    look = attrgetter("requires_grad") if kind is Kind.REQUIRES_GRAD else Tensor.data_ptr
-    found = [(_tensors(each.module), held) for each, held in pairs]
-    return _unchanged(look, [table[name] for table, held in found for name in held])
-
-
-def _unchanged(look: Callable[[Any], Any], objects: Sequence[Any]) -> Callable[[], bool]:
-    seen = list(map(look, objects))
-    return lambda: list(map(look, objects)) == seen
-
-
-def _same_settings(
-    owners: Sequence[dict[str, Any]],
-    before: Sequence[Mapping[str, Any]],
-    sized: Sequence[Mapping[str, Any]],
-) -> Callable[[], bool]:
-    getters = [itemgetter(*held) for held in before]
-    expected = list(map(call, getters, before))
-    are_as_large = _unchanged(len, sized)
-
-    def are_same() -> bool:
-        try:
-            return are_as_large() and list(map(call, getters, owners)) == expected
-        except Exception:  # one is gone, or cannot be compared
-            return False
-
-    return are_same

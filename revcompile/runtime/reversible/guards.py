@@ -28,9 +28,9 @@ from revcompile.ir.guards import (
 )
 from revcompile.ir.module_tree import child_path, copy_module, device_of_model
 from revcompile.ir.ops import called
-from revcompile.ir.plain_attributes import Member, PlainAttributes
+from revcompile.ir.plain_attributes import PlainAttributes
 from revcompile.ir.signature import LeftOutError, bind
-from revcompile.ir.snapshot import shown
+from revcompile.ir.snapshot import Presence, shown
 from revcompile.ir.types import TYPE, Rewired, TensorType
 from revcompile.runtime.reversible.original import OriginalSurface
 from revcompile.runtime.reversible.transforms import is_transformed
@@ -405,7 +405,7 @@ class Cases:
         name = self._first.rewired.name
         if self.recapture is None:
             raise problem.error(name, "Compile the model again for this case.")
-        if isinstance(problem.expected, Member) or isinstance(problem.found, Member):
+        if any(value is Presence.SET for value in (problem.expected, problem.found)):
             raise problem.error(
                 name,
                 "Capturing it again does not follow new or missing modules and parameters: undo "
