@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -30,7 +29,7 @@ from revcompile.arguments import (
 )
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check
-from revcompile.compiler.capture.isolation import preserve_attributes, preserve_model
+from revcompile.compiler.capture.isolation import preserve_model
 from revcompile.compiler.cost import Workload, segment_costs
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import partition
@@ -365,9 +364,7 @@ def _inversion_report(
     model: Reversible, args: Sequence[Any], kwargs: Mapping[str, Any], tolerance: Tolerance
 ) -> InversionReport:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    with preserve_model(model), ExitStack() as unchanged:
-        for part in model.children():  # Python attributes such as counters go back, too
-            unchanged.enter_context(preserve_attributes(part))
+    with preserve_model(model):
         errors = model._inversion_errors(*args, **kwargs)
     return InversionReport(tuple(errors), tolerance_for(dtype, tolerance))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +22,6 @@ from torch.utils import _pytree as pytree
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.capture.decisions import Ties
 from revcompile.compiler.capture.isolation import (
-    preserve_attributes,
     preserve_model,
     preserve_rng,
     rng_state,
@@ -189,9 +187,7 @@ def _module_gradients(
     `twin` is a copy of `net` that is left as it was: its blocks are compiled once for two calls.
     """
     given, inputs = _fresh((args, kwargs))
-    with preserve_model(twin), ExitStack() as unchanged, torch.enable_grad():
-        for part in twin.children():
-            unchanged.enter_context(preserve_attributes(part))
+    with preserve_model(twin), torch.enable_grad():
         set_mode(twin, net, training=True)
         twin.reversible = reversible
         seed_all(0)

@@ -3,7 +3,7 @@
 copy_model          a deep copy of the user's model
 preserve_rng        random generators (torch, Python, NumPy) are restored
 preserve_attributes plain attributes of modules (caches, counters) are restored
-preserve_model      generators, buffers and train/eval modes are restored
+preserve_model      generators, buffers, modes and attributes are restored
 """
 
 from __future__ import annotations
@@ -124,27 +124,29 @@ def preserve_attributes(model: nn.Module) -> Iterator[Callable[[nn.Module], None
 
 @contextmanager
 def preserve_model(*models: nn.Module) -> Iterator[None]:
-    """Restore random generators, and the buffers and train/eval modes of `models`, at the end."""
-    modules = [inner for m in models for inner in m.modules()]
-    slots = [(inner, dict(inner._buffers)) for inner in modules]
-    tensors = {id(b): b for _, held in slots for b in held.values() if b is not None}
+    """Restore random generators, and the buffers, modes and attributes of `models`, at the end.
+
+    Attributes of the models themselves stay: those of a reversible module are our own.
+    """
+    parts = [(part, Contents(part)) for model in models for part in model.children()]
+    slots = [(model, dict(model._buffers), model.training) for model in models]
+    tensors = {id(buffer): buffer for model in models for buffer in model.buffers()}
     # An alias shares the memory, which `buffer.data = ...` takes away from the buffer.
     contents = [(b, b.detach(), b.detach().clone()) for b in tensors.values() if not b.is_meta]
-    modes = [(inner, inner.training) for inner in modules]
     with preserve_rng():
         try:
             yield
         finally:
-            for inner, held in slots:
-                inner._buffers.clear()
-                inner._buffers.update(held)
+            for part, held_by_part in parts:
+                held_by_part.restore(part)
+            for model, held, model.training in slots:
+                model._buffers.clear()
+                model._buffers.update(held)
             with torch.no_grad():
                 for buffer, alias, before in contents:
                     if _storage(buffer) != _storage(alias) or buffer.shape != alias.shape:
                         buffer.data = alias
                     buffer.copy_(before)
-            for inner, training in modes:
-                inner.training = training
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.compiler.capture.isolation import (
-    preserve_attributes,
     preserve_model,
     seed_all,
     set_mode,
@@ -64,7 +63,7 @@ def measured_costs(
         seconds.append((_time(forward, device), _time(backward, device), update))
         return forward()
 
-    with preserve_model(root), preserve_attributes(root):
+    with preserve_model(root):
         set_mode(root, root, training=True)
         seed_all(0)
         run_pieces(pieces, _example(rewired, types, device), root, run)
