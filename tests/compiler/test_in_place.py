@@ -62,6 +62,13 @@ def chunk_written_without_gradient(net: Net, x: Tensor) -> Tensor:
     return net.a(x * y)
 
 
+def part_written_after_cat(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    whole = torch.cat([y, net.a(x)], 1)
+    y.mul_(3.0)
+    return whole[:, :8] + net.a(y)
+
+
 def part_assigned(net: Net, x: Tensor) -> Tensor:
     y = net.b(x)
     y[:, 2:] += x[:, 2:]

@@ -49,6 +49,14 @@ def _post_activation(m: Model, x: Tensor) -> Tensor:
     return m.relu(x + m.g(x))
 
 
+def _dual_path(m: Model, x: Tensor) -> Tensor:
+    whole = torch.cat([x, m.g(x)], dim=1)
+    for _ in range(2):
+        stream, rest = whole[:, :4], whole[:, 4:]
+        whole = torch.cat([stream + m.f(m.wide(whole)[:, 4:]), rest], dim=1)
+    return whole
+
+
 IDENTITY, POST, PARALLEL, PROJECTED = (
     *(ResidualKind.IDENTITY, ResidualKind.POST_ACTIVATION),
     *(ResidualKind.PARALLEL, ResidualKind.PROJECTED),
@@ -69,6 +77,7 @@ ONE_SHORTCUT: dict[str, Forward] = {
 OTHERS: dict[str, tuple[Forward, list[ResidualKind]]] = {
     "post-activation": (_post_activation, [POST, POST]),
     "parallel": (lambda m, x: x + m.f(x) + m.g(x), [PARALLEL]),
+    "the stream is a part of a wider value": (_dual_path, [IDENTITY, IDENTITY]),
     "two shortcuts of one input": (lambda m, x: (x + m.f(x)) * (x + m.g(x)), [IDENTITY, IDENTITY]),
     "projected": (
         lambda m, x: (y := m.skip(x) + m.wide(m.down(x))) + m.wide(y),

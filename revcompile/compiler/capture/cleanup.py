@@ -1,9 +1,12 @@
-"""Small passes over a traced graph: dead code, `no_grad`, identity layers."""
+"""Small passes over a traced graph: dead code, `no_grad`, identity layers, slices of `cat`."""
 
 from __future__ import annotations
 
 import operator
+from itertools import accumulate
+from typing import Any
 
+import torch
 from torch import fx, nn
 
 from revcompile.compiler.capture.memory import NO_GRAD, WRITES, eliminate_dead_code, is_effect
@@ -66,3 +69,26 @@ def passed_on(node: fx.Node, root: nn.Module) -> fx.Node | None:
     if not is_passed or not isinstance(source, fx.Node):
         return None
     return source if source.meta.get(TYPE) == node.meta.get(TYPE) else None
+
+
+def uncut_parts(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a slice of their concatenation consists of; none if it cuts one of them.
+
+    A block may keep its residual stream as the first channels of a wider value (DPN).
+    """
+    args: Any = node.args
+    if node.target is not operator.getitem or args[0].target is not torch.cat:
+        return []
+    whole, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+    parts, dim = (*whole.args, whole.kwargs.get("dim", 0))[:2]
+    *before, chosen = index
+    is_slice = isinstance(chosen, slice) and chosen.step is None and len(before) == dim
+    if not is_slice or any(index != slice(None) for index in before):
+        return []
+    kind, kinds = whole.meta[TYPE], [part.meta[TYPE] for part in parts]
+    ends = [0, *accumulate(each.shape[dim] for each in kinds)]
+    start, stop = chosen.start or 0, ends[-1] if chosen.stop is None else chosen.stop
+    is_fixed = not kind.per_sample[dim] and all(each.dtype == kind.dtype for each in kinds)
+    if not is_fixed or start not in ends or stop not in ends:
+        return []
+    return list(parts[ends.index(start) : ends.index(stop)])

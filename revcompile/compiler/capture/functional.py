@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from revcompile.compiler.capture.cleanup import passed_on
+from revcompile.compiler.capture.cleanup import passed_on, uncut_parts
 from revcompile.compiler.capture.memory import (
     INPLACE_OPERATORS,
     LOCATIONS,
@@ -113,6 +113,7 @@ class _Functional:
         self.original, self.root, self.graph = graph, root, fx.Graph()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.values: dict[fx.Node, _Value] = {}
+        self.written = {s for node in graph.nodes for s in node.meta.get(WRITES, ())}
         self.state = _written_state(graph)
         """Storages of buffers that are written or assigned to."""
         self.buffers: dict[int, tuple[fx.Node, _Value]] = {}
@@ -149,12 +150,22 @@ class _Functional:
             self._batch_norm(node)
         elif (source := passed_on(node, self.root)) is not None:
             self._define(node, self._read(source))
+        elif (parts := uncut_parts(node)) and self._are_unwritten([node, *parts]):
+            whole: Any = node.args[0]
+            new = [self._read(part) for part in parts]
+            if len(new) > 1:
+                new = [self.graph.call_function(torch.cat, (new, *whole.args[1:]), whole.kwargs)]
+                _describe(new[0], node, node)
+            self._define(node, new[0])
         elif node.op == "placeholder" or node.target is batch_norm or not is_effect(node):
             self._define(node, self.graph.node_copy(node, self._read))
         elif node.op == "call_module":
             self._layer(node)
         else:
             self._operation(node)
+
+    def _are_unwritten(self, nodes: Iterable[fx.Node]) -> bool:
+        return all(_storages(node).isdisjoint(self.written) for node in nodes)
 
     def _read(self, node: fx.Node) -> fx.Node:
         """The new node with the current contents of an original one."""

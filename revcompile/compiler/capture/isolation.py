@@ -139,7 +139,8 @@ def preserve_model(*models: nn.Module) -> Iterator[None]:
         finally:
             for part, held_by_part in parts:
                 held_by_part.restore(part)
-            for model, held, model.training in slots:
+            for model, held, training in slots:
+                model.training = training
                 model._buffers.clear()
                 model._buffers.update(held)
             with torch.no_grad():
