@@ -8,11 +8,12 @@ from typing import Any, Final
 
 import torch
 from distributed_worker import compiled, optimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from training import settings_of
 
+import revcompile
 from revcompile.errors import InputError, RankError
 from revcompile.runtime.trainer.trainer import Trainer
 
@@ -137,3 +138,34 @@ def evaluate(rank: int, options: dict[str, Any]) -> Any:
     trained_on(trainer, trainer.loader(dataset(), 3))
     trainer.close()
     return said
+
+
+class Modes(nn.Module):
+    """Another constant in eval mode, or another operation."""
+
+    def __init__(self, is_other_operation: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.is_other_operation = is_other_operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x).tanh()
+        x = x + F.dropout(self.second(x), 0.5, self.training)
+        return x.tanh() if self.is_other_operation and self.training else x
+
+
+def evaluate_modes(rank: int, options: dict[str, Any]) -> list[float | str]:
+    """The loss of an evaluation, or what is said, of a model whose modes differ."""
+    torch.set_num_threads(1)
+    found = list[float | str]()
+    for is_other_operation in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(3, 4)
+        net = revcompile.petrafy(Modes(is_other_operation), 2, x)
+        trainer = net.trainer(optimizer, F.mse_loss, **settings_of(timeout=30.0))
+        try:
+            found.append(trainer.evaluate([(x, x)]).loss)
+        except InputError as error:
+            found.append(str(error))
+        trainer.close()
+    return found

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_worker import launch
-from rank_data import dataset, evaluate, own_loader, own_loaders, small, through_trainer
+from rank_data import (
+    dataset,
+    evaluate,
+    evaluate_modes,
+    own_loader,
+    own_loaders,
+    small,
+    through_trainer,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -61,6 +69,16 @@ def test_evaluation_reads_the_same_samples_or_says_so(tmp_path: Path) -> None:
         assert "evaluation, batch 0: rank 1 (stage 1) was given other targets" in shuffled
         assert "more batches where targets are needed" in longer
         assert "ends after 3 batches where targets are needed" in shorter
+
+
+def test_ranks_evaluate_unless_eval_mode_has_other_operations(tmp_path: Path) -> None:
+    results, codes = launch(tmp_path, 2, evaluate_modes, limit=60)
+    assert codes == [0, 0]
+    alone = evaluate_modes(0, {})
+    assert all(isinstance(loss, float) for loss in alone)
+    for same, other in results:
+        assert same == alone[0]
+        assert "Modes computes something else in eval mode than in training" in other
 
 
 # -- fingerprints ---------------------------------------------------------------------------------
