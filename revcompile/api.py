@@ -32,7 +32,7 @@ from revcompile.compiler.capture.check import Check
 from revcompile.compiler.capture.isolation import preserve_model
 from revcompile.compiler.cost import Workload, segment_costs
 from revcompile.compiler.find import find
-from revcompile.compiler.partition import partition
+from revcompile.compiler.partition import Pieces, partition
 from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
@@ -215,7 +215,7 @@ def petrafy(
     memory_budget: int | str | None = None,
     microbatch_size: int | None = None,
     optimizer_copies: int = 1,
-    keep: KeepName = "nothing",
+    keep: KeepName | Sequence[KeepName] = "nothing",
 ) -> StagedModel:
     """Rewire a model, cut it into balanced stages and generate each stage's programs.
 
@@ -233,7 +233,7 @@ def petrafy(
             with momentum, 2 for Adam.
         keep: What stages will keep of each micro-batch, and so what balancing counts as computed
             again: "nothing" (rebuild), "input" (recompute) or "graph" (neither; for a trainer with
-            a memory budget that suffices).
+            a memory budget that suffices). A list has one for each stage.
 
     Raises:
         CaptureError, InversionError: As for `reversify`.
@@ -248,7 +248,13 @@ def petrafy(
     check_model("petrafy", model)
     order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
-    expected_keep = Keep(one_of("petrafy", "keep", keep, get_args(KeepName)))
+    names = list(keep) if isinstance(keep, list | tuple) else [keep] * num_stages
+    keeps = [Keep(one_of("petrafy", "keep", name, get_args(KeepName))) for name in names]
+    if len(keeps) != num_stages:
+        raise InputError(
+            f"petrafy: keep has {len(keeps)} items, num_stages={num_stages}; give one name, or one "
+            "for each stage"
+        )
     check_cost(cost)
     budget = None if memory_budget is None else parse_memory_budget(memory_budget)
     if microbatch_size is not None:
@@ -267,12 +273,10 @@ def petrafy(
     _refuse_state_in_python(net.rewired, "petrafy")
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
     method = choose("petra_stashed" if net.rewired.policy.averaged else "petra")
-    workload = Workload(
-        dataclasses.replace(method, keep=expected_keep),
-        microbatch_size or _example_batch(net),
-        optimizer_copies=optimizer_copies,
-    )
-    cut = partition(net.rewired, num_stages, workload, cost=cost, memory_budget=budget)
+    batch = microbatch_size or _example_batch(net)
+    workload = Workload(method, batch, optimizer_copies=optimizer_copies)
+    pieces = Pieces.of(net.rewired, cost)
+    cut = partition(pieces, num_stages, workload, memory_budget=budget, keeps=keeps)
     verify_partition(cut)
     staged = StagedModel(net, cut, method)
     if compared is not None:

@@ -1,254 +1,235 @@
-"""Predict throughput, memory, delay and efficiency on a cluster, for PETRA and other methods.
+"""Predict throughput, memory and lateness of gradients on a cluster, for PETRA and its rivals.
 
-The model is cut into one stage per device. If there are more devices than stages, the whole
-pipeline is replicated, and gradients are averaged. All methods are compared at the same number of
-samples per update; PETRA is also shown with an update after every micro-batch. Times are computed
-from counted work and the speed of a device; with --cost measured, work is timed on this machine.
-Slow links need more micro-batches in flight: the smallest --in-flight-per-stage that hides them is
-chosen, and the delay it costs is shown. "zero-bubble" is an optimistic bound, not a schedule.
+The baselines (plain data parallel, GPipe, 1F1B, interleaved 1F1B and zero-bubble) train the
+original model, PETRA the rewired one; all with the same precision, optimizer and samples per
+update. Each is cut by the same rule into one stage per device (interleaved: two). Devices beyond
+that hold replicas, whose gradients are averaged. PETRA is shown three times: all stages rebuild
+their activations; the last stages keep theirs, as far as that fits 1F1B's memory; and as far as it
+fits the device. Memory is that of the device that needs the most: parameters, gradients, optimizer,
+activations in flight, messages. busy: share of the time in which devices compute. bubbles: they
+wait for other stages. links: they wait for messages or averaging on top of that. late: by how many
+updates gradients are late at most.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
-from revcompile.cli.models import add_model, load, rewired
+from revcompile.cli.models import add_model, load
 from revcompile.cli.output import Answer
 from revcompile.cli.units import bandwidth, count, rate, seconds, size
 
 if TYPE_CHECKING:
-    from revcompile.ir.program import Partition
-    from revcompile.ir.types import Rewired
-    from revcompile.plan.cluster import TimeModel
-    from revcompile.plan.forecast import Forecast
+    from revcompile.plan.forecast import Cluster, Forecast, Planner, Training
 
-_BUFFERS: Final = {"bf16": 2, "fp16": 2}
-"""Bytes an element of a kept input takes on the device."""
 _STATE: Final = {"sgd": 1, "adamw": 2}
 """Numbers of optimizer state for each parameter."""
-_NUMBERS: Final = ("accumulation", "samples/s", "busy", "updates", "memory", "delay")
-_NEARLY: Final = 1.02
-"""Throughputs up to this many times another are as good as equal."""
+_FLOPS: Final = {"bf16": "400T", "fp32": "200T"}
+"""What half an H200's data sheet gives, or a little less; in float32 with TF32 products."""
+_NUMBERS: Final = ("samples/s", "busy", "bubbles", "links", "memory", "late")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    cluster = parser.add_argument_group("the cluster")
+    cluster = parser.add_argument_group("the cluster (defaults: H200s, as far as one reaches that)")
     cluster.add_argument("--devices", type=count, required=True, metavar="N", help="how many")
-    cluster.add_argument("--link", type=bandwidth, default="100Gbps", help="between two devices")
-    cluster.add_argument("--latency", type=seconds, default="10us", help="of a link")
-    cluster.add_argument("--flops", type=rate, default="400T", help="FLOPs per second")
-    cluster.add_argument("--memory-bandwidth", type=rate, default="3.3T", help="bytes per second")
     cluster.add_argument(
-        "--memory-budget", type=size, help="what a device can hold, e.g. 80GB; cuts must fit it"
+        "--link", type=bandwidth, default="100Gbps", help="between two devices (default: 100Gbps)"
+    )
+    cluster.add_argument(
+        "--latency", type=seconds, default="10us", help="of a link (default: 10us)"
+    )
+    cluster.add_argument(
+        "--flops", type=rate, help="FLOPs per second (default: 400T in bf16, 200T in fp32)"
+    )
+    cluster.add_argument(
+        "--memory-bandwidth", type=rate, default="3.3T", help="bytes per second (default: 3.3T)"
+    )
+    cluster.add_argument(
+        "--memory-budget", type=size, default="141GB", help="of a device (default: 141GB)"
     )
     training = parser.add_argument_group("the training")
     training.add_argument(
-        "--microbatch-size", type=count, default=32, help="samples per micro-batch"
+        "--microbatch-size", type=count, default=32, help="samples per micro-batch (default: 32)"
     )
-    training.add_argument("--stages", type=count, help="(default: one for each segment)")
+    training.add_argument(
+        "--stages", type=count, help="of a pipeline (default: as many as use all devices)"
+    )
     training.add_argument(
         "--accumulation-steps", type=count, help="micro-batches per update (default: 4 per stage)"
     )
     training.add_argument(
         "--in-flight-per-stage",
         type=float,
-        help="micro-batches in flight for each later stage, 1 or more (default: what links need)",
+        help="PETRA's micro-batches in flight for each later stage, 1 or more (default: what links "
+        "need)",
     )
     training.add_argument(
-        "--methods", help="names with commas between (default: petra,1f1b,gpipe,zero-bubble)"
+        "--optimizer",
+        choices=tuple(_STATE),
+        help="sgd (with momentum) or adamw (default: adamw for models with attention, else sgd)",
     )
     training.add_argument(
-        "--optimizer", choices=tuple(_STATE), default="sgd", help="sgd (with momentum) or adamw"
-    )
-    training.add_argument(
-        "--kept-input-dtype",
-        choices=tuple(_BUFFERS),
-        help="data type of the inputs that stages keep (default: unchanged)",
+        "--precision",
+        choices=tuple(_FLOPS),
+        help="bf16: activations and messages in bfloat16, weights and PETRA's streams in float32 "
+        "(default: bf16; measured costs are fp32)",
     )
     parser.add_argument(
         "--cost",
         choices=("analytic", "measured"),
         default="analytic",
-        help="analytic: work is counted; measured: work is timed on this machine",
+        help="analytic: work is counted (default); measured: timed on this machine, in fp32",
     )
     parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw throughput over memory")
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """The forecasts; exit code 1 if a memory budget was given and nothing fits."""
+    """The forecasts; exit code 1 if nothing fits the devices."""
+    from revcompile.arguments import new_file
+
+    path = new_file("--plot", args.plot, "frontier.svg") if args.plot else None
+    planner = _planner(args)
+    rows = planner.rows()
+    advice = _advice(rows)
+    assumed = _assumed(args, planner.cluster, planner.training)
+    facts = {
+        "model": planner.original.rewired.name,
+        "cluster": dataclasses.asdict(planner.cluster),
+        "training": dataclasses.asdict(planner.training),
+        "forecasts": [dataclasses.asdict(row) for row in rows],
+        "frontier": [dataclasses.asdict(row) for row in planner.frontier()],
+        "recommended": advice,
+    }
+    title = f"{args.model}: {planner.stages} stages x {planner.replicas} on {args.devices} devices"
+    if path is not None:
+        from revcompile.inspect.drawing import draw_frontier
+
+        points = {row.method: (row.memory, row.throughput) for row in rows}
+        curve = [(row.memory, row.throughput) for row in planner.frontier()]
+        draw_frontier(path, title, assumed, points, curve)
+    idle = args.devices - planner.stages * planner.replicas
+    notes = [f"{idle} devices stay idle", ""] if idle else []
+    text = _table(title, rows, "", assumed, "", *notes, advice)
+    return Answer(text, facts, code=int(not any(row.fits for row in rows)))
+
+
+def _planner(args: argparse.Namespace) -> Planner:
     from revcompile.arguments import check_device
-    from revcompile.compiler.cost import Workload
-    from revcompile.plan.cluster import Cluster, NetworkLink
-    from revcompile.plan.forecast import METHODS, better_stages, plan_cluster
+    from revcompile.compiler.capture import capture
+    from revcompile.compiler.capture.check import Check
+    from revcompile.compiler.find import find
+    from revcompile.compiler.partition import Pieces, one_stream
+    from revcompile.compiler.rewire import rewire
+    from revcompile.errors import InputError
+    from revcompile.ir.policy import Policy
+    from revcompile.plan.forecast import Cluster, Planner, Training, fewest_idle
+    from revcompile.plan.learning import has_attention
     from revcompile.schedule import choose
 
     check_device("--device", args.device)
-    measured = args.cost != "analytic"
+    choose("petra", in_flight_per_stage=args.in_flight_per_stage)
+    measured = args.cost == "measured"
+    if measured and args.precision == "bf16":
+        raise InputError("--precision bf16: costs are measured in fp32; leave out one of the two")
     loaded = load(
         args,
         microbatch_size=args.microbatch_size if measured else None,
         device=args.device if measured else "meta",
     )
-    workload = Workload(
-        choose("petra", in_flight_per_stage=args.in_flight_per_stage),
+    captured = capture(loaded.model, loaded.example, None, check=Check.OFF)
+    found = find(captured)
+    rewired = Pieces.of(rewire(captured, found, Policy.named(args.policy)), args.cost)
+    original = Pieces.of(one_stream(captured, found), args.cost)
+    args.precision = args.precision or ("fp32" if measured else "bf16")
+    is_transformer = has_attention([captured.graph], captured.root)
+    args.optimizer = args.optimizer or ("adamw" if is_transformer else "sgd")
+    most = min(len(rewired.whole), len(original.whole))
+    stages = args.stages or fewest_idle(args.devices, most)
+    if stages > args.devices:
+        raise InputError(
+            f"plan: stages={stages} on {args.devices} devices; use 1 to {args.devices}"
+        )
+    cluster = Cluster(
+        args.devices,
+        args.link,
+        args.latency,
+        args.flops or rate(_FLOPS[args.precision]),
+        args.memory_bandwidth,
+        args.memory_budget,
+    )
+    training = Training(
         args.microbatch_size,
-        optimizer_copies=_STATE[args.optimizer],
-        buffer_bytes=_BUFFERS[args.kept_input_dtype] if args.kept_input_dtype else None,
+        args.accumulation_steps or 4 * stages,
+        _STATE[args.optimizer],
+        args.precision == "bf16",
+        measured,
     )
-    cluster = Cluster(args.devices, NetworkLink(args.link, args.latency), _time_model(args))
-    options = {
-        "in_flight_per_stage": args.in_flight_per_stage,
-        "cost": args.cost,
-        "memory_budget": args.memory_budget,
-    }
-    model = rewired(loaded, args).rewired
-    cut, forecasts = plan_cluster(
-        model,
-        cluster,
-        workload,
-        methods=args.methods.split(",") if args.methods else METHODS,
-        stages=args.stages,
-        accumulation_steps=args.accumulation_steps,
-        **options,
+    return Planner(original, rewired, cluster, training, stages, args.in_flight_per_stage)
+
+
+def _assumed(args: argparse.Namespace, cluster: Cluster, training: Training) -> str:
+    from revcompile.inspect.formatting import amount, size
+
+    speed = (
+        f"times measured on {args.device}"
+        if training.measured
+        else f"{amount(cluster.flops)}FLOPS and {amount(cluster.memory_bandwidth)}B/s of memory"
     )
-    notes = _notes(
-        model,
-        forecasts,
-        lambda petra: better_stages(model, cluster, workload, petra, **options),
-    )
-    return Answer(
-        _table(loaded.name, args, forecasts, notes),
-        _facts(loaded.name, args, cut, forecasts, notes),
-        code=int(args.memory_budget is not None and not any(row.fits for row in forecasts)),
+    return (
+        f"assumed: {args.precision}, {speed}; links of {amount(cluster.link)}B/s and "
+        f"{cluster.latency * 1e6:g} us; {size(cluster.memory)} per device; {args.optimizer}; "
+        f"{training.accumulation_steps} micro-batches of {training.microbatch_size} per update"
     )
 
 
-def _time_model(args: argparse.Namespace) -> TimeModel:
-    from revcompile.plan.cluster import Device, TimeModel, sum_speed, update_speed
-
-    copies = _STATE[args.optimizer]
-    if args.cost != "analytic":
-        return TimeModel.measured(update_speed(args.device, copies), sum_speed(args.device))
-    return TimeModel.on(Device(args.flops, args.memory_bandwidth), copies)
-
-
-def _facts(
-    name: str,
-    args: argparse.Namespace,
-    cut: Partition,
-    forecasts: Sequence[Forecast],
-    notes: Sequence[str],
-) -> dict[str, Any]:
-    return {
-        "model": name,
-        "devices": args.devices,
-        "microbatch_size": args.microbatch_size,
-        "link": {"bytes_per_second": args.link, "latency": args.latency},
-        "cost": args.cost,
-        "stages": [[piece.name for piece in part.pieces] for part in cut.parts],
-        "forecasts": [dataclasses.asdict(forecast) for forecast in forecasts],
-        "notes": list(notes),
-    }
-
-
-def _table(
-    name: str, args: argparse.Namespace, forecasts: Sequence[Forecast], notes: Sequence[str]
-) -> str:
+def _table(title: str, rows: Sequence[Forecast], *below: str) -> str:
     from revcompile.inspect import formatting
     from revcompile.inspect.tables import render, table_of
 
-    first = forecasts[0]
-    used = first.stages * first.replicas
-    table = table_of(
-        f"{name}: {first.stages} stages x {first.replicas} replicas on {args.devices} devices, "
-        f"micro-batches of {args.microbatch_size}",
-        {
-            "method": "left",
-            **dict.fromkeys(_NUMBERS, "right"),
-            "limited by": "left",
-        },
-        "method",
-    )
-    for forecast in forecasts:
-        fits = {None: "", True: "", False: "\n(too much)"}[forecast.fits]
+    table = table_of(title, {"method": "left", **dict.fromkeys(_NUMBERS, "right")}, "method")
+    for row in rows:
+        shares = (row.busy, row.bubbles, row.links)
         table.add_row(
-            forecast.method,
-            str(forecast.accumulation_steps),
-            formatting.amount(forecast.throughput),
-            f"{100 * forecast.efficiency:.0f} %",
-            f"{100 * forecast.updating:.1f} %",
-            formatting.size(forecast.memory) + fits,
-            str(forecast.delay),
-            forecast.bottleneck,
+            row.method,
+            formatting.amount(row.throughput),
+            *(f"{100 * share:.0f} %" for share in shares),
+            formatting.size(row.memory) + ("" if row.fits else "\n(too much)"),
+            str(row.delay),
         )
-    idle = [f"{args.devices - used} devices stay idle"] if used < args.devices else []
-    return render(table, "", *idle, *notes)
+    return render(table, *below)
 
 
-def _notes(
-    model: Rewired,
-    forecasts: Sequence[Forecast],
-    better_stages: Callable[[Forecast], Forecast | None],
-) -> list[str]:
-    """What PETRA's delay costs, whether another method is faster, and what would help."""
-    from revcompile.plan.learning import cost_of_delay
+def _advice(rows: Sequence[Forecast]) -> str:
+    """The best method that fits, how to get it, and what it costs, in a sentence."""
+    from revcompile.inspect import formatting
+    from revcompile.plan.forecast import best
 
-    rows = [forecast for forecast in forecasts if forecast.method == "petra"]
-    if not rows:
-        return []
-    notes = [
-        f"petra, accumulation_steps={row.accumulation_steps}: {cost_of_delay(model, row.delay)}."
-        for row in rows
-    ]
-    petra = rows[0]
-    if petra.in_flight_per_stage and petra.in_flight_per_stage > 1:
-        notes.append(
-            f"petra: in_flight_per_stage={petra.in_flight_per_stage:g} in place of 1: more "
-            "micro-batches are in flight, which hides slow links."
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        least = min(rows, key=lambda row: row.memory)
+        return (
+            f"Nothing fits: {least.method} needs the least, {formatting.size(least.memory)}; use "
+            "more devices and stages, or a smaller --microbatch-size."
         )
-    if petra.bottleneck == "averaging":
-        notes.append(
-            f"petra: averaging {petra.replicas} replicas at every update is the bottleneck; use a "
-            f"larger --accumulation-steps than {petra.accumulation_steps}, or more stages and "
-            "fewer replicas."
+    row = best(fitting)
+    how = f"{row.method} of the original model"
+    if row.keeps:
+        kept = row.keeps.count("graph")
+        parts = [f"['nothing'] * {row.stages - kept}"] * (kept < row.stages)
+        parts += [f"['graph'] * {kept}"] * bool(kept)
+        budget = f", memory_budget='{math.ceil(row.memory / 2**20)}MiB'" if kept else ""
+        how = (
+            f"petrafy(model, {row.stages}, keep={' + '.join(parts)}) and net.trainer(..., "
+            f"options=TrainerOptions(in_flight_per_stage={row.in_flight_per_stage:g}){budget})"
         )
-    others = [
-        forecast
-        for forecast in forecasts
-        if forecast.method != "petra"
-        and "bound" not in forecast.method
-        and forecast.fits is not False
-    ]
-    best = max(others, key=lambda forecast: forecast.throughput, default=petra)
-    if best.throughput > _NEARLY * petra.throughput:
-        notes.append(_slower(petra, best, better_stages(petra)))
-    elif petra.bottleneck.startswith("link"):
-        notes.append(
-            f"petra: {petra.bottleneck} is too slow however much is in flight; fewer stages, a "
-            "faster link or streams of lower precision would help."
-        )
-    return notes
-
-
-def _slower(petra: Forecast, best: Forecast, better: Forecast | None) -> str:
-    from revcompile.inspect.formatting import amount, size
-
-    def figures(forecast: Forecast) -> str:
-        return f"{amount(forecast.throughput)} samples/s in {size(forecast.memory)}"
-
-    lost = (
-        f"petra is slower than {best.method} here: {figures(petra)} against {figures(best)}, "
-        f"limited by {petra.bottleneck}, devices {100 * petra.efficiency:.0f} % busy. "
-    )
-    if better is None:
-        return lost + "No other number of stages that uses as many devices is faster."
-    parallel = " (data parallel: reversify under DDP)" if better.stages == 1 else ""
+    late = f"gradients up to {formatting.plural(row.delay, 'update')} late" * bool(row.delay)
     return (
-        f"{lost}Its best number of stages is {better.stages}, with {better.replicas} replicas"
-        f"{parallel}: {figures(better)}; see --stages {better.stages} "
-        f"--accumulation-steps {better.accumulation_steps}."
+        f"Recommended: {how}: {formatting.amount(row.throughput)} samples/s for "
+        f"{formatting.size(row.memory)} per device and {late or 'no late gradient'}."
     )

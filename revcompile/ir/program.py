@@ -64,8 +64,8 @@ class Partition:
     types: Mapping[str, Any]
     ties: Mapping[Tie, tuple[str, ...]]
     """Parameters (by name) that two stages share."""
-    keep: Keep = Keep.NOTHING
-    """What stages were expected to keep when they were balanced."""
+    keeps: tuple[Keep, ...]
+    """What each stage was expected to keep when they were balanced."""
     frozen: frozenset[str] = frozenset()
     """Live values that are computed without a parameter that is trained."""
 
@@ -94,7 +94,7 @@ class Partition:
 
     def works(self, part: Part, keep: Keep | None = None) -> tuple[float, ...]:
         """All work of each piece of a stage that keeps this; without it, what was expected."""
-        kept, is_last = keep or self.keep, part.index == len(self.parts) - 1
+        kept, is_last = keep or self.keeps[part.index], part.index == len(self.parts) - 1
         return tuple(
             piece.work(cost, kept, is_last)
             for piece, cost in zip(part.pieces, part.costs, strict=False)

@@ -71,8 +71,8 @@ class MemoryPlan:
     """The most each device holds."""
     full_work: float
     """All stages' work if nothing were kept."""
-    balanced_for: Keep = Keep.NOTHING
-    """What the stages were expected to keep when the model was cut."""
+    balanced_for: tuple[Keep, ...]
+    """What each stage was expected to keep when the model was cut."""
 
     @property
     def keeps(self) -> tuple[Keep, ...]:
@@ -108,10 +108,11 @@ class MemoryPlan:
             )
         held = ", ".join(f"device {i} {format_size(peak)}" for i, peak in enumerate(self.peaks))
         lines.append(f"in all {100 * self.work / self.full_work:.1f} %; {held}")
-        if self.balance > _EVEN and set(self.keeps[:-1]) == {Keep.GRAPH} != {self.balanced_for}:
+        if self.balance > _EVEN and self.keeps[:-1] != self.balanced_for[:-1]:
+            names = [keep.value for keep in self.keeps]
             lines.append(
                 f"the largest device has {self.balance:.2f}x the mean work; petrafy(..., "
-                "keep='graph') balances stages that keep their graphs"
+                f"keep={names[0] if len({*names}) == 1 else names!r}) balances for this plan"
             )
         return "\n".join(lines)
 
@@ -161,7 +162,7 @@ def plan_memory(
         tuple(by_stage[stage] for stage in range(len(devices))),
         tuple(peaks),
         math.fsum(recomputed) or 1.0,
-        partition.keep,
+        partition.keeps,
     )
 
 

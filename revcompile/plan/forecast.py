@@ -1,298 +1,342 @@
-"""What a cluster would do with a model: each method's throughput, memory and delay, predicted."""
+"""What a cluster would do with a model: throughput, memory and lateness of each method.
+
+Baselines (data parallel, GPipe, 1F1B, interleaved 1F1B, zero-bubble) train the original model, cut
+for them by the same rule. PETRA trains the rewired model: the first stages rebuild, the last ones
+keep their graphs, and all are balanced for that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from revcompile.compiler.cost import CostSource, MemoryModel, Workload
-from revcompile.compiler.partition import partition
-from revcompile.compiler.partition.pieces import whole_pieces
+import torch
+
+from revcompile.compiler.cost import MemoryModel, Workload
+from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
+from revcompile.compiler.partition import Pieces, partition
+from revcompile.compiler.partition.partition import bytes_sent
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
-from revcompile.ir.types import Rewired
-from revcompile.plan.cluster import Cluster, NetworkLink, stage_times
+from revcompile.ir.types import Cost, TensorType
 from revcompile.schedule import (
     Costs,
-    Method,
-    Order,
-    busy_share,
+    Keep,
     choose,
     delay,
+    drained_passes,
     hiding_in_flight,
+    peak_in_flight,
     period,
     stage_work,
-    zero_bubble_period,
 )
 
-ZERO_BUBBLE: Final = "zero-bubble"
-"""An optimistic bound, not a schedule that we run."""
-METHODS: Final = ("petra", "1f1b", "gpipe", ZERO_BUBBLE)
-"""The methods that are compared by default."""
-_NEARLY: Final = 1.02
-"""A period up to this many times a bound is set by that bound."""
+BASELINES: Final = {
+    "gpipe": ("gpipe", 1, Keep.GRAPH),
+    "1f1b": ("1f1b", 1, Keep.GRAPH),
+    "1f1b, recomputed": ("1f1b", 1, Keep.INPUT),
+    "interleaved": ("interleaved", 2, Keep.GRAPH),
+    "zero-bubble": ("zero-bubble", 1, Keep.GRAPH),
+}
+"""Pipelines that drain: the order of passes, stages on each device, and what they keep."""
+NEARLY: Final = 0.99
+"""A method is as good as the fastest if it reaches this share of its throughput."""
+_SGD_TRAFFIC: Final = 6
+_SUM_TRAFFIC: Final = 3
+"""Times that an update by SGD, or adding a gradient to a sum, moves the bytes of parameters."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices with equal links, and what they really reach; a second, bytes and FLOPs."""
+
+    devices: int
+    link: float
+    latency: float
+    flops: float
+    memory_bandwidth: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """What all methods have in common."""
+
+    microbatch_size: int
+    accumulation_steps: int
+    """Micro-batches per update of one pipeline."""
+    optimizer_copies: float
+    low_precision: bool
+    """bfloat16 on float32 weights; PETRA's streams are float32."""
+    measured: bool = False
+    """Costs are seconds, not FLOPs."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One method on a cluster; times in seconds, memory in bytes a device."""
+    """One method on a cluster; memory in bytes of the device that needs the most."""
 
     method: str
     stages: int
     replicas: int
     accumulation_steps: int
-    """Micro-batches an update."""
-    in_flight_per_stage: float | None
     throughput: float
-    """Samples a second, all replicas together."""
-    period: float
-    """Between two micro-batches of a full pipeline."""
-    efficiency: float
-    """Mean share of the time during which a device computes."""
-    updating: float
-    """Of this, the share that updates take."""
-    delay: int
-    """Most updates between forward and backward pass of a micro-batch."""
+    """Samples per second, all replicas together."""
+    busy: float
+    """Share of the time in which devices compute, in the mean."""
+    bubbles: float
+    """Share in which they wait for other stages even if links take no time."""
+    links: float
+    """Share that links and averaging add to that."""
     memory: int
-    fits: bool | None
-    """Is the memory within the budget? None without one."""
-    bottleneck: str
-    """What sets the period: a stage, a link, averaging over replicas, or bubbles."""
+    delay: int
+    """Most updates by which gradients are late."""
+    fits: bool
+    in_flight_per_stage: float | None = None
+    keeps: tuple[str, ...] = ()
+    """What PETRA's stages keep."""
 
 
-def forecast(
-    cut: Partition,
-    workload: Workload,
-    cluster: Cluster,
-    *,
-    replicas: int = 1,
-    in_flight_per_stage: float | None = None,
-    memory_budget: int | None = None,
-    zero_bubble: bool = False,
-) -> Forecast:
-    """What one method would do with these stages, one a device.
+@dataclass(frozen=True)
+class Planner:
+    """Forecasts for pipelines of `stages` stages, replicated on all devices."""
 
-    Args:
-        cut: The stages.
-        workload: Method, batch size, optimizer and precision.
-        cluster: Its devices and links.
-        replicas: Copies of the pipeline.
-        in_flight_per_stage: For methods that are never drained. Default: the least that
-            hides the links, or the largest that fits the budget.
-        memory_budget: Bytes that one device may hold.
-        zero_bubble: Give the zero-bubble bound for the work of this method instead.
-    """
-    method, accumulation_steps = workload.method, workload.accumulation_steps
-    alone = stage_times(cut, workload, cluster.time, cluster.link)
-    costs = stage_times(cut, workload, cluster.time, cluster.link, replicas)
-    link_busy = _link_busy(costs, cluster.link)
-    choices: list[float | None] = [None]
-    if method.order is Order.CONTINUOUS:
-        choices = [in_flight_per_stage]
-        if in_flight_per_stage is None:
-            most = hiding_in_flight(method, costs, accumulation_steps, link_busy)
-            choices = [*(step / 10 for step in range(10, math.ceil(10 * most))), most]
+    original: Pieces
+    rewired: Pieces
+    cluster: Cluster
+    training: Training
+    stages: int
+    in_flight_per_stage: float | None = None
+    """Default: what links need."""
 
-    def memory_at(in_flight_per_stage: float | None) -> int:
-        how = dataclasses.replace(
-            workload, method=choose(workload.method, in_flight_per_stage=in_flight_per_stage)
+    @property
+    def replicas(self) -> int:
+        return self.cluster.devices // self.stages
+
+    def rows(self) -> tuple[Forecast, ...]:
+        """Every method that the model allows, PETRA last."""
+        steps, devices = self.training.accumulation_steps, self.cluster.devices
+        # Data parallel: the whole model on each device, with as many samples per update.
+        alone = max(steps * self.replicas // devices, 1)
+        rows = [self._baseline("data parallel", 1, alone, "1f1b", 1, Keep.GRAPH)]
+        for name, (order, chunks, keep) in BASELINES.items() if self.stages > 1 else ():
+            # Several stages per device need enough pieces, and whole rounds of micro-batches.
+            with suppress(*[InputError] * (chunks > 1)):
+                rows.append(self._baseline(name, self.stages, steps, order, chunks, keep))
+        named = {"petra, all rebuilt": [row for row in self.petra if "graph" not in row.keeps]}
+        for baseline in rows:
+            if baseline.method == "1f1b":
+                named["petra in 1f1b's memory"] = self._within(baseline.memory)
+        named["petra on this device"] = self._within(self.cluster.memory)
+        chosen = {best(found): name for name, found in reversed(named.items()) if found}
+        petra = (dataclasses.replace(row, method=name) for row, name in chosen.items())
+        return (*rows, *reversed([*petra]))
+
+    def _within(self, memory: int) -> list[Forecast]:
+        return [row for row in self.petra if row.memory <= memory]
+
+    def frontier(self) -> tuple[Forecast, ...]:
+        """PETRA from least memory to most throughput: each row is the fastest in its memory."""
+        front = list[Forecast]()
+        for row in sorted(self.petra, key=lambda row: (row.memory, -row.throughput)):
+            if not front or row.throughput > front[-1].throughput:
+                front.append(row)
+        return tuple(front)
+
+    # -- methods ----------------------------------------------------------------------------------
+
+    def _baseline(
+        self, name: str, devices: int, steps: int, order: str, chunks: int, keep: Keep
+    ) -> Forecast:
+        """The original model on `devices` devices, each with `chunks` stages."""
+        stages, replicas = devices * chunks, self.cluster.devices // devices
+        workload = self._workload("backprop")  # which has one micro-batch in flight
+        keeps = [keep] * stages
+        cut = self._precise(partition(self.original, stages, workload, keeps=keeps))
+        model = MemoryModel.of(cut, workload)
+        memories = [model.stage(j, *pieces, keep) for j, pieces in enumerate(cut.ranges)]
+        kept = [memory.buffers + memory.ends for memory in memories]
+        transient = [memory.messages + memory.working for memory in memories]
+        memory = max(
+            sum(memories[j].total - kept[j] - transient[j] for j in range(device, stages, devices))
+            + max(transient[device::devices])
+            + peak_in_flight(passes, kept)
+            for device, passes in enumerate(drained_passes(order, stages, devices, steps))
         )
-        model = MemoryModel.of(cut, how)
-        return max(model.stage(j, *pieces).total for j, pieces in enumerate(cut.ranges))
+        real, free = (
+            self._times(cut, keeps, replicas, steps, is_free) for is_free in (False, True)
+        )
+        times = [period(order, costs, steps, devices) for costs in (real, free)]
+        work = sum(stage_work(free, steps)) / devices
+        return self._forecast(name, stages, replicas, steps, times, work, memory, 0)
 
-    budget = math.inf if memory_budget is None else memory_budget
-    in_flight_per_stage = choices[max(bisect_right(choices, budget, key=memory_at) - 1, 0)]
-    method, memory = (
-        choose(method, in_flight_per_stage=in_flight_per_stage),
-        memory_at(in_flight_per_stage),
-    )
-    if zero_bubble:
-        time = max((zero_bubble_period(costs, accumulation_steps), *link_busy))
-    else:
-        time = period(method, costs, accumulation_steps, link_busy)
-    stages = len(cut.parts)
-    return Forecast(
-        method=f"{ZERO_BUBBLE} (bound)" if zero_bubble else method.name,
-        stages=stages,
-        replicas=replicas,
-        accumulation_steps=accumulation_steps,
-        in_flight_per_stage=in_flight_per_stage,
-        throughput=replicas * workload.microbatch_size / time if time else math.inf,
-        period=time,
-        efficiency=busy_share(alone, time, accumulation_steps),
-        updating=busy_share(_updates_alone(alone), time, accumulation_steps) if time else 0.0,
-        delay=max(delay(method, stages, j, accumulation_steps) for j in range(stages)),
-        memory=memory,
-        fits=None if memory_budget is None else memory <= budget,
-        bottleneck=_bottleneck(
-            time,
-            stage_work(alone, accumulation_steps),
-            stage_work(costs, accumulation_steps),
-            link_busy,
-        ),
-    )
-
-
-def _updates_alone(costs: Costs) -> Costs:
-    nothing = (0.0,) * len(costs.update)
-    return dataclasses.replace(costs, forward=nothing, backward=nothing)
-
-
-def _link_busy(costs: Costs, link: NetworkLink) -> tuple[float, ...]:
-    """How long a message occupies each link: latency does not keep others from being sent."""
-    transfers = (*costs.link_forward, *costs.link_backward)
-    return tuple(max(time - link.latency, 0.0) for time in transfers)
-
-
-def _bottleneck(
-    period: float, work: Sequence[float], averaged: Sequence[float], link_busy: Sequence[float]
-) -> str:
-    """What sets the period: work alone, with averaging over replicas, a link, or none of these."""
-    if period <= _NEARLY * max(work):
-        return f"stage {work.index(max(work))}"
-    if period <= _NEARLY * max(averaged):
-        return "averaging"
-    if period <= _NEARLY * max(link_busy, default=0.0):
-        return f"link {link_busy.index(max(link_busy)) % max(len(work) - 1, 1)}"
-    return "bubbles"
-
-
-# -- a whole cluster ------------------------------------------------------------------------------
-
-
-def plan_cluster(
-    rewired: Rewired,
-    cluster: Cluster,
-    workload: Workload,
-    *,
-    methods: Sequence[str] = METHODS,
-    stages: int | None = None,
-    accumulation_steps: int | None = None,
-    in_flight_per_stage: float | None = None,
-    cost: CostSource = "analytic",
-    memory_budget: int | None = None,
-) -> tuple[Partition, tuple[Forecast, ...]]:
-    """Cut a model for a cluster and predict each method on these stages.
-
-    There is one stage a device; with more devices than stages whole pipelines are replicated. All
-    methods are compared with the same number of samples to an update. Those that do not need it,
-    as they never drain, are also predicted with an update after every micro-batch.
-
-    Args:
-        rewired: The model.
-        cluster: Its devices and links.
-        workload: How to train. The model is cut for its method; not its `accumulation_steps`.
-        methods: The methods to predict, by name, and "zero-bubble".
-        stages: How many. Default: as many as the model has segments, or, with a memory budget, as
-            many as make the first method fastest among those that fit.
-        accumulation_steps: Micro-batches to an update, for every method. Default: four a stage.
-        in_flight_per_stage: See `forecast`.
-        cost: Where the work of a piece comes from.
-        memory_budget: Bytes that one device may hold.
-
-    Returns:
-        The cut, and a forecast for each method.
-    """
-    devices = cluster.devices
-    if stages is not None and not 1 <= stages <= devices:
-        raise InputError(f"plan: stages={stages} on {devices} devices; use 1 to {devices}")
-    counts = [stages] if stages else stage_counts(rewired, devices)
-
-    def predict(cut: Partition, memory_budget: int | None) -> tuple[Forecast, ...]:
-        return tuple(
-            forecast(
-                cut,
-                dataclasses.replace(workload, method=method, accumulation_steps=each),
-                cluster,
-                replicas=devices // len(cut.parts),
-                in_flight_per_stage=in_flight_per_stage,
-                memory_budget=memory_budget,
-                zero_bubble=name == ZERO_BUBBLE,
+    @functools.cached_property
+    def petra(self) -> tuple[Forecast, ...]:
+        """PETRA with the graphs of no stage kept, of the last, of the last two, ... and of all."""
+        stages, steps = self.stages, self.training.accumulation_steps
+        name = "petra_stashed" if self.rewired.rewired.policy.averaged else "petra"
+        found = []
+        for kept in range(stages + 1) if name == "petra" else [0]:
+            keeps = [Keep.NOTHING] * (stages - kept) + [Keep.GRAPH] * kept
+            cut = self._precise(partition(self.rewired, stages, self._workload(name), keeps=keeps))
+            real, free = (
+                self._times(cut, keeps, self.replicas, steps, is_free) for is_free in (False, True)
             )
-            for name, method in _chosen(methods)
-            for each in _accumulations(method, accumulation_steps or 4 * len(cut.parts))
+            work = sum(stage_work(free, steps)) / stages
+            most = hiding_in_flight(name, real, steps)
+            quarters = [quarter / 4 for quarter in range(4, math.ceil(4 * most))]
+            given = self.in_flight_per_stage
+            for in_flight in [*quarters, most] if given is None else [given]:
+                method = choose(name, in_flight_per_stage=in_flight)
+                times = [period(method, costs, steps) for costs in (real, free)]
+                workload = dataclasses.replace(
+                    self._workload(name), method=method, accumulation_steps=steps
+                )
+                model = MemoryModel.of(cut, workload)
+                memory = max(
+                    model.stage(j, *pieces, keeps[j]).total for j, pieces in enumerate(cut.ranges)
+                )
+                late = delay(method, stages, 0, steps)
+                row = self._forecast(
+                    "petra", stages, self.replicas, steps, times, work, memory, late
+                )
+                names = tuple(keep.value for keep in keeps)
+                found.append(dataclasses.replace(row, in_flight_per_stage=in_flight, keeps=names))
+        return tuple(found)
+
+    def _forecast(
+        self,
+        method: str,
+        stages: int,
+        replicas: int,
+        steps: int,
+        times: Sequence[float],
+        work: float,
+        memory: int,
+        late: int,
+    ) -> Forecast:
+        time, without_links = times
+        return Forecast(
+            method,
+            stages,
+            replicas,
+            steps,
+            replicas * self.training.microbatch_size / time,
+            work / time,
+            (without_links - work) / time,
+            (time - without_links) / time,
+            memory,
+            late,
+            memory <= self.cluster.memory,
         )
 
-    def cuts(count: int) -> Iterator[Partition]:
-        """Balanced by work, and, if the first method does not fit then, within the budget."""
-        balanced = partition(rewired, count, workload, cost=cost)
-        yield balanced
-        for row in _of_first_method(predict(balanced, None)) if memory_budget is not None else ():
-            assert memory_budget is not None
-            if row.memory <= memory_budget:
-                return
-            fits = False
-            for most in dict.fromkeys(
-                (row.in_flight_per_stage, row.in_flight_per_stage and (in_flight_per_stage or 1.0))
-            ):
-                method = choose(_chosen(methods)[0][1], in_flight_per_stage=most)
-                how = dataclasses.replace(
-                    workload, method=method, accumulation_steps=row.accumulation_steps
-                )
-                with suppress(InputError):
-                    yield partition(rewired, count, how, cost=cost, memory_budget=memory_budget)
-                    fits = True
-            if fits:
-                return
+    # -- costs ------------------------------------------------------------------------------------
 
-    tried = counts if memory_budget is not None else counts[:1]
-    plans = [(cut, predict(cut, memory_budget)) for count in tried for cut in cuts(count)]
-    return max(plans, key=lambda plan: max(map(_rank, _of_first_method(plan[1]))))
+    def _workload(self, method: str) -> Workload:
+        training = self.training
+        return Workload(
+            choose(method),
+            training.microbatch_size,
+            optimizer_copies=training.optimizer_copies,
+            autocast=torch.bfloat16 if training.low_precision else None,
+        )
+
+    def _precise(self, cut: Partition) -> Partition:
+        """Costs and live values in low precision, if that is asked for."""
+        if not self.training.low_precision:
+            return cut
+        streams = {name for piece in cut.rewired.couplings for name in piece.streams_in}
+        streams |= cut.stream_outputs
+        types = {
+            name: dataclasses.replace(kind, dtype=torch.bfloat16)
+            if isinstance(kind, TensorType) and kind.dtype == torch.float32 and name not in streams
+            else kind
+            for name, kind in cut.types.items()
+        }
+        sizes = ("saved", "shared", "passing", "unsaved")
+
+        def halved(cost: Cost) -> Cost:
+            moved = (cost.forward - cost.flops) / 2
+            halves = {name: getattr(cost, name) // 2 for name in sizes}
+            if self.training.measured:
+                return dataclasses.replace(cost, **halves)
+            forward = cost.flops + moved
+            backward = cost.backward * forward / (cost.forward or 1)
+            return dataclasses.replace(cost, forward=forward, backward=backward, **halves)
+
+        parts = tuple(
+            dataclasses.replace(part, costs=tuple(map(halved, part.costs))) for part in cut.parts
+        )
+        return dataclasses.replace(cut, parts=parts, types=types)
+
+    def _times(
+        self, cut: Partition, keeps: Sequence[Keep], replicas: int, steps: int, is_free: bool
+    ) -> Costs:
+        """Time of every stage and link for a micro-batch; with free links none for messages."""
+        parts, cluster, training = cut.parts, self.cluster, self.training
+        bandwidth, latency = (math.inf, 0.0) if is_free else (cluster.link, cluster.latency)
+        forward, backward, update = [], [], []
+        for part, keep in zip(parts, keeps, strict=True):
+            ahead = back = updating = 0.0
+            for piece, cost in zip(part.pieces, part.costs, strict=True):
+                samples = training.microbatch_size / cost.batch
+                seconds = samples * self._seconds(cost)
+                again = piece.recomputed(keep, part is parts[-1])
+                ahead += seconds
+                back += seconds * (cost.backward / (cost.forward or 1) - (not again))
+                in_sgd = _SGD_TRAFFIC * cost.trained / cluster.memory_bandwidth
+                updating += cost.update if training.measured else in_sgd
+            # The first gradient of an update begins the sum.
+            summing = (1 - 1 / steps) * updating * _SUM_TRAFFIC / _SGD_TRAFFIC
+            traffic = 4 + 2 * training.optimizer_copies
+            trained = sum(cost.trained for cost in part.costs)
+            averaging = 2 * trained * (replicas - 1) / replicas / bandwidth
+            averaging += 2 * math.ceil(math.log2(replicas)) * latency
+            if len(parts) == 1:  # data parallel averages while the last backward pass runs
+                averaging = max(averaging - back, 0.0)
+            forward.append(ahead)
+            backward.append(back + summing)
+            update.append(updating * traffic / _SGD_TRAFFIC + averaging)
+        batch = training.microbatch_size
+        sent = [bytes_sent(part.outputs, cut.types, batch) for part in parts[:-1]]
+        # A stage that rebuilds is sent its outputs back beside their gradients.
+        sent_back = [
+            size * (2 if keep is Keep.NOTHING and part.pieces[-1].reversible else 1)
+            for size, part, keep in zip(sent, parts, keeps, strict=False)
+        ]
+        return Costs(
+            tuple(forward),
+            tuple(backward),
+            tuple(update),
+            tuple(latency + size / bandwidth for size in sent),
+            tuple(latency + size / bandwidth for size in sent_back),
+            latency,
+        )
+
+    def _seconds(self, cost: Cost) -> float:
+        """Of a forward pass: arithmetic and memory traffic one after the other, or as measured."""
+        if self.training.measured:
+            return cost.forward
+        moved = max(cost.forward - cost.flops, 0.0) / FLOPS_PER_BYTE
+        return cost.flops / self.cluster.flops + moved / self.cluster.memory_bandwidth
 
 
-def _of_first_method(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    return [row for row in forecasts if row.method == forecasts[0].method]
+def best(rows: Sequence[Forecast]) -> Forecast:
+    """The fastest; of those that are nearly as fast, the least late, then the smallest."""
+    fastest = max(row.throughput for row in rows)
+    near = [row for row in rows if row.throughput >= NEARLY * fastest]
+    return min(near, key=lambda row: (row.delay, row.memory))
 
 
-def better_stages(
-    rewired: Rewired, cluster: Cluster, workload: Workload, chosen: Forecast, **options: Any
-) -> Forecast | None:
-    """The same method in another number of stages, if it is faster so; `plan_cluster`'s options.
+def fewest_idle(devices: int, most: int) -> int:
+    """The largest number of stages, up to `most`, that leaves the fewest devices idle.
 
-    As few devices as possible are left idle, and an update has about as many samples.
+    >>> fewest_idle(64, 18), fewest_idle(7, 18)
+    (16, 7)
     """
-    found = [chosen]
-    for count in stage_counts(rewired, cluster.devices):
-        each = max(chosen.accumulation_steps * chosen.replicas * count // cluster.devices, 1)
-        if count != chosen.stages:
-            options |= {"methods": [chosen.method], "stages": count, "accumulation_steps": each}
-            found.append(plan_cluster(rewired, cluster, workload, **options)[1][0])
-    best = max(found, key=_rank)
-    return None if best is chosen else best
-
-
-def _chosen(names: Sequence[str]) -> list[tuple[str, Method]]:
-    """Methods by name; the zero-bubble bound is that of 1F1B's work."""
-    return [(name, choose("1f1b" if name == ZERO_BUBBLE else name)) for name in names]
-
-
-def _accumulations(method: Method, accumulation_steps: int) -> tuple[int, ...]:
-    """The numbers of micro-batches to an update for which a method is predicted."""
-    drains = method.order not in (Order.CONTINUOUS, Order.SYNTHETIC)
-    return (accumulation_steps,) if drains or accumulation_steps == 1 else (accumulation_steps, 1)
-
-
-def stage_counts(rewired: Rewired, devices: int) -> list[int]:
-    """Numbers of stages worth trying, largest first: those that leave the fewest devices idle."""
-    return _fewest_idle(devices, len(whole_pieces(rewired.body)))
-
-
-def _fewest_idle(devices: int, most: int) -> list[int]:
-    """
-    >>> _fewest_idle(64, 18)
-    [16, 8, 4, 2, 1]
-    """
-    possible = range(min(devices, most), 0, -1)
-    used = {count: count * (devices // count) for count in possible}
-    return [count for count in possible if used[count] == max(used.values())]
-
-
-def _rank(candidate: Forecast) -> tuple[bool, float]:
-    """Cuts that fit come first, then fast ones; if none fits, small ones."""
-    fits = candidate.fits is not False
-    return fits, candidate.throughput if fits else -candidate.memory
+    return max(range(1, min(devices, most) + 1), key=lambda n: (devices // n * n, n))

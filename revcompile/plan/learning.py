@@ -15,7 +15,6 @@ from torch import fx, nn
 from revcompile.errors import warn
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
-from revcompile.ir.types import Rewired
 from revcompile.optim.combined import members
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Weights, window
@@ -26,31 +25,11 @@ _HARMLESS: Final = 1
 """Updates of delay at which transformers learn as without, or nearly so."""
 _HARMLESS_LIMITED: Final = 7
 """The same where matrices move little during the delay."""
-_HARMLESS_CONVOLUTIONS: Final = 9
 _LIMITED: Final = (
     "revcompile.optim.DelayAwareMuon (not with max_drift=None) with "
     "param_groups=revcompile.optim.muon_groups(model)"
 )
 _STASHED: Final = "weights='stashed' (a copy of the weights for each update of delay)"
-
-
-def cost_of_delay(rewired: Rewired, delay: int) -> str:
-    """What a delay of so many updates costs a model of this kind, in words."""
-    if not delay:
-        return "no gradient is late"
-    late = "at most one update late" if delay == 1 else f"up to {delay} updates late"
-    is_transformer = has_attention(rewired.graphs, rewired.root)
-    if delay > (_HARMLESS_LIMITED if is_transformer else _HARMLESS_CONVOLUTIONS):
-        found = (
-            "later than any training that came close to backprop; use a larger accumulation_steps"
-        )
-    elif not is_transformer:
-        found = "with DelayAwareSGD, convolutional nets learn nearly as by backprop"
-    elif delay <= _HARMLESS:
-        found = "with DelayAwareMuon, transformers learn as by backprop"
-    else:
-        found = "with DelayAwareMuon, transformers come close to backprop in more updates"
-    return f"{late}; {found} (docs/results.md)"
 
 
 def warn_of_delay(trainer: Trainer) -> None:

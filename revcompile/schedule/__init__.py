@@ -4,6 +4,7 @@
     delay          micro-batches in flight at a stage, and how many updates late its gradients are
     generate       the action list of every stage
     dryrun         executes the lists without tensors: no deadlock, and how busy each stage is
+    drained        passes of pipelines that drain, with those that others run: time and memory
     steady_state   time a micro-batch once the pipeline is full
     chrome         recorded runs as Chrome traces
 
@@ -12,6 +13,7 @@ Pure arithmetic: nothing here imports torch.
 
 from revcompile.schedule.action import Action, Op, Tie
 from revcompile.schedule.delay import delay, mean_delay, window
+from revcompile.schedule.drained import drained_passes, peak_in_flight
 from revcompile.schedule.dryrun import (
     Costs,
     ScheduleError,
@@ -29,11 +31,9 @@ from revcompile.schedule.methods import (
     choose,
 )
 from revcompile.schedule.steady_state import (
-    busy_share,
     hiding_in_flight,
     period,
     stage_work,
-    zero_bubble_period,
 )
 
 __all__ = [
@@ -50,15 +50,15 @@ __all__ = [
     "Tie",
     "Weights",
     "actions",
-    "busy_share",
     "check_schedule",
     "choose",
     "delay",
+    "drained_passes",
     "dry_run",
     "hiding_in_flight",
     "mean_delay",
+    "peak_in_flight",
     "period",
     "stage_work",
     "window",
-    "zero_bubble_period",
 ]

@@ -6,6 +6,7 @@ how busy each stage would be. Every schedule that trains is checked this way fir
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class ScheduleError(RevcompileError):
 class Costs:
     """Time that each stage takes for a pass or an update, and each link for a message.
 
-    Link j is between stages j and j + 1, in both directions.
+    Link j is between stages j and j + 1, in both directions. For `latency` of its time a message
+    does not keep the link from carrying others; the default is all of it.
     """
 
     forward: tuple[float, ...]
@@ -34,6 +36,12 @@ class Costs:
     update: tuple[float, ...]
     link_forward: tuple[float, ...]
     link_backward: tuple[float, ...]
+    latency: float = math.inf
+
+    @property
+    def link_busy(self) -> float:
+        """How long a message occupies the slowest link."""
+        return max((0.0, *(t - self.latency for t in (*self.link_forward, *self.link_backward))))
 
     @classmethod
     def uniform(

@@ -266,6 +266,8 @@ def test_stages_that_keep_graphs_are_balanced_by_what_they_then_compute() -> Non
     assert [sum(kept.works(part)) for part in kept.parts] == [4.5, 4.5]
     graphs = [sum(rebuilt.works(part, Keep.GRAPH)) for part in rebuilt.parts]
     assert graphs == [3.75, 5.25]
+    mixed = cut(Chain(), 2, x, keep=["nothing", "graph"], cost=dict.fromkeys(HEAVY_HEAD, 1.0))
+    assert (sizes(mixed), mixed.keeps) == ([3, 4], (Keep.NOTHING, Keep.GRAPH))
 
 
 # -- tied layers ----------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ import pytest
 from drawn import groups, shown
 from paths import ROOT
 
+from revcompile.inspect.drawing.frontier import _overlap, frontier_svg
+from revcompile.inspect.drawing.svg import width_of
+from revcompile.inspect.drawing.theme import SMALL
 from revcompile.inspect.drawing.timeline import METHODS, dry_runs, timeline_svg
 from revcompile.schedule import Costs, Op, actions, choose, dry_run
 
@@ -60,3 +63,27 @@ def test_boxes_stand_where_the_dry_run_puts_them() -> None:
 def test_the_picture_in_the_documents_is_up_to_date() -> None:
     drawn = timeline_svg(Costs.uniform(5, forward=1, backward=3, update=0.2, link=0.1))
     assert (ROOT / "docs/timeline.svg").read_text(encoding="utf-8") == drawn
+
+
+# -- frontiers ------------------------------------------------------------------------------------
+
+
+def test_labels_of_a_frontier_touch_neither_each_other_nor_points() -> None:
+    names = ["data parallel", "gpipe", "1f1b", "interleaved", "zero-bubble", "petra"]
+    points = {name: (2.0**30 * (1 + i / 20), 1000.0 + 3 * i) for i, name in enumerate(names)}
+    curve = [(2.0**29, 900.0), points["petra"], (2.0**33, 1200.0)]
+    root = ET.fromstring(frontier_svg("title", "below", points, curve))
+    dots = [
+        (float(c.get("cx", 0)), float(c.get("cy", 0)))
+        for c in root.iter("{http://www.w3.org/2000/svg}circle")
+    ]
+    boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots]
+    for label in root.iter("{http://www.w3.org/2000/svg}text"):
+        if label.text in names:
+            x, y = float(label.get("x", 0)), float(label.get("y", 0))
+            boxes.append((x, y - SMALL, x + width_of(label.text, SMALL), y))
+    labels = boxes[len(names) :]
+    assert len(dots) == len(labels) == len(names)
+    for one in labels:
+        others = [box for box in boxes if box is not one]
+        assert not any(_overlap(one, other) for other in others)

@@ -14,7 +14,7 @@ from training import Plain, fresh
 import revcompile
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.compiler.lower import lower
-from revcompile.compiler.partition import partition
+from revcompile.compiler.partition import Pieces, partition
 from revcompile.ir.types import Rewired, TensorType
 from revcompile.schedule import choose, window
 from tests.support.accounting import ROWS, revnet50, table3
@@ -59,7 +59,7 @@ def on_meta(name: str) -> Rewired:
 def test_buffers_and_messages_are_those_of_the_programs(name: str, method: str) -> None:
     stages, chosen = 4, choose(method)
     workload = Workload(chosen, BATCH)
-    parts = partition(on_meta(name), stages, workload)
+    parts = partition(Pieces.of(on_meta(name)), stages, workload)
     counted = MemoryModel.of(parts, workload)
     end = 0
     for part, program in zip(parts.parts, lower(parts, chosen), strict=True):

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import random
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from nets import Residual
 from torch import nn
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-import revcompile
-from revcompile.compiler.cost import Workload
+from revcompile.compiler.capture import capture
+from revcompile.compiler.capture.check import Check
+from revcompile.compiler.find import find
+from revcompile.compiler.partition import Pieces, one_stream
+from revcompile.compiler.rewire import rewire
 from revcompile.errors import InputError
-from revcompile.ir.types import Rewired
-from revcompile.plan.cluster import Cluster, Device, NetworkLink, TimeModel
-from revcompile.plan.forecast import Forecast, better_stages, plan_cluster
-from revcompile.plan.learning import cost_of_delay
+from revcompile.ir.policy import Policy
+from revcompile.plan.forecast import Cluster, Forecast, Planner, Training, best
 from revcompile.schedule import (
     Costs,
     Op,
     actions,
     choose,
+    drained_passes,
     dry_run,
     hiding_in_flight,
     period,
@@ -116,113 +120,167 @@ def _work(costs: Costs) -> tuple[tuple[float, ...], ...]:
     return costs.forward, costs.backward, costs.update
 
 
+@pytest.mark.parametrize(
+    ("order", "theirs", "chunks"),
+    [
+        ("interleaved", ScheduleInterleaved1F1B, 2),
+        ("zero-bubble", ScheduleInterleavedZeroBubble, 1),
+    ],
+)
+def test_other_pipelines_are_in_the_order_of_torchs(order: str, theirs: Any, chunks: int) -> None:
+    devices, microbatches = 4, 8
+    own = SimpleNamespace(group_size=devices, group_rank=0, num_stages=chunks * devices)
+    own.has_backward, own.device, own.submod = True, "cpu", nn.Identity()
+    stages = [
+        SimpleNamespace(**vars(own), stage_index=i * devices, is_first=not i, is_last=False)
+        for i in range(chunks)
+    ]
+    listed = theirs(stages, microbatches).pipeline_order
+    for device, passes in enumerate(drained_passes(order, chunks * devices, devices, microbatches)):
+        done = [str(action).replace("I", "B") for action in listed[device] if action is not None]
+        assert [f"{stage}{kind}{microbatch}" for kind, stage, microbatch in passes] == done
+
+
+def test_bubbles_are_those_of_the_papers() -> None:
+    """Per update: 1F1B loses (P-1)(F+B), v stages per device a v-th, ZB-H1 (P-1)(F+I-W)."""
+    costs, halves = Costs.uniform(4, 1, 2), Costs.uniform(8, 0.5, 1)
+    assert 8 * period("1f1b", costs, 8) == 8 * 3 + 3 * 3
+    assert 8 * period("interleaved", halves, 8, devices=4) == 8 * 3 + 3 * 3 / 2
+    assert 8 * period("zero-bubble", costs, 8) == 8 * 3 + 3 * 1
+
+
+def test_messages_add_to_every_cycle_without_slack() -> None:
+    """With one in flight per stage: once around the pipeline, shared by all in flight."""
+    costs = Costs.uniform(8, forward=1, backward=2, link=0.5)
+    assert period("petra", costs, 32) == 3 + 14 * 0.5 / 8
+    assert period(choose("petra", in_flight_per_stage=2), costs, 32) == 3
+
+
+@pytest.mark.parametrize("method", ["petra", "1f1b", "gpipe", "zero-bubble"])
+def test_a_link_carries_one_message_at_a_time(method: str) -> None:
+    costs = dataclasses.replace(Costs.uniform(3, 1, 2, link=9), latency=1.0)
+    chosen = choose(method, in_flight_per_stage=9) if method == "petra" else method
+    assert period(chosen, costs, 64) >= 8
+
+
 # -- forecasts ------------------------------------------------------------------------------------
 
 
 @functools.cache
-def rewired() -> Rewired:
-    branches = [(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(8)]
-    blocks = (Residual(nn.Sequential(*branch)) for branch in branches)
+def pieces() -> tuple[Pieces, Pieces]:
+    """Of the original model and of the rewired one."""
+    blocks = (Residual(nn.Sequential(nn.Linear(64, 64), nn.Tanh())) for _ in range(40))
     model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 4))
-    return revcompile.reversify(model, torch.randn(4, 8), check="off").rewired
+    captured = capture(model, torch.randn(4, 8), None, check=Check.OFF)
+    found = find(captured)
+    rewired = rewire(captured, found, Policy.named("same_parameters"))
+    return Pieces.of(one_stream(captured, found)), Pieces.of(rewired)
 
 
-SLOW_DEVICE = TimeModel.on(Device(flops=1e9, bandwidth=1e9))
-FAST = NetworkLink(bandwidth=1e12)
+FAST = Cluster(8, link=1e12, latency=0.0, flops=1e9, memory_bandwidth=1e9, memory=10**9)
+USUAL = Training(512, accumulation_steps=32, optimizer_copies=2, low_precision=False)
 
 
-PETRA = Workload(choose("petra"), microbatch_size=16)
+def planner(cluster: Cluster = FAST, stages: int = 8, **training: Any) -> Planner:
+    return Planner(*pieces(), cluster, dataclasses.replace(USUAL, **training), stages)
 
 
-def planned(devices: int, link: NetworkLink = FAST, **options: Any) -> dict[str, Forecast]:
-    """By method; of those that never drain, what comes with an update every micro-batch."""
-    _, found = plan_cluster(rewired(), Cluster(devices, link, SLOW_DEVICE), PETRA, **options)
-    return {one.method: one for one in found}
+@functools.cache
+def rows(cluster: Cluster = FAST, stages: int = 8, **training: Any) -> dict[str, Forecast]:
+    return {row.method: row for row in planner(cluster, stages, **training).rows()}
 
 
-def test_every_method_is_forecast_on_the_same_stages() -> None:
-    found = planned(4, stages=4)
-    assert set(found) == {"petra", "1f1b", "gpipe", "zero-bubble (bound)"}
-    assert {(one.stages, one.replicas) for one in found.values()} == {(4, 1)}
-    petra, drained, gpipe = (found[name] for name in ("petra", "1f1b", "gpipe"))
-    assert (petra.delay, petra.in_flight_per_stage, petra.accumulation_steps) == (3, 1.0, 1)
-    assert (drained.delay, drained.in_flight_per_stage, drained.accumulation_steps) == (0, None, 16)
-    # PETRA computes forward twice, but has no bubbles; GPipe keeps every graph of a group.
-    assert petra.efficiency > drained.efficiency
-    assert petra.memory < drained.memory < gpipe.memory
-
-
-def test_the_better_number_of_stages_is_found() -> None:
-    cluster = Cluster(8, NetworkLink(bandwidth=1e6), SLOW_DEVICE)
-    narrow = plan_cluster(rewired(), cluster, PETRA)[1][0]
-    better = better_stages(rewired(), cluster, PETRA, narrow)
-    assert better is not None and better.throughput > narrow.throughput
-    assert (
-        better.accumulation_steps * better.replicas == narrow.accumulation_steps * narrow.replicas
+def test_baselines_are_the_original_model_cut_between_its_blocks() -> None:
+    """One value crosses each cut, where the rewired model has two."""
+    original, rewired = pieces()
+    assert len(original.whole) == 42 and all(not piece.reversible for piece in original.whole)
+    assert {len(piece.inputs) for piece in original.whole} == {1}
+    assert sum(cost.parameters for cost in original.costs) == sum(
+        parameter.numel() for parameter in original.rewired.root.parameters()
     )
-    assert better_stages(rewired(), cluster, PETRA, better) is None
+    assert [len(piece.inputs) for piece in rewired.whole if piece.reversible][1:] == [3] * 39
 
 
-def test_what_delay_costs_is_that_of_the_results() -> None:
-    """The delays up to which a sentence holds are those of the table in docs/results.md."""
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
-    attention = revcompile.reversify(encoder, torch.randn(2, 5, 8), check="off").rewired
-    results = Path(__file__).parents[2].joinpath("docs/results.md").read_text()
-    table = [
-        ("convolutional nets | up to 9 updates | `DelayAwareSGD`", rewired(), 9, "nearly"),
-        ("transformers | one update", attention, 1, "learn as by backprop"),
-        ("transformers | 2 to 7 updates | `DelayAwareMuon`", attention, 7, "in more updates"),
-    ]
-    for row, model, most, says in table:
-        assert row in results
-        assert says in cost_of_delay(model, most)
-        assert says not in cost_of_delay(model, most + 1)
-    for model, delay in ((attention, 8), (rewired(), 10)):
-        assert "use a larger accumulation_steps" in cost_of_delay(model, delay)
-    assert cost_of_delay(attention, 0) == "no gradient is late"
+def test_the_frontier_of_petra_is_that_of_the_design() -> None:
+    """Of the ideal: 1F1B M / (M+S-1), all rebuilt 3/4, all kept 1; memory the other way round."""
+    found = rows()
+    ideal = found["data parallel"].throughput
+    shares = {name: row.throughput / ideal for name, row in found.items()}
+    assert shares["1f1b"] == pytest.approx(32 / 39, rel=0.05)
+    assert shares["gpipe"] == pytest.approx(32 / 39, rel=0.05)
+    assert shares["petra, all rebuilt"] == pytest.approx(3 / 4, rel=0.05)
+    assert shares["petra on this device"] == pytest.approx(1, rel=0.05)
+    assert shares["1f1b, recomputed"] == pytest.approx(32 / 39 * 3 / 4, rel=0.05)
+    assert found["petra, all rebuilt"].memory < found["1f1b, recomputed"].memory
+    assert found["1f1b, recomputed"].memory < found["1f1b"].memory / 2
+    assert found["petra on this device"].memory < 1.3 * found["1f1b"].memory
+    assert found["gpipe"].memory > 3 * found["1f1b"].memory
+    assert found["1f1b"].throughput < found["zero-bubble"].throughput
+    assert found["interleaved"].stages == 16
+    assert found["petra in 1f1b's memory"].memory <= found["1f1b"].memory
+    assert [row.delay for row in found.values()] == [0] * 6 + [1] * 3
 
 
-def test_devices_beyond_the_stages_become_copies() -> None:
-    single, copied = planned(5, stages=5)["petra"], planned(4096, stages=5)["petra"]
-    assert (copied.stages, copied.replicas) == (5, 819)
-    # Gradients are averaged over fast links: nearly as many times the throughput.
-    assert 0.95 * 819 < copied.throughput / single.throughput <= 819
+def test_between_rebuilt_and_kept_more_memory_is_more_throughput() -> None:
+    front = planner().frontier()
+    assert [row.memory for row in front] == sorted(row.memory for row in front)
+    assert [row.throughput for row in front] == sorted(row.throughput for row in front)
+    kept = [row.keeps.count("graph") for row in front]
+    assert (kept[0], kept[-1]) == (0, 8) and any(0 < some < 8 for some in kept)
+    assert all(row.keeps == tuple(sorted(row.keeps, reverse=True)) for row in front)
 
 
-def test_without_a_number_of_stages_no_device_idles_and_stages_are_many() -> None:
-    assert (planned(16)["petra"].stages, planned(16)["petra"].replicas) == (8, 2)
-    assert (planned(7)["petra"].stages, planned(7)["petra"].replicas) == (7, 1)
+def test_waits_for_links_are_not_bubbles() -> None:
+    for found in (rows(), rows(dataclasses.replace(FAST, latency=0.05))):
+        for row in found.values():
+            assert row.busy + row.bubbles + row.links == pytest.approx(1)
+    near, far = rows()["1f1b"], rows(dataclasses.replace(FAST, latency=0.05))["1f1b"]
+    assert near.links == pytest.approx(0, abs=1e-4) and far.links > 0.2
+    assert near.bubbles / near.busy == pytest.approx(far.bubbles / far.busy)
 
 
-def test_slow_links_cost_delay_and_not_throughput() -> None:
-    near = planned(8, stages=8)["petra"]
-    far = planned(8, NetworkLink(bandwidth=1e12, latency=0.01), stages=8)["petra"]
-    assert far.in_flight_per_stage is not None and far.in_flight_per_stage > 1
-    assert far.delay > near.delay == 7
+def test_latency_costs_petra_flight_and_not_throughput() -> None:
+    near, far = (
+        rows(dataclasses.replace(FAST, latency=latency))["petra, all rebuilt"]
+        for latency in (0.0, 0.05)
+    )
+    assert near.in_flight_per_stage == 1.0 and (far.in_flight_per_stage or 0) > 1.5
     assert far.throughput == pytest.approx(near.throughput, rel=0.02)
-    fixed = planned(
-        8, NetworkLink(bandwidth=1e12, latency=0.01), stages=8, in_flight_per_stage=1.0
-    )["petra"]
-    assert fixed.delay == 7 and fixed.throughput < 0.5 * far.throughput
-    assert fixed.bottleneck == "bubbles" and far.bottleneck.startswith("stage")
+    fixed = dataclasses.replace(
+        planner(dataclasses.replace(FAST, latency=0.05)), in_flight_per_stage=1.0
+    )
+    assert fixed.petra[0].throughput < 0.8 * far.throughput
 
 
-def test_with_a_memory_limit_the_fastest_cut_that_fits_is_taken() -> None:
-    roomy = planned(8, memory_budget=10**9, accumulation_steps=1)["petra"]
-    assert (roomy.stages, roomy.fits) == (1, True)
-    tight = planned(8, memory_budget=roomy.memory // 2, accumulation_steps=1)["petra"]
-    assert tight.stages > 1 and tight.fits and tight.memory <= roomy.memory // 2
-    assert planned(8, memory_budget=1000)["petra"].fits is False
+def test_precision_and_optimizer_count() -> None:
+    """In bf16 a message and an activation take half; PETRA's two streams stay float32."""
+    slow = dataclasses.replace(FAST, link=1e5)
+    full, half = rows(slow), rows(slow, low_precision=True)
+    for method, ratio in (("gpipe", 2), ("petra, all rebuilt", 1)):
+        faster = half[method].throughput / full[method].throughput
+        assert faster == pytest.approx(ratio, rel=0.1), method
+    assert rows(low_precision=True)["gpipe"].memory < 0.6 * rows()["gpipe"].memory
+    assert rows(optimizer_copies=1)["1f1b"].memory < rows()["1f1b"].memory
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"devices": 4, "stages": 5}, "use 1 to 4"),
-        ({"devices": 64, "stages": 60}, "num_stages=60"),
-        ({"devices": 4, "methods": ["petar"]}, "did you mean 'petra'"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        planned(**options)
+def test_replicas_are_averaged_over_links() -> None:
+    many = dataclasses.replace(FAST, devices=16)
+    assert rows(many)["1f1b"].replicas == 2 and rows(many)["data parallel"].replicas == 16
+    assert rows(many)["1f1b"].throughput == pytest.approx(2 * rows()["1f1b"].throughput, rel=0.01)
+    slow = rows(dataclasses.replace(many, link=1e4))["data parallel"]
+    assert slow.links > 0.5 and slow.bubbles == pytest.approx(0)
+
+
+def test_the_best_is_the_fastest_or_as_fast_and_less_late() -> None:
+    found = rows()
+    assert best(list(found.values())).method == "data parallel"
+    late, early = found["petra on this device"], found["zero-bubble"]
+    assert best([late, early]) is late
+    assert best([late, dataclasses.replace(early, throughput=0.995 * late.throughput)]) is not late
+
+
+def test_what_cannot_be_cut_is_left_out_or_refused() -> None:
+    assert "interleaved" not in rows(stages=4, accumulation_steps=6)
+    assert set(rows(stages=1)) == {"data parallel", "petra, all rebuilt", "petra on this device"}
+    with pytest.raises(InputError, match="num_stages=60"):
+        planner(dataclasses.replace(FAST, devices=64), stages=60).rows()

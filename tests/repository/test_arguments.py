@@ -101,6 +101,7 @@ def test_what_is_no_model(model: Any, said: str) -> None:
         ({"cost": "mesured"}, r"cost: expected .* got 'mesured'; did you mean 'measured'\?"),
         ({"cost": len}, r"cost: expected .* got <built-in function len>"),
         ({"keep": "graphs"}, r"keep='graphs'; use one of: .*; did you mean 'graph'\?"),
+        ({"keep": ["graph"] * 9}, r"keep has 9 items, num_stages="),
         (
             {"policy": "papers"},
             "policy: expected 'paper', 'pretrained', 'same_parameters' or a revcompile.Policy",

@@ -1,5 +1,6 @@
 """partition: segments and costs -> balanced stages, cut where it is legal."""
 
-from revcompile.compiler.partition.partition import assign_contiguous, partition
+from revcompile.compiler.partition.partition import Pieces, assign_contiguous, partition
+from revcompile.compiler.partition.pieces import one_stream
 
-__all__ = ["assign_contiguous", "partition"]
+__all__ = ["Pieces", "assign_contiguous", "one_stream", "partition"]

@@ -23,10 +23,8 @@ _ROUNDING: Final = 1 + 1e-9
 
 
 def balance(
-    costs: Sequence[float],
-    parts: int,
+    costs: Sequence[Sequence[float]],
     *,
-    last: Sequence[float] | None = None,
     allowed: Allowed | None = None,
     traffic: Sequence[float] | None = None,
     no_cut: Sequence[tuple[int, int]] = (),
@@ -34,9 +32,7 @@ def balance(
     """Cut a row of items into contiguous parts whose largest sum of costs is least.
 
     Args:
-        costs: The cost of each item, 0 or more.
-        parts: How many parts; none is empty.
-        last: What the items cost in the last part, if not the same.
+        costs: For each part what each item costs in it, 0 or more. No part is empty.
         allowed: `allowed(part, start, end)` says whether a part may be `start` to `end`. It is
             asked about parts that are not much larger than the best partition's.
         traffic: What a part costs that ends before each item: among all best partitions, the total
@@ -46,18 +42,18 @@ def balance(
     Returns:
         The end of each part, or None if no partition is allowed.
 
-    >>> balance([1, 2, 3, 4, 5], 2)
+    >>> balance([[1, 2, 3, 4, 5]] * 2)
     (3, 5)
-    >>> balance([1, 2, 3, 4, 5], 2, last=[1, 1, 1, 1, 1])
+    >>> balance([[1, 2, 3, 4, 5], [1, 1, 1, 1, 1]])
     (2, 5)
-    >>> balance([1, 2, 3, 4, 5], 2, no_cut=[(2, 3)])
+    >>> balance([[1, 2, 3, 4, 5]] * 2, no_cut=[(2, 3)])
     (4, 5)
     """
-    body, tail = _sums(costs, no_cut), _sums(costs if last is None else last, no_cut)
-    spans = [*[body] * (parts - 1), tail]
+    sums = {row: _sums(row, no_cut) for row in {*map(tuple, costs)}}
+    spans = [sums[tuple(row)] for row in costs]
     bound, _ = _solve(spans, math.inf, None)
     if allowed is not None:
-        allowed, most = functools.cache(allowed), max(sum(costs), sum(last or costs))
+        allowed, most = functools.cache(allowed), max(map(sum, costs))
         # A little slack is nearly always enough, and the calls of `allowed` grow with it.
         limit, step = bound, bound / 64 or most / 64
         while (found := _solve(spans, limit, allowed)[0]) == math.inf and limit < most:
@@ -68,17 +64,14 @@ def balance(
     return _solve(spans, bound, allowed, lambda sums: sums**2 if traffic is None else traffic)[1]
 
 
-def largest(
-    costs: Sequence[float], ends: Sequence[int], last: Sequence[float] | None = None
-) -> float:
+def largest(costs: Sequence[Sequence[float]], ends: Sequence[int]) -> float:
     """Sum of the largest part.
 
-    >>> largest([1, 2, 3, 4, 5], (3, 5))
+    >>> largest([[1, 2, 3, 4, 5]] * 2, (3, 5))
     9.0
     """
-    *parts, (start, end) = pairwise((0, *ends))
-    final = math.fsum((costs if last is None else last)[start:end])
-    return max(final, *(math.fsum(costs[start:end]) for start, end in parts), 0.0)
+    parts = zip(costs, pairwise((0, *ends)), strict=True)
+    return max(math.fsum(row[start:end]) for row, (start, end) in parts)
 
 
 def _sums(costs: Sequence[float], no_cut: Sequence[tuple[int, int]]) -> Array:

@@ -24,7 +24,7 @@ from revcompile.ir.module_tree import parameter_names
 from revcompile.ir.ops import read_buffer, store_buffer
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Cost, Coupling, Live, Rewired, Segment, TensorType
-from revcompile.schedule import Tie
+from revcompile.schedule import Keep, Tie
 from revcompile.units import format_size
 
 SPLITTING_GAIN: Final = 1.05
@@ -33,46 +33,65 @@ TYING_LOSS: Final = 1.1
 """Keep tied parameters in one stage if that makes the largest stage at most this much larger."""
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """The segments of a model, each with its parts as fine as it may be cut, and what they cost."""
+
+    rewired: Rewired
+    whole: tuple[Segment, ...]
+    groups: tuple[tuple[Segment, ...], ...]
+    types: Mapping[str, Any]
+    costs: tuple[Cost, ...]
+
+    @classmethod
+    def of(cls, rewired: Rewired, cost: CostSource = "analytic") -> Pieces:
+        """`cost`: where the work of a piece comes from."""
+        whole = whole_pieces(rewired.body)
+        groups, new_types = split_pieces(rewired, whole)
+        types = {**rewired.body.types, **new_types}
+        costs = piece_costs(rewired, tuple(itertools.chain(*groups)), types, cost)
+        return cls(rewired, whole, groups, types, costs)
+
+
 def partition(
-    rewired: Rewired,
+    pieces: Pieces,
     stages: int,
     workload: Workload,
     *,
-    cost: CostSource = "analytic",
     memory_budget: int | None = None,
+    keeps: Sequence[Keep] | None = None,
 ) -> Partition:
     """Cut a rewired model into stages of balanced work.
 
     Args:
-        rewired: The model.
+        pieces: The model.
         stages: How many stages to cut it into.
-        workload: What stages keep (its method) decides how much they compute again; the rest is
-            for the memory budget.
-        cost: Where the work of a piece comes from.
+        workload: For the memory budget.
         memory_budget: Bytes a stage may hold at its peak.
+        keeps: What each stage keeps decides how much it computes again. Default: what the method
+            of the workload says.
 
     Raises:
         InputError: There are too few pieces, no cut fits the budget, or the model writes to
             parameters, or to buffers that several stages would use.
     """
-    whole = whole_pieces(rewired.body)
-    groups, new_types = split_pieces(rewired, whole)
-    split = tuple(itertools.chain(*groups))
-    types = {**rewired.body.types, **new_types}
+    rewired, whole, split = pieces.rewired, pieces.whole, tuple(itertools.chain(*pieces.groups))
     _check_count(rewired, stages, split)
+    keeps = tuple(keeps or [workload.method.keep] * stages)
 
-    def row_of(pieces: tuple[Segment, ...], costs: tuple[Cost, ...]) -> _Row:
-        return _Row(rewired, pieces, costs, types, stages, workload, memory_budget)
+    def row_of(row: tuple[Segment, ...], costs: tuple[Cost, ...]) -> _Row:
+        return _Row(rewired, row, costs, pieces.types, keeps, workload, memory_budget)
 
-    finest = row_of(split, piece_costs(rewired, split, types, cost))
+    finest = row_of(split, pieces.costs)
     _refuse_written_parameters(finest)
     chosen, ends = finest, finest.cut()
     if stages <= len(whole) and len(whole) < len(split):
         rest = iter(finest.costs)
-        coarse = row_of(whole, tuple(sum_costs([next(rest) for _ in group]) for group in groups))
+        sums = (sum_costs([next(rest) for _ in group]) for group in pieces.groups)
+        coarse = row_of(whole, tuple(sums))
         coarse_ends = coarse.cut()
-        bound = SPLITTING_GAIN * finest.largest_work(ends) if ends else math.inf
-        if coarse_ends and coarse.largest_work(coarse_ends) <= bound:
+        bound = SPLITTING_GAIN * largest(finest.works, ends) if ends else math.inf
+        if coarse_ends and largest(coarse.works, coarse_ends) <= bound:
             chosen, ends = coarse, coarse_ends
     if ends is None:
         _refuse_written_buffers(finest)
@@ -83,7 +102,7 @@ def partition(
 def assign_contiguous(partition: Partition, ranks: int) -> list[int]:
     """The rank of every stage if each rank has consecutive stages, balanced by work."""
     work = [math.fsum(partition.works(part)) for part in partition.parts]
-    ends = balance(work, ranks)
+    ends = balance([work] * ranks)
     assert ends is not None
     return [bisect_right(ends, stage) for stage in range(len(work))]
 
@@ -99,7 +118,8 @@ class _Row:
     pieces: tuple[Segment, ...]
     costs: tuple[Cost, ...]
     types: Mapping[str, Any]
-    stages: int
+    keeps: tuple[Keep, ...]
+    """What each stage keeps."""
     workload: Workload
     memory_budget: int | None
 
@@ -126,18 +146,20 @@ class _Row:
     @functools.cached_property
     def memory(self) -> MemoryModel:
         """What any stage of the row would hold in our trainer."""
-        return MemoryModel.of(_assemble(self, [len(self.pieces)]), self.workload, self.stages)
+        whole = _assemble(self, [len(self.pieces)])
+        return MemoryModel.of(whole, self.workload, len(self.keeps))
 
-    def work(self, *, is_last: bool = False) -> list[float]:
-        """Work of each piece in any stage, or in the last one."""
-        keep = self.workload.method.keep
-        return [
-            piece.work(cost, keep, is_last)
-            for piece, cost in zip(self.pieces, self.costs, strict=True)
-        ]
+    def needs(self, stage: int, start: int, end: int) -> int:
+        """Bytes that a stage holds if it is `pieces[start:end]`."""
+        return self.memory.stage(stage, start, end, self.keeps[stage]).total
 
-    def largest_work(self, ends: Sequence[int]) -> float:
-        return largest(self.work(), ends, last=self.work(is_last=True))
+    @functools.cached_property
+    def works(self) -> list[list[float]]:
+        """Work of each piece in each stage."""
+        priced = list(zip(self.pieces, self.costs, strict=True))
+        kinds = [(keep, stage == len(self.keeps) - 1) for stage, keep in enumerate(self.keeps)]
+        rows = {kind: [piece.work(cost, *kind) for piece, cost in priced] for kind in {*kinds}}
+        return [rows[kind] for kind in kinds]
 
     def cut(self) -> tuple[int, ...] | None:
         """The ends of the stages; pieces that share parameters share a stage if it costs little."""
@@ -146,14 +168,14 @@ class _Row:
         best = self.balanced(no_cut)
         if best is None:
             return None
-        bound = TYING_LOSS * self.largest_work(best)
+        bound = TYING_LOSS * largest(self.works, best)
         sharing = nx.Graph()
         for readers in self.shared.values():
             nx.add_path(sharing, readers)
         for component in nx.connected_components(sharing):
             tied = [*no_cut, *itertools.pairwise(sorted(component))]
             ends = self.balanced(tied)
-            if ends is not None and self.largest_work(ends) <= bound:
+            if ends is not None and largest(self.works, ends) <= bound:
                 best, no_cut = ends, tied
         return best
 
@@ -162,9 +184,7 @@ class _Row:
     ) -> tuple[int, ...] | None:
         """The ends of stages with the least largest work, and among those the least traffic."""
         return balance(
-            self.work(),
-            self.stages,
-            last=self.work(is_last=True),
+            self.works,
             allowed=None if any_memory else self._fits(),
             traffic=self.traffic,
             no_cut=no_cut,
@@ -174,7 +194,7 @@ class _Row:
         budget = self.memory_budget
         if budget is None:
             return None
-        return lambda stage, start, end: self.memory.stage(stage, start, end).total <= budget
+        return lambda stage, start, end: self.needs(stage, start, end) <= budget
 
 
 # -- refusing -------------------------------------------------------------------------------------
@@ -212,7 +232,7 @@ def _refuse_written_buffers(row: _Row) -> None:
     raise InputError(
         f"petrafy: the forward pass of {row.rewired.name} writes into its buffer {name}, which is "
         f"used from {first} to {last}; all of that must be one stage, which leaves no cut into "
-        f"{row.stages} stages. Use fewer stages, or update the buffer where its contents are "
+        f"{len(row.keeps)} stages. Use fewer stages, or update the buffer where its contents are "
         "computed"
     )
 
@@ -222,11 +242,11 @@ def _does_not_fit(row: _Row) -> str:
     assert budget is not None, "only a memory budget can rule out every partition"
     ends = row.balanced(any_memory=True)
     assert ends is not None
-    needs = [row.memory.stage(j, a, b).total for j, (a, b) in enumerate(_ranges(ends))]
-    worst = max(range(row.stages), key=needs.__getitem__)
+    needs = [row.needs(stage, *pieces) for stage, pieces in enumerate(_ranges(ends))]
+    worst = needs.index(max(needs))
     listed = ", ".join(map(format_size, needs))
     return (
-        f"petrafy: {row.rewired.name} does not fit {row.stages} devices of {format_size(budget)} "
+        f"petrafy: {row.rewired.name} does not fit {len(needs)} devices of {format_size(budget)} "
         f"at {row.workload.microbatch_size} samples a micro-batch: balanced by work its stages "
         f"need {listed} (stage {worst} the most), and no other cut fits either. Use more stages, a "
         "smaller microbatch_size, or a larger memory_budget"
@@ -251,7 +271,7 @@ def _assemble(row: _Row, ends: Sequence[int]) -> Partition:
         )
         for index, (start, end) in enumerate(_ranges(ends))
     )
-    return Partition(row.rewired, parts, row.types, _ties(row, ends), row.workload.method.keep)
+    return Partition(row.rewired, parts, row.types, _ties(row, ends), row.keeps)
 
 
 def _ties(row: _Row, ends: Sequence[int]) -> dict[Tie, tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,12 @@ from torch import fx, nn
 
 from revcompile.compiler.capture.memory import works_in_place
 from revcompile.compiler.dataflow import Flow, is_plain, tensor_type
+from revcompile.compiler.find.residual import Found
 from revcompile.compiler.rewire.region import ORIGIN, Region
+from revcompile.compiler.rewire.rewire import rewire
 from revcompile.ir.module_tree import called_module
-from revcompile.ir.types import TYPE, Body, Coupling, Opaque, Rewired, Segment
+from revcompile.ir.policy import Policy
+from revcompile.ir.types import TYPE, Body, Captured, Coupling, Opaque, Rewired, Segment
 
 
 def whole_pieces(body: Body) -> tuple[Segment, ...]:
@@ -55,6 +58,21 @@ def _block_alone(coupling: Coupling) -> Opaque:
     return Opaque(coupling.name, inputs, (*coupling.streams_out, *coupling.extras), graph, reason)
 
 
+def one_stream(captured: Captured, found: Found) -> Rewired:
+    """The model as it is, in segments: nothing is rewired, each block is a segment."""
+    plain = rewire(captured, Found((), ()), Policy.named("same_parameters"))
+    ends = {name for block in found.residuals for name in (block.x, block.out)}
+    names = plain.signature.placeholders
+    segments, types = list[Segment](), dict(plain.body.types)
+    for whole in plain.body.segments:
+        assert isinstance(whole, Opaque)
+        split = _Split(whole, plain.root, {*names, *types}, ends)
+        segments += split.parts()
+        types |= split.types
+    body = replace(plain.body, segments=tuple(segments), types=types)
+    return replace(plain, body=body, residuals=found.residuals)
+
+
 def split_pieces(
     rewired: Rewired, pieces: Sequence[Segment]
 ) -> tuple[tuple[tuple[Segment, ...], ...], Mapping[str, Any]]:
@@ -86,8 +104,14 @@ def _computes_any(graph: fx.Graph, names: set[str]) -> bool:
 class _Split:
     """One opaque segment, split into several."""
 
-    def __init__(self, segment: Opaque, root: nn.Module, used_names: Iterable[str]) -> None:
-        self.segment, self.root = segment, root
+    def __init__(
+        self,
+        segment: Opaque,
+        root: nn.Module,
+        used_names: Iterable[str],
+        ends: Collection[str] = (),
+    ) -> None:
+        self.segment, self.root, self.ends = segment, root, ends
         self.flow = Flow(segment.graph, root)
         self.used_names = set(used_names)
         self.types: dict[str, Any] = {}
@@ -123,12 +147,17 @@ class _Split:
         return parts
 
     def _groups(self) -> list[list[fx.Node]]:
-        """Nodes between two legal cuts: just before a layer with a weight matrix or kernel."""
+        """Nodes between two legal cuts: just before a layer with a weight matrix or kernel.
+
+        If there are `ends`, just behind these nodes of the captured graph instead.
+        """
         groups: list[list[fx.Node]] = [[]]
         weighted, uncuttable = False, self._uncuttable()
         for index, node in enumerate(self.computed):
             begins = self.flow.is_weighted(node)
-            if begins and weighted and index not in uncuttable:
+            if self.ends:
+                begins = weighted = self.computed[index - 1].meta.get(ORIGIN) in self.ends
+            if begins and weighted and groups[-1] and index not in uncuttable:
                 groups.append([])
                 weighted = False
             groups[-1].append(node)

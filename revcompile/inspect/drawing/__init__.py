@@ -5,15 +5,17 @@ stages.py    one stage, with the lines that pass it
 network.py   all stages as one SVG
 page.py      the same as one HTML file (graph.py: the graph of a stage)
 timeline.py  schedules side by side, from dry runs
+frontier.py  throughput over memory, of several methods
 svg.py       SVG as text (theme.py: colours and fonts)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from revcompile.errors import InputError
+from revcompile.inspect.drawing.frontier import Point, frontier_svg
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
 from revcompile.inspect.drawing.timeline import beside_others, timeline_svg
@@ -21,7 +23,7 @@ from revcompile.inspect.views import ModelView
 from revcompile.ir.program import Partition
 from revcompile.schedule import Costs, Method
 
-__all__ = ["beside_others", "costs_of", "draw", "draw_schedule", "fragment"]
+__all__ = ["beside_others", "costs_of", "draw", "draw_frontier", "draw_schedule", "fragment"]
 
 
 def draw(view: ModelView, path: str | Path) -> Path:
@@ -59,6 +61,19 @@ def draw_schedule(
     target = _target("draw_schedule", path, (".svg",))
     drawn = timeline_svg(costs, methods, accumulation_steps=accumulation_steps, title=title)
     target.write_text(drawn, encoding="utf-8")
+    return target
+
+
+def draw_frontier(
+    path: str | Path,
+    title: str,
+    subtitle: str,
+    points: Mapping[str, Point],
+    curve: Sequence[Point],
+) -> Path:
+    """Draw throughput over memory, as an `.svg`: labelled points, and a curve of one method."""
+    target = _target("draw_frontier", path, (".svg",))
+    target.write_text(frontier_svg(title, subtitle, points, curve), encoding="utf-8")
     return target
 
 
