@@ -69,7 +69,6 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     "plan/test_accounting.py::test_the_table_of_the_paper": (),
     "plan/test_budget.py::test_training_holds_no_more_than_was_predicted": ("vit-0.5", "vit-1.0"),
     "plan/test_memory.py::test_a_block_adds_nothing": ("conv-same_parameters",),
-    "plan/test_plan.py::test_with_a_memory_limit_the_fastest_cut_that_fits_is_taken": (),
     "plan/test_stage_memory.py": (
         "test_stages_hold_what_is_accounted[petra-vgg]",
         "test_stages_hold_what_is_accounted[delayed-vit]",
