@@ -37,24 +37,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     cluster = parser.add_argument_group("the cluster (defaults: H200s, as far as one reaches that)")
     cluster.add_argument("--devices", type=count, required=True, metavar="N", help="how many")
-    cluster.add_argument(
-        "--link", type=bandwidth, default="100Gbps", help="between two devices (default: 100Gbps)"
-    )
-    cluster.add_argument(
-        "--latency", type=seconds, default="10us", help="of a link (default: 10us)"
-    )
+    cluster.add_argument("--link", type=bandwidth, default="100Gbps", help="between two devices")
+    cluster.add_argument("--latency", type=seconds, default="10us", help="of a link")
     cluster.add_argument(
         "--flops", type=rate, help="FLOPs per second (default: 400T in bf16, 200T in fp32)"
     )
-    cluster.add_argument(
-        "--memory-bandwidth", type=rate, default="3.3T", help="bytes per second (default: 3.3T)"
-    )
-    cluster.add_argument(
-        "--memory-budget", type=size, default="141GB", help="of a device (default: 141GB)"
-    )
+    cluster.add_argument("--memory-bandwidth", type=rate, default="3.3T", help="bytes per second")
+    cluster.add_argument("--memory-budget", type=size, default="141GB", help="of a device")
     training = parser.add_argument_group("the training")
     training.add_argument(
-        "--microbatch-size", type=count, default=32, help="samples per micro-batch (default: 32)"
+        "--microbatch-size", type=count, default=32, help="samples per micro-batch"
     )
     training.add_argument(
         "--stages", type=count, help="of a pipeline (default: as many as use all devices)"
@@ -83,7 +75,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--cost",
         choices=("analytic", "measured"),
         default="analytic",
-        help="analytic: work is counted (default); measured: timed on this machine, in fp32",
+        help="analytic: work is counted; measured: timed on this machine, in fp32",
     )
     parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw throughput over memory")
@@ -198,7 +190,7 @@ def _table(title: str, rows: Sequence[Forecast], *below: str) -> str:
         table.add_row(
             row.method,
             formatting.amount(row.throughput),
-            *(f"{100 * share:.0f} %" for share in shares),
+            *(f"{round(100 * share)} %" for share in shares),
             formatting.size(row.memory) + ("" if row.fits else "\n(too much)"),
             str(row.delay),
         )

@@ -133,9 +133,11 @@ class Planner:
             if baseline.method == "1f1b":
                 named["petra in 1f1b's memory"] = self._within(baseline.memory)
         named["petra on this device"] = self._within(self.cluster.memory)
-        chosen = {best(found): name for name, found in reversed(named.items()) if found}
-        petra = (dataclasses.replace(row, method=name) for row, name in chosen.items())
-        return (*rows, *reversed([*petra]))
+        petra = list[Forecast]()
+        for name, found in named.items():
+            if found and (not petra or best(found).throughput * NEARLY > petra[-1].throughput):
+                petra.append(dataclasses.replace(best(found), method=name))
+        return (*rows, *petra)
 
     def _within(self, memory: int) -> list[Forecast]:
         return [row for row in self.petra if row.memory <= memory]
