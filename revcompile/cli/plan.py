@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> Answer:
     path = new_file("--plot", args.plot, "frontier.svg") if args.plot else None
     planner = _planner(args)
     rows = planner.rows()
-    advice = _advice(rows)
+    advice = _advice(planner, rows)
     assumed = _assumed(args, planner.cluster, planner.training)
     facts = {
         "model": planner.original.rewired.name,
@@ -197,7 +197,7 @@ def _table(title: str, rows: Sequence[Forecast], *below: str) -> str:
     return render(table, *below)
 
 
-def _advice(rows: Sequence[Forecast]) -> str:
+def _advice(planner: Planner, rows: Sequence[Forecast]) -> str:
     """The best method that fits, how to get it, and what it costs, in a sentence."""
     from revcompile.inspect import formatting
     from revcompile.plan.forecast import best
@@ -215,7 +215,9 @@ def _advice(rows: Sequence[Forecast]) -> str:
         kept = row.keeps.count("graph")
         parts = [f"['nothing'] * {row.stages - kept}"] * (kept < row.stages)
         parts += [f"['graph'] * {kept}"] * bool(kept)
-        budget = f", memory_budget='{math.ceil(row.memory / 2**20)}MiB'" if kept else ""
+        budget = ""
+        if kept:
+            budget = f", memory_budget='{math.ceil(planner.trainer_budget(row) / 2**20)}MiB'"
         how = (
             f"petrafy(model, {row.stages}, keep={' + '.join(parts)}) and net.trainer(..., "
             f"options=TrainerOptions(in_flight_per_stage={row.in_flight_per_stage:g}){budget})"

@@ -27,6 +27,7 @@ from revcompile.ir.types import Cost, TensorType
 from revcompile.schedule import (
     Costs,
     Keep,
+    Method,
     choose,
     delay,
     drained_passes,
@@ -184,7 +185,7 @@ class Planner:
         name = "petra_stashed" if self.rewired.rewired.policy.averaged else "petra"
         found = []
         for kept in range(stages + 1) if name == "petra" else [0]:
-            keeps = [Keep.NOTHING] * (stages - kept) + [Keep.GRAPH] * kept
+            keeps = (Keep.NOTHING,) * (stages - kept) + (Keep.GRAPH,) * kept
             cut = self._precise(partition(self.rewired, stages, self._workload(name), keeps=keeps))
             real, free = (
                 self._times(cut, keeps, self.replicas, steps, is_free) for is_free in (False, True)
@@ -196,20 +197,27 @@ class Planner:
             for in_flight in [*quarters, most] if given is None else [given]:
                 method = choose(name, in_flight_per_stage=in_flight)
                 times = [period(method, costs, steps) for costs in (real, free)]
-                workload = dataclasses.replace(
-                    self._workload(name), method=method, accumulation_steps=steps
-                )
-                model = MemoryModel.of(cut, workload)
-                memory = max(
-                    model.stage(j, *pieces, keeps[j]).total for j, pieces in enumerate(cut.ranges)
-                )
-                late = delay(method, stages, 0, steps)
+                memory, late = self._memory(cut, method), delay(method, stages, 0, steps)
                 row = self._forecast(
                     "petra", stages, self.replicas, steps, times, work, memory, late
                 )
                 names = tuple(keep.value for keep in keeps)
                 found.append(dataclasses.replace(row, in_flight_per_stage=in_flight, keeps=names))
         return tuple(found)
+
+    def trainer_budget(self, row: Forecast) -> int:
+        """The `memory_budget` of a trainer that keeps what a row of PETRA keeps.
+
+        Trainers count activations in float32, whatever the precision.
+        """
+        method = choose("petra", in_flight_per_stage=row.in_flight_per_stage)
+        workload, keeps = self._workload(method), [Keep(name) for name in row.keeps]
+        return self._memory(partition(self.rewired, row.stages, workload, keeps=keeps), method)
+
+    def _memory(self, cut: Partition, method: Method) -> int:
+        model = MemoryModel.of(cut, self._workload(method, self.training.accumulation_steps))
+        stages = enumerate(zip(cut.ranges, cut.keeps, strict=True))
+        return max(model.stage(j, *pieces, keep).total for j, (pieces, keep) in stages)
 
     def _forecast(
         self,
@@ -239,12 +247,13 @@ class Planner:
 
     # -- costs ------------------------------------------------------------------------------------
 
-    def _workload(self, method: str) -> Workload:
+    def _workload(self, method: str | Method, steps: int = 1) -> Workload:
         training = self.training
         return Workload(
             choose(method),
             training.microbatch_size,
-            optimizer_copies=training.optimizer_copies,
+            steps,
+            training.optimizer_copies,
             autocast=torch.bfloat16 if training.low_precision else None,
         )
 
