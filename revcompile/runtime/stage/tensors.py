@@ -39,18 +39,19 @@ def aligned(sizes: Iterable[int]) -> tuple[list[int], int]:
 def all_finite(tensors: list[Tensor]) -> list[bool]:
     """For each tensor whether all its elements are finite; waits for the device once.
 
-    A finite sum proves it in one fast pass; a sum may overflow, so then the elements are tested. On
-    a GPU the largest elements of all tensors are found by one kernel.
+    A finite norm proves it in one fast pass; on a CPU that is the sum of squares, which may
+    overflow, so then the elements are tested.
     """
     tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
-    if tensors[0].is_cuda:
-        largest = torch._foreach_norm(tensors, float("inf"))
-        return torch.isfinite(torch.stack([norm.double() for norm in largest])).tolist()
+    is_cuda = tensors[0].is_cuda
+    norms = torch._foreach_norm(tensors, float("inf") if is_cuda else 2)
     wide = widest_dtype(tensors[0].device)
-    sums = torch.isfinite(torch.stack([tensor.sum().to(wide) for tensor in tensors])).tolist()
+    finite: list[bool] = torch.isfinite(torch.stack([norm.to(wide) for norm in norms])).tolist()
+    if is_cuda:
+        return finite
     return [
         fine or bool(torch.isfinite(tensor).all())
-        for fine, tensor in zip(sums, tensors, strict=True)
+        for fine, tensor in zip(finite, tensors, strict=True)
     ]
 
 

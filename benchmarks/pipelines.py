@@ -1,0 +1,385 @@
+"""PETRA and torch's pipeline schedules on several CPU ranks: time, memory, and time to a loss.
+
+    torchrun --nproc-per-node 8 -m benchmarks.pipelines
+    torchrun --nproc-per-node 8 -m benchmarks.pipelines --model vit --methods 1f1b petra-kept
+    torchrun --nproc-per-node 8 -m benchmarks.pipelines --train input.txt --updates 300
+
+A GPT or ViT of 16 pre-norm blocks. torch's schedules train the original model, cut into stages of
+equally many blocks. PETRA trains the rewired model, cut by revcompile. The samples of an update are
+the same. With two cores for each rank, a rank is bound to its two, and computes with `--threads`.
+
+    ms       per micro-batch, of the slowest rank; rounds of the methods take turns, the median
+    compute  the share of it in which the rank that computes most does so (its main thread)
+    memory   the most that a rank has taken of the operating system for this training
+
+Methods: gpipe, 1f1b, interleaved, zbv (torch's); petra (everything is rebuilt), petra-kept (all
+graphs are kept). petra:2 has two micro-batches in flight per stage, petra-kept:1.5 has one and a
+half.
+
+With `--train` the methods train a character-level GPT one after the other, each with every
+optimizer of `--optimizers`. Printed is how long each takes to the loss that the first one reaches,
+as a mean of the last 20 updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import pipelining
+from torch.nn import functional as F
+
+import revcompile
+from benchmarks.harness import parser_of, save, show
+from benchmarks.text import GPT, Sizes, next_character_loss
+from revcompile import TrainerOptions
+from revcompile.optim import DelayAwareMuon, muon_groups
+from tests.support.stacks import PATCH, transformer_stack
+
+TORCH: Final = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+VOCABULARY: Final = 256
+MEAN_OF: Final = 20
+"""Updates whose mean loss is compared."""
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+class Job(Protocol):
+    """A training that is under way."""
+
+    def update(self, batches: Batches) -> list[float]:
+        """Train on the micro-batches of an update; on the last rank their losses."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Embedding(nn.Module):
+    """The layers of a GPT before its blocks."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.tokens, self.positions = model.tokens, model.positions
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`(batch, tokens)` to `(batch, tokens, width)`."""
+        out: Tensor = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        return out
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model as a sequence: what is before its blocks, the blocks, the rest."""
+    if isinstance(model, GPT):
+        return [Embedding(model), *model.blocks, nn.Sequential(model.norm, model.head)]
+    return [model.stem, *model.blocks, model.head]  # type: ignore[list-item, misc]
+
+
+class TorchJob:
+    """One of torch's schedules, on the original model."""
+
+    def __init__(self, args: argparse.Namespace, schedule: Any, optimizer: str) -> None:
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        is_multi = issubclass(schedule, pipelining.schedules.PipelineScheduleMulti)
+        stages = world * (1 + is_multi)
+        is_v = issubclass(schedule, pipelining.ScheduleZBVZeroBubble)
+        mine = [rank]
+        if is_multi:
+            mine.append(stages - 1 - rank if is_v else rank + world)
+        model = make_model(args)
+        first, *blocks, last = layers_of(model)
+        size = len(blocks) // stages
+        parts = [blocks[index * size : (index + 1) * size] for index in range(stages)]
+        parts[0].insert(0, first)
+        parts[-1].append(last)
+        modules = [nn.Sequential(*parts[index]) for index in mine]
+        made = [
+            pipelining.PipelineStage(module, index, stages, torch.device("cpu"))
+            for module, index in zip(modules, mine, strict=True)
+        ]
+        self._schedule = schedule(
+            made if is_multi else made[0], args.accumulation_steps, loss_fn=loss_of(args)
+        )
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        mine_named = [(names[p], p) for module in modules for p in module.parameters()]
+        make, groups = optimizer_of(args, optimizer, model)
+        self._optimizer = make([p for _, p in mine_named] if groups is None else groups(mine_named))
+        self._microbatches = args.accumulation_steps
+        self._is_first, self._is_last = 0 in mine, stages - 1 in mine
+
+    def update(self, batches: Batches) -> list[float]:
+        taken = islice(batches, self._microbatches)
+        inputs, targets = (torch.cat(each) for each in zip(*taken, strict=True))
+        losses: list[Tensor] = []
+        self._optimizer.zero_grad()
+        kwargs = {"target": targets, "losses": losses} if self._is_last else {}
+        self._schedule.step(*((inputs,) if self._is_first else ()), **kwargs)
+        self._optimizer.step()
+        return [float(loss) for loss in losses]
+
+    def close(self) -> None:
+        pass
+
+
+class PetraJob:
+    """PETRA, on the rewired model."""
+
+    def __init__(
+        self, args: argparse.Namespace, keeps: bool, in_flight: float, optimizer: str
+    ) -> None:
+        model, example = make_model(args), next(data_of(args))[0]
+        make, groups = optimizer_of(args, optimizer, model)
+        net = revcompile.petrafy(model, distributed.get_world_size(), example, check="off")
+        self._microbatches = args.accumulation_steps
+        self._trainer = net.trainer(
+            make,
+            loss_of(args),
+            param_groups=groups,
+            accumulation_steps=args.accumulation_steps,
+            memory_budget="1000GiB" if keeps else None,
+            options=TrainerOptions(in_flight_per_stage=in_flight, microbatch_size=args.batch),
+        )
+
+    def update(self, batches: Batches) -> list[float]:
+        trainer, losses = self._trainer, []
+        for inputs, targets in islice(batches, self._microbatches):
+            metrics = trainer.step(
+                inputs if trainer.is_first else None, targets if trainer.is_last else None
+            )
+            losses += [metrics.loss] if trainer.is_last else []
+        return losses
+
+    def close(self) -> None:
+        self._trainer.close()
+
+
+def make_model(args: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    if args.model == "vit":
+        return transformer_stack(args.blocks, args.width)
+    return GPT(VOCABULARY, Sizes(args.blocks, args.width, args.width // 64, args.tokens))
+
+
+def loss_of(args: argparse.Namespace) -> Callable[[Tensor, Tensor], Tensor]:
+    return F.cross_entropy if args.model == "vit" else next_character_loss
+
+
+def data_of(args: argparse.Namespace) -> Batches:
+    """Micro-batches, the same on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(VOCABULARY, (10_000,), generator=generator)
+    if args.train:
+        text = torch.frombuffer(bytearray(args.train.read_bytes()), dtype=torch.uint8).long()
+    while True:
+        if args.model == "vit":
+            inputs = torch.randn(args.batch, args.tokens, PATCH, generator=generator)
+            yield inputs, torch.randint(10, (args.batch,), generator=generator)
+        else:
+            begin = torch.randint(len(text) - args.tokens, (args.batch, 1), generator=generator)
+            taken = text[begin + torch.arange(args.tokens + 1)]
+            yield taken[:, :-1], taken[:, 1:]
+
+
+def optimizer_of(
+    args: argparse.Namespace, name: str, model: nn.Module
+) -> tuple[Any, Callable[[Any], list[dict[str, Any]]] | None]:
+    """How to make it, and its groups of parameters."""
+    if name == "adamw":
+        return partial(torch.optim.AdamW, lr=args.lr), None
+    return DelayAwareMuon, muon_groups(model, adamw=("head",))
+
+
+def make_job(args: argparse.Namespace, method: str, optimizer: str) -> Job:
+    name, _, in_flight = method.partition(":")
+    if name in TORCH:
+        return TorchJob(args, TORCH[name], optimizer)
+    return PetraJob(args, name == "petra-kept", float(in_flight or 1), optimizer)
+
+
+# -- time and memory -------------------------------------------------------------------------------
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    values = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def resident(key: str) -> float:
+    """MiB of this process: `VmRSS` now, `VmHWM` the most since it was reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+def measure_memory(args: argparse.Namespace, method: str) -> float:
+    """The most MiB that a rank takes for a training."""
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what a tensor frees goes back at once
+    # What the libraries take when they are first used is not the training's.
+    warm, (inputs, targets) = make_model(args), next(data_of(args))
+    loss_of(args)(warm(inputs), targets).backward()
+    torch.optim.AdamW(warm.parameters()).step()
+    del warm
+    gc.collect()
+    malloc.malloc_trim(0)
+    before = resident("VmRSS")
+    batches, job = data_of(args), make_job(args, method, "adamw")
+    job.update(batches)
+    distributed.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    job.update(batches)
+    most = resident("VmHWM") - before
+    job.close()
+    malloc.mallopt(-3, 2**25)
+    return max(gathered(most))
+
+
+def measure_times(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    jobs = {method: make_job(args, method, "adamw") for method in args.methods}
+    batches = data_of(args)
+    times: dict[str, list[float]] = {method: [] for method in jobs}
+    shares: dict[str, list[float]] = {method: [] for method in jobs}
+    for number in range(args.rounds + 1):  # the first one only fills pipelines
+        for method, job in jobs.items():
+            distributed.barrier()
+            wall, main = time.perf_counter(), time.thread_time()
+            for _ in range(args.updates_per_round if number else 1):
+                job.update(batches)
+            wall, main = time.perf_counter() - wall, time.thread_time() - main
+            slowest, busiest = (max(each) for each in zip(*gathered((wall, main)), strict=True))
+            if number:
+                times[method].append(1e3 * slowest)
+                shares[method].append(busiest / slowest)
+    for job in jobs.values():
+        job.close()
+    count = args.updates_per_round * args.accumulation_steps
+    for method in jobs:
+        each = [value / count for value in times[method]]
+        yield {
+            "method": method,
+            "ms": median(each),
+            "from": min(each),
+            "to": max(each),
+            "compute": median(shares[method]),
+        }
+
+
+def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+    # Before there is memory of other trainings, which a new one would take.
+    memory = {m: measure_memory(args, m) if args.memory else math.nan for m in args.methods}
+    rows = [row | {"memory": memory[row["method"]]} for row in measure_times(args)]
+    for row in rows:
+        row["speed"] = rows[0]["ms"] / row["ms"]
+    columns = ("method", "ms", "from", "to", f"{args.methods[0]} / this", "compute", "memory")
+    cells = [
+        (
+            row["method"],
+            *(f"{row[key]:.1f}" for key in ("ms", "from", "to")),
+            f"{row['speed']:.2f}",
+            f"{row['compute']:.0%}",
+            f"{row['memory']:.0f} MiB",
+        )
+        for row in rows
+    ]
+    if distributed.get_rank() == 0:
+        show(title(args), columns, cells)
+    return rows
+
+
+def title(args: argparse.Namespace) -> str:
+    return (
+        f"{args.model} of {args.blocks} blocks x {args.width}, {args.tokens} tokens, "
+        f"{distributed.get_world_size()} ranks, micro-batches of {args.batch}, "
+        f"{args.accumulation_steps} an update"
+    )
+
+
+# -- time to a loss --------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace, method: str, optimizer: str) -> list[tuple[float, float]]:
+    """Seconds since the beginning and mean of the latest losses, after every update."""
+    batches, job = data_of(args), make_job(args, method, optimizer)
+    distributed.barrier()
+    begin, seen = time.perf_counter(), []
+    for _ in range(args.updates):
+        losses = job.update(batches)
+        seen.append((time.perf_counter() - begin, fmean(losses) if losses else None))
+    job.close()
+    times, losses = zip(
+        *next(each for each in gathered(seen) if each[0][1] is not None), strict=True
+    )
+    means = [fmean(losses[max(0, end - MEAN_OF) : end]) for end in range(1, len(losses) + 1)]
+    return list(zip(times, means, strict=True))
+
+
+def race(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for optimizer in args.optimizers:
+        for method in args.methods:
+            curve = train(args, method, optimizer)
+            rows.append({"method": method, "optimizer": optimizer, "curve": curve})
+    aim = rows[0]["curve"][-1][1]
+    cells = []
+    for row in rows:
+        reached = (at for at, loss in row["curve"][MEAN_OF:] if loss <= aim)
+        row["seconds"] = next(reached, None)
+        seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
+        whole, last = row["curve"][-1]
+        cells.append(
+            (f"{row['method']}, {row['optimizer']}", seconds, f"{whole:.1f} s", f"{last:.4f}")
+        )
+    if distributed.get_rank() == 0:
+        columns = ("method", f"to loss {aim:.4f}", f"{args.updates} updates", "last loss")
+        show(title(args), columns, cells)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--model", choices=("gpt", "vit"), default="gpt")
+    add("--methods", nargs="+", default=["1f1b", "gpipe", "interleaved", "petra-kept", "petra"])
+    add("--blocks", type=int, default=16)
+    add("--width", type=int, default=256)
+    add("--tokens", type=int, default=64)
+    add("--batch", type=int, default=8, help="samples in a micro-batch")
+    add("--accumulation-steps", type=int, default=32, help="micro-batches in an update")
+    add("--threads", type=int, default=2, help="of each rank")
+    add("--rounds", type=int, default=5)
+    add("--updates-per-round", type=int, default=2)
+    add("--memory", action=argparse.BooleanOptionalAction, default=True)
+    add("--train", type=Path, metavar="TEXT", help="time to a loss, with this file")
+    add("--updates", type=int, default=300, help="with --train")
+    add("--optimizers", nargs="+", choices=("adamw", "muon"), default=["muon", "adamw"])
+    add("--lr", type=float, default=1e-3, help="of AdamW")
+    args = parser.parse_args(argv)
+    distributed.init_process_group("gloo")
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    if (os.cpu_count() or 1) >= 2 * world and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {2 * rank, 2 * rank + 1})
+    torch.set_num_threads(args.threads)
+    rows = race(args) if args.train else compare(args)
+    if rank == 0:
+        save(args, rows)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
