@@ -99,29 +99,6 @@ FACTORIES: Final = frozenset(
 )
 """Functions that read only the shape, type and device of their input."""
 
-_INPLACE_METHODS: Final = frozenset(("apply_", "map_", "map2_", "share_memory_"))
-"""In-place methods of tensors that are no operators of torch, which has no schema of them."""
-
-
-_NOT_CONTENTS: Final = frozenset(("requires_grad_", "retain_grad", "record_stream"))
-"""Methods that change a tensor, but not its elements."""
-
-
-@functools.cache
-def writes_self(name: str) -> bool:
-    """Does torch's operator of this name write to its first argument, by its schema?
-
-    >>> writes_self("add_"), writes_self("add"), writes_self("and_"), writes_self("sort")
-    (True, False, False, False)
-    """
-    if name in _NOT_CONTENTS:
-        return False
-    schemas = [operator._schema for operator in _overloads(name)]
-    firsts = [schema.arguments[0] for schema in schemas if schema.arguments]
-    # Some operators are defined for lists too: `sort.int(int[](a!) self)` sorts a list in place.
-    aliases = [first.alias_info for first in firsts if isinstance(first.type, torch.TensorType)]
-    return name in _INPLACE_METHODS or any(alias and alias.is_write for alias in aliases)
-
 
 @functools.cache
 def is_random_operator(name: str) -> bool:
@@ -130,14 +107,11 @@ def is_random_operator(name: str) -> bool:
     >>> is_random_operator("dropout"), is_random_operator("relu")
     (True, False)
     """
-    return any(torch.Tag.nondeterministic_seeded in o.tags for o in _overloads(name))
-
-
-def _overloads(name: str) -> list[Any]:
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return []
-    return [getattr(packet, overload) for overload in packet.overloads()]
+        return False
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
 
 
 def as_read(x: Tensor) -> Tensor:

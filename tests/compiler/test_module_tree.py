@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from revcompile.compiler.capture.memory import is_effect
 from revcompile.ir.module_tree import copy_module
 from revcompile.ir.random_numbers import draws_random
 from revcompile.ir.types import TYPE, TensorType
@@ -56,25 +55,6 @@ def dropout_of_my_own(x: Tensor) -> Tensor:
 )
 def test_random_operations_are_known_by_their_tag(node: fx.Node, expected: bool) -> None:
     assert draws_random(node) is expected
-
-
-@pytest.mark.parametrize(
-    ("node", "expected"),
-    [
-        (method_node("add_"), True),
-        (method_node("add"), False),
-        (method_node("requires_grad_"), False),
-        (method_node("map_"), True),
-        (function_node(operator.and_, 1), False),
-        (function_node(operator.iand, 1), True),
-        (function_node(F.relu, inplace=True), True),
-        (function_node(torch.relu_), True),
-        (function_node(dropout_of_my_own), False),
-        (function_node(torch.ops.aten.mul_.Tensor, 1), True),
-    ],
-)
-def test_writes_are_known_by_their_schema(node: fx.Node, expected: bool) -> None:
-    assert is_effect(node) is expected
 
 
 # -- copies ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.module_tree import NORMS, called_module
-from revcompile.ir.ops import store_buffer, writes_self
+from revcompile.ir.ops import store_buffer
 from revcompile.ir.types import TYPE
 
 STORAGES: Final = "revcompile_storages"
@@ -172,25 +172,10 @@ def _converts_to_itself(node: fx.Node) -> bool:
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Does the node write to one of its inputs?"""
-    if node.meta.get(WRITES):
-        return True
-    if node.op == "call_method":
-        return writes_self(str(node.target))
-    if node.op != "call_function":
-        return False
-    if node.target is store_buffer or node.target is operator.setitem:
-        return True
-    package = getattr(node.target, "__module__", "")
-    if package == "_operator":
-        return node.target in INPLACE_OPERATORS
-    if package == "torch.nn.init":
-        return True
+    """Does the node write to one of its inputs, as far as was seen or it says itself?"""
     schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    name = str(getattr(node.target, "__name__", ""))
-    return writes_self(name) or bool(node.kwargs.get("inplace", False))
+    writes = node.meta.get(WRITES) or node.target is store_buffer
+    return bool(writes or getattr(schema, "is_mutable", False) or node.kwargs.get("inplace"))
 
 
 def works_in_place(module: nn.Module) -> bool:

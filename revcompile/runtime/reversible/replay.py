@@ -68,8 +68,7 @@ class Masks(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._saved is not None:
             saved = next(self._saved)
-            is_in_place = ops.writes_self(func.overloadpacket.__name__)
-            return args[0].copy_(saved) if is_in_place else saved.clone()
+            return args[0].copy_(saved) if func._schema.is_mutable else saved.clone()
         out = func(*args, **kwargs)
         self._drawn.append(out.clone())
         return out
