@@ -24,7 +24,7 @@ from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InputError
-from revcompile.ir.guards import FlagGuard
+from revcompile.ir.guards import flag
 from revcompile.ir.module_tree import child_path, device_of_model
 from revcompile.ir.plain_attributes import attributes_of
 from revcompile.ir.policy import Policy
@@ -38,7 +38,7 @@ class Recompiler:
         self._skeleton = meta_copy(model)
         self._policy = policy
         self._leaves = frozenset(captured.leaf_modules)
-        self._flags = [flag.name for flag in captured.guards.flags]
+        self._flags = tuple(captured.guards.flags)
         nodes = captured.graph.find_nodes(op="call_module")
         self._called = {str(node.target) for node in nodes}
         self._guarded = captured.guards.plain
@@ -138,7 +138,7 @@ class Recompiler:
         with torch.enable_grad():
             example = make_example(model, args, kwargs, fixed_batch)
             captured, _ = capture_once(model, example, self._leaves, device, constants)
-            flags = tuple(map(FlagGuard.of, self._flags))
+            flags = {name: flag(name) for name in self._flags}
             return replace(captured, guards=replace(captured.guards, flags=flags))
 
     def _with_state_of(self, net: nn.Module) -> nn.Module:

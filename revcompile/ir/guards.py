@@ -76,23 +76,9 @@ def autocast_state() -> tuple[Any, ...]:
     return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
 
 
-@dataclass(frozen=True)
-class FlagGuard:
-    """A flag of torch that the forward pass reads."""
-
-    name: str
-    value: Any
-
-    @staticmethod
-    def of(name: str) -> FlagGuard:
-        """The flag as it is now; autocast is read for all devices."""
-        if "autocast" not in name:
-            return FlagGuard(name, getattr(torch, name)())
-        return FlagGuard(name, autocast_state())
-
-    @property
-    def expression(self) -> str:
-        return f"torch.{self.name}()"
+def flag(name: str) -> Any:
+    """The value of a flag now; autocast is read for all devices."""
+    return autocast_state() if "autocast" in name else getattr(torch, name)()
 
 
 @dataclass(frozen=True)
@@ -120,7 +106,8 @@ class Guards:
     evaluation: ModeGuards = ModeGuards()
     skeleton: nn.Module | None = None
     seen: frozenset[Any] = frozenset()
-    flags: tuple[FlagGuard, ...] = ()
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Flags of torch that the forward pass reads, by name."""
     plain: Names = field(default_factory=dict)
     """Plain attributes of the modules whose forward was traced, but for those that it sets."""
     asked: Names = field(default_factory=dict)

@@ -64,24 +64,20 @@ def bind(
         raise InputError(f"{name}{signature.forward}: {error}") from None
     _fit_defaults(signature, bound)
     leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
-    if spec != signature.in_spec:
-        raise InputError(f"{name}: {_what_differs(signature, bound)}")
     fixed = dict(signature.fixed)
-    values: dict[str, Any] = {}
-    names = iter(zip(signature.placeholders, signature.labels, strict=True))
-    for index, leaf in enumerate(leaves):
-        if index in fixed:
-            if isinstance(leaf, Tensor) or leaf != fixed[index]:
-                raise InputError(f"{name}: {_other_value(signature, bound)}")
-            continue
-        placeholder, label = next(names)
+    is_same = spec == signature.in_spec and not any(
+        isinstance(leaves[i], Tensor) or leaves[i] != value for i, value in signature.fixed
+    )
+    if not is_same:
+        raise InputError(f"{name}: {_what_differs(signature, bound)}")
+    given = [leaf for index, leaf in enumerate(leaves) if index not in fixed]
+    for label, leaf in zip(signature.labels, given, strict=True):
         if not isinstance(leaf, Tensor):
             raise (LeftOutError if leaf is None else InputError)(
-                f"{name}: expected a tensor for {label}, got {_shown(leaf)}; it was one in the "
+                f"{name}: expected a tensor for {label}, got {_form(leaf)}; it was one in the "
                 "example: pass a tensor, or compile the model again with an example like this call"
             )
-        values[placeholder] = leaf
-    return values
+    return dict(zip(signature.placeholders, given, strict=True))
 
 
 def _fit_defaults(signature: Signature, bound: inspect.BoundArguments) -> None:
@@ -110,13 +106,22 @@ def _what_differs(signature: Signature, bound: inspect.BoundArguments) -> str:
     for argument in (a for a in then if a not in now):
         return f"argument {argument} was in the example but is missing now; pass it, {_ANEW}"
     for argument, value in now.items():
-        if pytree.tree_structure(value) != pytree.tree_structure(then[argument]):
-            cache = _cache_advice(argument, value)
+        (old, old_form), (new, new_form) = _plain(then[argument]), _plain(value)
+        differing = [pair for pair in zip(old, new, strict=False) if pair[0] != pair[1]]
+        if old_form != new_form or differing:
+            was, has = differing[0] if old_form == new_form else (then[argument], value)
             return (
-                f"argument {argument} was {_form(then[argument])} in the example and is "
-                f"{_form(value)} now{cache}; pass it in the example's form, {_ANEW}"
+                f"argument {argument} was {_form(was)} in the example and is {_form(has)} now"
+                f"{_cache_advice(argument, has)}; all but tensors is part of the captured graph: "
+                f"pass it as in the example, {_ANEW}"
             )
     return f"the arguments are passed in another way than in the example; pass them alike, {_ANEW}"
+
+
+def _plain(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """What of an argument has to be the same in every call: plain leaves, and its structure."""
+    leaves, spec = pytree.tree_flatten(value)
+    return [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
 
 def _example(signature: Signature) -> dict[str, Any]:
@@ -143,34 +148,14 @@ def _cache_advice(argument: str, value: Any) -> str:
     return " (a cache of keys and values: pass use_cache=False)" if is_cache else ""
 
 
-def _other_value(signature: Signature, bound: inspect.BoundArguments) -> str:
-    now, then = _arguments(signature, bound.arguments), _example(signature)
-    argument, leaf, before = next(
-        (name, *pair)
-        for name in now
-        for pair in zip(pytree.tree_leaves(now[name]), pytree.tree_leaves(then[name]), strict=True)
-        if not isinstance(pair[1], Tensor) and (isinstance(pair[0], Tensor) or pair[0] != pair[1])
-    )
-    return (
-        f"argument {argument} was {before!r} in the example and is {_shown(leaf)} now"
-        f"{_cache_advice(argument, leaf)}; it is no tensor, so its value is part of the captured "
-        f"graph: pass {before!r}, {_ANEW}"
-    )
-
-
-def _shown(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"a tensor of shape {tuple(leaf.shape)}"
-    plain = leaf is None or isinstance(leaf, (bool, int, float, str))
-    return repr(leaf) if plain else f"a {type(leaf).__name__}"
-
-
 def _form(value: Any) -> str:
     """The form of a nested value in words."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or value is Tensor:
         return "a tensor"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} with {', '.join(map(repr, value)) or 'nothing'}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
-    return _shown(value)
+    return f"a {type(value).__name__}"

@@ -144,45 +144,31 @@ def read_by(graphs: Iterable[fx.Graph], root: nn.Module) -> list[Watched]:
     Raises:
         InputError: A module that a graph reads is not there.
     """
-    called: dict[nn.Module, str] = {}
+    whole: dict[nn.Module, str] = {}
     parts: dict[nn.Module, Watched] = {}
-
-    def add_part(module: nn.Module, path: str, name: str) -> None:
-        before = parts.get(module, Watched(module, path, frozenset()))
-        parts[module] = before._replace(names=(before.names or frozenset()) | {name})
-
-    def walk(path: str) -> nn.Module:
-        module, around = root, ""
-        for name in filter(None, path.split(".")):
-            child = module._modules.get(name)
-            if child is None:
+    nodes = (node for graph in graphs for node in graph.nodes)
+    for node in (node for node in nodes if node.op in ("call_module", "get_attr")):
+        module, path, names = root, "", str(node.target).split(".")
+        while names:
+            before = parts.get(module, Watched(module, path, frozenset()))
+            parts[module] = before._replace(names=(before.names or frozenset()) | {names[0]})
+            parametrized = module._modules.get("parametrizations")
+            if (child := module._modules.get(names[0])) is not None:
+                module, path = child, child_path(path, names.pop(0))
+            elif parametrized is not None and names[0] in parametrized._modules:
+                names.insert(0, "parametrizations")
+            elif node.op == "call_module" or len(names) > 1:
                 raise InputError(
-                    f"{path}: the captured graph reads this module, but {type(module).__name__} "
-                    f"has no {name!r} any more; put it back, or capture the changed model"
+                    f"{node.target}: the captured graph reads this, but {type(module).__name__} "
+                    f"has no {names[0]!r} any more; put it back, or capture the changed model"
                 )
-            add_part(module, around, name)
-            module, around = child, child_path(around, name)
-        return module
-
-    def add(path: str) -> None:
-        for inner, module in walk(path).named_modules(prefix=path):
-            called.setdefault(module, inner)
-
-    for node in (node for graph in graphs for node in graph.nodes):
-        path, (outer, _, name) = str(node.target), str(node.target).rpartition(".")
-        if node.op == "call_module":
-            add(path)
-        elif node.op == "get_attr":
-            owner = walk(outer)
-            parametrized = owner._modules.get("parametrizations")
-            if name in owner._modules:
-                add(path)
-            elif parametrized is not None and name in parametrized._modules:
-                add(child_path(outer, f"parametrizations.{name}"))
             else:
-                add_part(owner, outer, name)
-    others = [watched for module, watched in parts.items() if module not in called]
-    return [*others, *(Watched(module, path) for module, path in called.items())]
+                break
+        else:
+            for inner_path, inner in module.named_modules(prefix=path):
+                whole.setdefault(inner, inner_path)
+    others = [watched for module, watched in parts.items() if module not in whole]
+    return [*others, *(Watched(module, path) for module, path in whole.items())]
 
 
 class Reading:

@@ -52,7 +52,7 @@ from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.compiler.capture.tracer import Tracer
 from revcompile.compiler.capture.unseen_calls import foreign_draws
 from revcompile.errors import CaptureError, InputError
-from revcompile.ir.guards import FlagGuard
+from revcompile.ir.guards import flag
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import SOURCE, Captured
 
@@ -126,7 +126,7 @@ def _checked(
             break
         leaves |= readers
     with torch.enable_grad():  # as it was traced
-        guards = tuple(map(FlagGuard.of, sorted(flags.get("", ()))))
+        guards = {name: flag(name) for name in sorted(flags.get("", ()))}
     return replace(captured, guards=replace(captured.guards, flags=guards)), problem
 
 

@@ -90,14 +90,14 @@ def make_example(
     if fixed_batch:
         batched = []
     elif size == 1:
-        single, leaves, size = tuple(leaves), _grown(leaves, batched, 0), 2
+        single, leaves, size = tuple(leaves), _resized(leaves, batched, 0, 2), 2
     tensor_labels = tuple(labels[i] for i in where)
     return Example(
         forward=signature,
         given=tuple(bound.arguments),
         in_spec=in_spec,
         leaves=tuple(leaves),
-        grown=tuple(_grown(leaves, batched, 0)),
+        grown=tuple(_resized(leaves, batched, 0, size + 1)),
         names=_names(tensor_labels),
         labels=tensor_labels,
         batch=(size, size if fixed_batch else size + 1),
@@ -139,7 +139,7 @@ def with_other_batch_dims(example: Example) -> Iterator[Example]:
         for chosen in (wide, wide[:1]):
             size = leaves[chosen[0]].shape[dim] if chosen else 0
             chosen = [i for i in chosen if leaves[i].shape[dim] == size]
-            grown = tuple(_grown(leaves, chosen, dim))
+            grown = tuple(_resized(leaves, chosen, dim, size + 1))
             yield replace(example, grown=grown, batch=(size, size + 1))
     yield replace(example, grown=leaves, batch=(example.batch[0], example.batch[0]))
 
@@ -147,18 +147,12 @@ def with_other_batch_dims(example: Example) -> Iterator[Example]:
 def with_other_batch_sizes(example: Example) -> Iterator[Example]:
     """The example with another second batch size, at which control flow may be the same."""
     size, leaves = example.batch[0], example.leaves
-    chosen = [
-        i
-        for i, (leaf, grown) in enumerate(zip(leaves, example.grown, strict=True))
-        if isinstance(leaf, torch.Tensor) and leaf.shape != grown.shape
-    ]
+    pairs = enumerate(zip(leaves, example.grown, strict=True))
+    chosen = [i for i, (a, b) in pairs if isinstance(a, torch.Tensor) and a.shape != b.shape]
     for second in (size + 2, size - 1, size):
         if second > 1 and chosen and all(leaves[i].shape[0] == size for i in chosen):
-            other = list(leaves)
-            for i in chosen:
-                rows = torch.arange(second, device=leaves[i].device) % size
-                other[i] = leaves[i].index_select(0, rows)
-            yield replace(example, grown=tuple(other), batch=(size, second))
+            other = tuple(_resized(leaves, chosen, 0, second))
+            yield replace(example, grown=other, batch=(size, second))
 
 
 def signature_of(
@@ -179,12 +173,13 @@ def signature_of(
     )
 
 
-def _grown(leaves: Sequence[Any], chosen: Sequence[int], dim: int) -> list[Any]:
-    """The leaves with one sample more along a dimension of the chosen ones."""
-    grown = list(leaves)
+def _resized(leaves: Sequence[Any], chosen: Sequence[int], dim: int, size: int) -> list[Any]:
+    """The leaves with so many samples along a dimension of the chosen ones."""
+    resized = list(leaves)
     for i in chosen:
-        grown[i] = torch.cat([leaves[i], leaves[i].narrow(dim, 0, 1)], dim)
-    return grown
+        samples = torch.arange(size, device=leaves[i].device) % leaves[i].shape[dim]
+        resized[i] = leaves[i].index_select(dim, samples)
+    return resized
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -21,9 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from revcompile.errors import GuardError, InputError
 from revcompile.ir.guards import (
     DEVICE_ATTRIBUTES,
-    FlagGuard,
     Guards,
     SizeGuards,
+    flag,
     input_types,
 )
 from revcompile.ir.module_tree import child_path, copy_module, device_of_model
@@ -103,10 +103,9 @@ class GuardChecker:
 
     def changed(self, root: nn.Module) -> Mismatch | None:
         """The first attribute, mode or flag that has changed, or None."""
-        for flag in self._guards.flags:
-            now = FlagGuard.of(flag.name)
-            if now != flag:
-                return Mismatch(flag.expression, flag.value, now.value)
+        for name, value in self._guards.flags.items():
+            if (now := flag(name)) != value:
+                return Mismatch(f"torch.{name}()", value, now)
         for module, path, training in self._modes[root.training]:
             if module.training is not training:
                 return Mismatch(child_path(path, "training"), training, module.training)
