@@ -31,6 +31,7 @@ from revcompile.compiler.cost import segment_costs
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
+from revcompile.ir.policy import Policy
 from revcompile.ir.types import Coupling
 
 GROUPS: Final = (
@@ -87,7 +88,7 @@ def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
     start = time.perf_counter()
     captured = capture(model, example, check=check)
     found = find(captured)
-    rewired = rewire(captured, found, revcompile.Policy.named("same_parameters"))
+    rewired = rewire(captured, found, Policy.SAME_PARAMETERS)
     verify_rewired(captured, rewired)
     spent = time.perf_counter() - start
     cost = list(zip(rewired.body.segments, segment_costs(rewired), strict=True))

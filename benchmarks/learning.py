@@ -257,7 +257,7 @@ class Staged:
         device = data.train.device
         example = torch.randn(8, 3, 32, 32, device=device)
         model = create(experiment.model).to(device)
-        policy = revcompile.Policy.named(experiment.policy)
+        policy: Any = experiment.policy
         net = revcompile.petrafy(model, experiment.stages, example, policy=policy, check="off")
         recipe = recipe_of(experiment, len(data.train))
         is_muon = experiment.optimizer == MUON

@@ -151,7 +151,7 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
     sequences = SEQUENCES // training.accumulation_steps
     model = GPT(text.vocabulary, sizes).to(device)
     example = torch.zeros(2, sizes.context, dtype=torch.long, device=device)
-    policy = revcompile.Policy.named(training.policy)
+    policy: Any = training.policy
     net = revcompile.petrafy(model, training.stages, example, policy=policy, check="off")
     trainer = _trainer(net, model, training, device)
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from revcompile.api import ReversibleModule, check_invertible, petrafy, reversify
     from revcompile.errors import NonFiniteError, RankError, RevcompileError, RevcompileWarning
-    from revcompile.ir.policy import Policy
     from revcompile.runtime.stage.loss import LossScale
     from revcompile.runtime.stage.settings import TrainerOptions
     from revcompile.runtime.trainer.steps import Metrics
@@ -19,7 +18,6 @@ __all__ = [
     "LossScale",
     "Metrics",
     "NonFiniteError",
-    "Policy",
     "RankError",
     "RevcompileError",
     "RevcompileWarning",
@@ -38,7 +36,6 @@ _MODULES = {
     "LossScale": "runtime.stage.loss",
     "Metrics": "runtime.trainer.steps",
     "NonFiniteError": "errors",
-    "Policy": "ir.policy",
     "RankError": "errors",
     "RevcompileError": "errors",
     "RevcompileWarning": "errors",

@@ -86,7 +86,7 @@ def reversify(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: PolicyName | Policy = "paper",
+    policy: PolicyName = "paper",
     check: CheckName = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
@@ -103,7 +103,7 @@ def reversify(
         policy: How two streams are made of one, and one of two. "paper": as PETRA's RevNets, with a
             wider stem and head; "pretrained": in eval mode the result computes what the original
             does, in training with noise that averages out; "same_parameters": another function
-            with the original's parameters, to train from scratch; or a `Policy`.
+            with the original's parameters, to train from scratch.
         check: What is compared with the original on the example before the result is returned.
             "full": outputs, gradients and buffers; "fast": outputs, and gradients only where that
             takes no longer than compiling (the summary says if they were left out); "off": nothing.
@@ -156,14 +156,14 @@ def _reversified(
     example_inputs: Any,
     example_kwargs: Mapping[str, Any] | None,
     *,
-    policy: str | Policy,
+    policy: str,
     check: str,
     leaf_modules: Iterable[str | type[nn.Module]],
     tolerance: float | None,
     overlap: str | Overlap = "auto",
 ) -> tuple[ReversibleModule, Compared | None]:
     """The passes from a model to a module, and the gradients its chains were compared with."""
-    chosen = Policy.named(policy)
+    chosen = member_of(caller, "policy", policy, Policy)
     level = member_of(caller, "check", check, Check)
     check_leaf_modules(leaf_modules)
     check_meta(caller, model, (example_inputs, example_kwargs))
@@ -207,7 +207,7 @@ def petrafy(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: PolicyName | Policy = "paper",
+    policy: PolicyName = "paper",
     check: CheckName = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
@@ -319,7 +319,7 @@ class InversionReport:
 def check_invertible(
     model: nn.Module,
     *args: Any,
-    policy: PolicyName | Policy | None = None,
+    policy: PolicyName | None = None,
     tolerance: float | None = None,
     **kwargs: Any,
 ) -> InversionReport:
@@ -344,7 +344,7 @@ def check_invertible(
     if isinstance(model, StagedModel):
         raise InputError("check_invertible: got a StagedModel; pass its module, net.to_module()")
     if isinstance(model, Reversible):
-        if policy is not None and Policy.named(policy) != model.rewired.policy:
+        if policy not in (None, model.rewired.policy.value):
             raise InputError(
                 f"check_invertible: policy={policy!r}, but the model was rewired with another one; "
                 "leave policy= out, or pass the original model"

@@ -40,10 +40,6 @@ class GuardError(InputError):
         self.source = source
 
 
-class PolicyError(InputError):
-    """A rewiring policy that does not exist or contradicts itself."""
-
-
 class CaptureError(RevcompileError):
     """The model could not be turned into a graph, or the graph is not the model."""
 

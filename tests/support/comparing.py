@@ -19,6 +19,7 @@ from revcompile.compiler.cost import segment_costs
 from revcompile.compiler.find import Found
 from revcompile.compiler.rewire import rewire
 from revcompile.errors import GuardError
+from revcompile.ir.policy import Policy
 from revcompile.ir.types import Coupling
 from revcompile.runtime.reversible.module import Reversible
 from tests.support.architectures import ARCHITECTURES, LAYERS, Architecture
@@ -198,7 +199,7 @@ def reversified_error(model: nn.Module, architecture: Architecture) -> float:
 def _as_module(model: nn.Module, example: Mapping[str, Any]) -> nn.Module:
     """The captured graph as a module: no sum is rewired."""
     captured = capture(model, None, example)
-    plain = rewire(captured, Found((), ()), revcompile.Policy.named("same_parameters"))
+    plain = rewire(captured, Found((), ()), Policy.SAME_PARAMETERS)
     return Reversible(plain)
 
 

@@ -27,7 +27,7 @@ from revcompile.compiler.rewire.segments import coupling, transition
 from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
 from revcompile.ir.guards import Guards, SizeGuard, SizeGuards
 from revcompile.ir.module_tree import TreeReads
-from revcompile.ir.policy import Enter, Fuse, Policy
+from revcompile.ir.policy import Policy
 from revcompile.ir.types import (
     PATH,
     SOURCE,
@@ -78,7 +78,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         eval_body = evaluated.run()
         eval_sizes = evaluated.place.written_sizes()
         if _widths_differ(captured, trained, editor.requested):
-            plain = rewire(captured, found, Policy.named("same_parameters"))
+            plain = rewire(captured, found, Policy.SAME_PARAMETERS)
             note = "layers keep their widths: train and eval mode would need different ones"
             return replace(plain, policy=policy, notes=(*plain.notes, note))
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
@@ -136,17 +136,13 @@ class _Rewiring:
         self.blocks = Blocks(flow, found.residuals)
         self.names = _block_names(flow, self.blocks.ordered)
         split = self._widened()
-        concatenated = leave_concatenated(
-            flow,
-            editor,
-            self.blocks.ordered,
-            self.blocks.owner.keys() | self.blocks.rearranged.keys(),
-            inner=policy.fuse is Fuse.CONCAT,
-            last=policy.leave is Fuse.CONCAT,
-        )
+        inside = self.blocks.owner.keys() | self.blocks.rearranged.keys()
+        concatenated: dict[fx.Node, int] = {}
+        if policy.widens:
+            concatenated = leave_concatenated(flow, editor, self.blocks.ordered, inside)
         self.place = Placement(self.blocks, split, concatenated, policy.averaged)
         self.notes: list[str] = []
-        for end in self.blocks.ordered[-1:] if policy.leave is Fuse.CONCAT else ():
+        for end in self.blocks.ordered[-1:] if policy.widens else ():
             if flow.by_name[end.out] not in concatenated:
                 self.notes.append(f"{end.path or end.out}: the streams end as their mean")
         for x in () if policy.averaged else self.blocks.entries():
@@ -170,7 +166,7 @@ class _Rewiring:
 
     def _widened(self) -> dict[fx.Node, int]:
         """Where streams begin as halves of a wider layer: value -> dimension to split."""
-        if self.policy.enter is not Enter.WIDEN:
+        if not self.policy.widens:
             return {}
         split: dict[fx.Node, int] = {}
         for x in self.blocks.entries():

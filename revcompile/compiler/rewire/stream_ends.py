@@ -59,23 +59,15 @@ def enter_widened(flow: Flow, editor: ModuleEditor, x: fx.Node) -> int | None:
 
 
 def leave_concatenated(
-    flow: Flow,
-    editor: ModuleEditor,
-    blocks: Sequence[Residual],
-    inside: set[fx.Node],
-    *,
-    inner: bool,
-    last: bool,
+    flow: Flow, editor: ModuleEditor, blocks: Sequence[Residual], inside: set[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Ends of chains whose next dense layer takes both streams: value -> concat dimension."""
+    """Last ends of chains whose next dense layer takes both streams: value -> concat dimension."""
     ends: dict[fx.Node, int] = {}
     starts = [flow.by_name[block.x] for block in blocks]
     for out in flow.in_order(block.out for block in blocks):
         users = [u for u in flow.users(out) if u.op != "output"]
-        if len(users) != 1 or users[0] in inside or len(flow.users(out)) != 1:
-            continue
-        is_last = not any(flow.depends(x, out) or x is out for x in starts)
-        if not (last if is_last else inner):
+        is_read_once = len(users) == len(flow.users(out)) == 1 and users[0] not in inside
+        if not is_read_once or any(flow.depends(x, out) or x is out for x in starts):
             continue
         dimension = _double_consumer(flow, editor, users[0])
         if dimension is not None:

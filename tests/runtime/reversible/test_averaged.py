@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import revcompile
-from revcompile.errors import InputError, InversionError, PolicyError, RevcompileWarning
-from revcompile.ir.policy import Enter, Fuse, Policy
+from revcompile.errors import InputError, InversionError, RevcompileWarning
 from revcompile.kernels.fixed_point import pack_bits, unpack_bits
 from revcompile.runtime.reversible.block import Averaged
 from revcompile.runtime.reversible.coupling import Chain
@@ -199,13 +198,6 @@ def test_the_original_comes_back_with_the_trained_weights() -> None:
     net.stem.bias = None
     with pytest.raises(InputError, match=r"stem\.bias is not the same parameter"):
         net.to_original()
-
-
-def test_a_policy_that_would_not_keep_the_function_is_refused() -> None:
-    with pytest.raises(PolicyError, match="enter as copies and leave by the second"):
-        Policy(averaged=True)
-    with pytest.raises(PolicyError, match="drops the first stream"):
-        Policy(Enter.DUPLICATE, Fuse.SECOND)
 
 
 # -- fine-tuning ----------------------------------------------------------------------------------

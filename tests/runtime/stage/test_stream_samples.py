@@ -83,7 +83,7 @@ def test_small_inputs_that_averaged_couplings_round_are_no_error(
     with torch.no_grad():
         model[0].weight.mul_(0.01)  # to multiples of 2 ** -13
     tokens = torch.randint(9, (16,))
-    net = revcompile.petrafy(model, 3, tokens, policy=revcompile.Policy.named("pretrained"))
+    net = revcompile.petrafy(model, 3, tokens, policy="pretrained")
     trainer = net.trainer(
         lambda p: torch.optim.SGD(p, lr=0.01), F.cross_entropy, method="petra_stashed"
     )
