@@ -1,20 +1,24 @@
 """Which parameters that are trained have a gradient path to a value.
 
 A path goes through every node that computes floating-point or complex numbers from others (through
-tuples, dicts and leaf modules too); it ends at `detach`, integers and sizes. A set of parameters is
-an integer with one bit for each.
+tuples, dicts and leaf modules too); it ends at `detach`, integers and sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable
+from typing import Any, Final
 
+import networkx as nx
 from torch import fx, nn
 
 from revcompile.compiler.dataflow import cuts_gradient
 from revcompile.ir.module_tree import called_module, has_batch_norm, parameters_of
 from revcompile.ir.program import Partition
-from revcompile.ir.types import Coupling, Live, Rewired, Segment, TensorType
+from revcompile.ir.types import Coupling, Rewired, Segment, TensorType
+
+_ENDS: Final = object()
+"""Stands for everything that is trained, or for all results."""
 
 
 def trained_parameters(rewired: Rewired) -> list[str]:
@@ -23,15 +27,14 @@ def trained_parameters(rewired: Rewired) -> list[str]:
     From one segment to the next only live values of a differentiable type carry a path, since only
     those have a gradient when the model runs.
     """
-    paths, body = _Paths(rewired.root), rewired.body
-    masks: dict[str, int] = {}
-    for segment in body.segments:
-        for name, mask in zip(segment.outputs, paths.through(segment, masks), strict=True):
-            kind = body.types.get(name)
-            masks[name] = mask if isinstance(kind, TensorType) and kind.differentiable else 0
-    reached = _union(masks.get(leaf.name, 0) for leaf in body.result if isinstance(leaf, Live))
-    bits = ((name, paths.bits.get(id(p), 0)) for name, p in rewired.root.named_parameters())
-    return [name for name, bit in bits if bit & reached]
+    body, graph = rewired.body, _paths(rewired.body.segments, rewired.root)
+    kinds = body.types.items()
+    is_tensor = {name for name, t in kinds if isinstance(t, TensorType) and t.differentiable}
+    graph.remove_nodes_from([name for name, _ in kinds if name not in is_tensor])
+    graph.add_edges_from((name, _ENDS) for name in body.returned if name in is_tensor)
+    reached = nx.ancestors(graph, _ENDS) if _ENDS in graph else set()
+    named = rewired.root.named_parameters()
+    return [name for name, p in named if p.requires_grad and id(p) in reached]
 
 
 def frozen_values(partition: Partition) -> frozenset[str]:
@@ -39,54 +42,33 @@ def frozen_values(partition: Partition) -> frozenset[str]:
 
     Behind a batch norm there is none: its statistics move in the backward pass.
     """
-    root = partition.rewired.root
-    paths, masks = _Paths(root), dict[str, int]()
-    for piece in (piece for part in partition.parts for piece in part.pieces):
-        outputs = paths.through(piece, masks)
-        called = (called_module(node, root) for node in piece.graph.nodes)
-        if any(module is not None and has_batch_norm(module) for module in called):
-            outputs = [-1] * len(outputs)
-        names = piece.results if isinstance(piece, Coupling) else piece.outputs
-        masks |= dict(zip(names, outputs, strict=True))
-    return frozenset(name for name, mask in masks.items() if not mask)
+    root, pieces = partition.rewired.root, [p for part in partition.parts for p in part.pieces]
+    graph = _paths(pieces, root)
+    graph.add_edges_from((_ENDS, id(p)) for p in root.parameters() if p.requires_grad)
+    for node in (node for piece in pieces for node in piece.graph.nodes):
+        module = called_module(node, root)
+        if module is not None and has_batch_norm(module):
+            graph.add_edge(_ENDS, node)
+    moving = nx.descendants(graph, _ENDS) if _ENDS in graph else set()
+    made = (p.results if isinstance(p, Coupling) else p.outputs for p in pieces)
+    return frozenset(name for names in made for name in names if name not in moving)
 
 
-class _Paths:
-    """The trained parameters of a model, and how they spread."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self.bits = {id(p): 1 << i for i, p in enumerate(root.parameters()) if p.requires_grad}
-
-    def through(self, segment: Segment, masks: Mapping[str, int]) -> list[int]:
-        """The sources of a segment's outputs; a rearrangement changes none."""
-        if not isinstance(segment, Coupling):
-            return self._propagated(segment.graph, [masks.get(n, 0) for n in segment.inputs])
-        a, b, *sides = (masks.get(name, 0) for name in (*segment.streams_in, *segment.sides))
-        addend, *extras = self._propagated(segment.branch, [b, *sides])
-        return [b, a | addend, *extras]
-
-    def _propagated(self, graph: fx.Graph, given: Sequence[int]) -> list[int]:
-        """The sources of each output of a graph, given the sources of its inputs."""
-        masks: dict[fx.Node, int] = {}
-        inputs = iter(given)
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                masks[node] = next(inputs)
-            elif node.op == "output":
-                result = node.args[0]
-                leaves = result if isinstance(result, (tuple, list)) else (result,)
-                return [masks[leaf] if isinstance(leaf, fx.Node) else 0 for leaf in leaves]
-            elif cuts_gradient(node):
-                masks[node] = 0
-            else:
-                own = _union(self.bits.get(id(p), 0) for p in parameters_of(node, self._root))
-                masks[node] = own | _union(masks[source] for source in node.all_input_nodes)
-        raise AssertionError("a graph without output")
-
-
-def _union(masks: Iterable[int]) -> int:
-    union = 0
-    for mask in masks:
-        union |= mask
-    return union
+def _paths(segments: Iterable[Segment], root: nn.Module) -> nx.DiGraph[Hashable]:
+    """From ids of parameters and names of live values, through nodes, to names of live values."""
+    graph: nx.DiGraph[Hashable] = nx.DiGraph()
+    for segment in segments:
+        inputs, outputs = segment.inputs, segment.outputs
+        if isinstance(segment, Coupling):  # a rearrangement changes no path
+            (a, b), (before, after) = segment.streams_in, segment.streams_out
+            inputs, outputs = (b, *segment.sides), (after, *segment.extras)
+            graph.add_edges_from([(b, before), (a, after)])
+        graph.add_edges_from(zip(inputs, segment.graph.find_nodes(op="placeholder"), strict=True))
+        for node in (node for node in segment.graph.nodes if not cuts_gradient(node)):
+            sources = [*node.all_input_nodes, *map(id, parameters_of(node, root))]
+            graph.add_edges_from((source, node) for source in sources if node.op != "output")
+        result: Any = segment.graph.output_node().args[0]
+        leaves = result if isinstance(result, tuple | list) else (result,)
+        pairs = zip(leaves, outputs, strict=True)
+        graph.add_edges_from(pair for pair in pairs if isinstance(pair[0], fx.Node))
+    return graph
