@@ -39,7 +39,7 @@ class Caching(nn.Module):
         self.is_dict, self.entries, self.entry = is_dict, dict[str, Tensor](), None
 
     def train(self, mode: bool = True) -> Caching:
-        self.entries, self.entry = {}, None
+        self.entries, self.entry = {} if self.entries else self.entries, None
         return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:

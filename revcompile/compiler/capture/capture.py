@@ -244,14 +244,15 @@ class _Capture:
         """One graph for both modes, or one each; with guards and notes."""
         for graph in (train, evaluation):
             forbid_inplace(graph, root)
-        leaked = self._leaked(traced)
+        first, second = traced
+        leaked, in_training = self._leaked(traced), {entry[:2] for entry in first.leaked}
         for path, name, key in leaked:  # not set by the graph: better none than an old one
             own = vars(root.get_submodule(path))
             if key is not None and name in own:
                 own[name].pop(key, None)
-            if key is None or not own.get(name):  # an empty dict would look as if there were none
+            # An empty dict would look as if there were none; a cache of eval mode begins as one.
+            if key is None or ((path, name) in in_training and not own.get(name)):
                 own.pop(name, None)
-        first, second = traced
         has_one_spec = first.out_spec == second.out_spec
         readers = {path for mode in traced for path in mode.guards.modes}
         merged = merge_modes(train, evaluation, readers) if has_one_spec else None
