@@ -136,7 +136,7 @@ def _planner(args: argparse.Namespace) -> Planner:
     )
     captured = capture(loaded.model, loaded.example, None, check=Check.OFF)
     found = find(captured)
-    rewired = Pieces.of(rewire(captured, found, Policy.named(args.policy)), args.cost)
+    rewired = Pieces.of(rewire(captured, found, Policy(args.policy)), args.cost)
     original = Pieces.of(one_stream(captured, found), args.cost)
     args.precision = args.precision or ("fp32" if measured else "bf16")
     is_transformer = has_attention([captured.graph], captured.root)

@@ -175,7 +175,7 @@ def pieces() -> tuple[Pieces, Pieces]:
     model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 4))
     captured = capture(model, torch.randn(4, 8), None, check=Check.OFF)
     found = find(captured)
-    rewired = rewire(captured, found, Policy.named("same_parameters"))
+    rewired = rewire(captured, found, Policy.SAME_PARAMETERS)
     return Pieces.of(one_stream(captured, found)), Pieces.of(rewired)
 
 

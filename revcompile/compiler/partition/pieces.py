@@ -60,7 +60,7 @@ def _block_alone(coupling: Coupling) -> Opaque:
 
 def one_stream(captured: Captured, found: Found) -> Rewired:
     """The model as it is, in segments: nothing is rewired, each block is a segment."""
-    plain = rewire(captured, Found((), ()), Policy.named("same_parameters"))
+    plain = rewire(captured, Found((), ()), Policy.SAME_PARAMETERS)
     ends = {name for block in found.residuals for name in (block.x, block.out)}
     names = plain.signature.placeholders
     segments, types = list[Segment](), dict(plain.body.types)
