@@ -60,6 +60,12 @@ def chunk_written_without_gradient(net: Net, x: Tensor) -> Tensor:
     return net.a(x * y)
 
 
+def detached_in_place(net: Net, x: Tensor) -> Tensor:
+    y = net.b(x)
+    y.detach_()
+    return net.a(y) + x
+
+
 def part_written_after_cat(net: Net, x: Tensor) -> Tensor:
     y = net.b(x)
     whole = torch.cat([y, net.a(x)], 1)

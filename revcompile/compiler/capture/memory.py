@@ -172,10 +172,13 @@ def _converts_to_itself(node: fx.Node) -> bool:
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Does the node write to one of its inputs, as far as was seen or it says itself?"""
+    """Does the node write to one of its inputs, or change it otherwise, as `detach_` does?"""
     schema = getattr(node.target, "_schema", None)
-    writes = node.meta.get(WRITES) or node.target is store_buffer
-    return bool(writes or getattr(schema, "is_mutable", False) or node.kwargs.get("inplace"))
+    name = str(getattr(node.target, "__name__", node.target))
+    is_seen = bool(node.meta.get(WRITES)) or node.target is store_buffer
+    is_said = getattr(schema, "is_mutable", False) or bool(node.kwargs.get("inplace"))
+    is_named = name.endswith("_") and name != "requires_grad_" and hasattr(torch.Tensor, name)
+    return is_seen or is_said or (is_named and node.op in ("call_method", "call_function"))
 
 
 def works_in_place(module: nn.Module) -> bool:
