@@ -52,6 +52,7 @@ class CapturedSteps:
 
     Args:
         replay: Calls steps, or captures and replays them.
+        reports: Get the flags of steps.
         fuse: If given, the stages run their programs after this pass.
     """
 
@@ -59,6 +60,8 @@ class CapturedSteps:
     """Whether the last step was one of these."""
     is_replaying = False
     """Whether that one was a replay."""
+    is_fused = False
+    """Whether programs are fused for the present settings of layers."""
 
     def __init__(
         self,
@@ -66,12 +69,13 @@ class CapturedSteps:
         loss_head: LossHead,
         schedule: Schedule,
         replay: EagerReplay,
+        reports: NonFiniteReports,
         *,
         fuse: Fuse | None = None,
     ) -> None:
         self.executors, self._loss_head, self._replay = list(executors), loss_head, replay
         self._transport = executors[0].transport
-        self._is_fused = fuse is not None
+        self._reports, self._fuse = reports, fuse
         self._by_stage = {executor.index: executor for executor in executors}
         self._stages = list(self._by_stage)
         self._boundary = Boundary(self._transport, self._stages, schedule.ties)
@@ -93,11 +97,8 @@ class CapturedSteps:
         self._streams = StepStreams(device, schedule.stages - 1) if uses_streams else None
         for executor in executors:
             executor.streams = self._streams
-            if fuse is not None:
-                executor.stage.fuse(fuse)
         self._scheduler = LocalScheduler(self.executors)
         self._statistics = RunningStatistics([e.stage.statistics for e in self.executors])
-        self.reports = NonFiniteReports(self._stages, loss_head.overflow_advice)
         flags = len(self._stages) + self._boundary.has_next
         self._flag_rows = torch.zeros(steps_at_once(device), flags, device=device)
         """The flags of the last steps, which the host has not seen."""
@@ -122,7 +123,7 @@ class CapturedSteps:
     # -- whether the next step can be one of these ----------------------------------------------
 
     def is_ready(self, schedule: Schedule, batch: StepInputs, alike: int) -> bool:
-        """Whether the pipeline is full of micro-batches alike, all of which lie in slots.
+        """After another step: whether the pipeline is full of micro-batches alike, all in slots.
 
         Args:
             batch: The micro-batch of the step to come.
@@ -131,29 +132,21 @@ class CapturedSteps:
         Raises:
             CaptureUnsupported: There is not enough memory.
         """
-        if not self._is_full(schedule, alike):
-            return False
-        if not (self.is_active or self._is_in_slots()):  # captured steps leave all of it there
+        if not (self._is_full(schedule, alike) and self._is_in_slots()):
             return False
         if self._numbers.have_changed():
             self.clear()
-        expected = None
-        if not self.is_active:
-            if not all(executor.updater.has_started for executor in self.executors):
-                return False
-            expected = self._boundary.expected(self._flag_rows[0, :1])
-            if expected.void:
-                return False
+        if not all(executor.updater.has_started for executor in self.executors):
+            return False
+        expected = self._boundary.expected(self._flag_rows[0, :1])
+        if expected.void:
+            return False
         if not self.accepts(batch, expected):
-            if expected is None:  # look at the message of the next rank first
-                self.leave()
-                return self.is_ready(schedule, batch, alike)
             self.clear()
             self._allocate(batch, expected)
             self.hold_fixed()
-        if not self.is_active:
-            for executor in self.executors:
-                executor.updater.count_on_device()
+        for executor in self.executors:
+            executor.updater.count_on_device()
         return True
 
     def accepts(self, batch: StepInputs, expected: Message | None = None) -> bool:
@@ -168,7 +161,7 @@ class CapturedSteps:
             return False
         # The first step of a full pipeline after a drain receives no tied weights of the first
         # stage, which has not updated since: the only step of its kind, not worth capturing.
-        for tie in () if self.is_active else schedule.ties:
+        for tie in schedule.ties:
             waits = schedule.waiting_tied(tie.owner, tie.holder)
             if not (schedule.accumulated[tie.owner] or waits):
                 return False
@@ -210,6 +203,9 @@ class CapturedSteps:
         for executor in self.executors:
             move(executor.updater.state_tensors)
             move(executor.stage.cast_weights.copies)
+            if self._fuse is not None and not self.is_fused:
+                executor.stage.fuse(self._fuse)
+        self.is_fused = True
         self._numbers.follow_slots()
         self._inputs = StaticBuffers(empty_on(self._device, batch.local.value))
         if self._streams is not None and 0 in self._by_stage:
@@ -232,7 +228,7 @@ class CapturedSteps:
 
     def leave(self) -> None:
         """The step to come is none of these."""
-        self.reports.submit(self._flag_rows)
+        self._reports.submit(self._flag_rows)
         if self.is_active:
             self._note_messages()
         self.is_active = False
@@ -322,7 +318,7 @@ class CapturedSteps:
         """Hand flags and the loss over to the host."""
         if self._boundary.has_next:
             due[self._boundary.last + 1] = due[self._boundary.last]
-        self.reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
+        self._reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
         if self._loss is not None and self._output is not None:
             head = self._loss_head
             loss, head.scale = self._loss.cloned()
@@ -390,7 +386,7 @@ class CapturedSteps:
 
     def _section(self, parts: Sequence[Section], ends: list[Callable[[], None]]) -> Section:
         def run() -> None:
-            if self._is_fused:  # convolution algorithms are chosen by trial: shapes are fixed
+            if self._fuse is not None:  # convolution algorithms by trial: shapes are fixed
                 CUDNN_BENCHMARK.want(True)
             self._transport.captured = self._boundary
             try:
@@ -401,7 +397,7 @@ class CapturedSteps:
                 raise
             finally:
                 self._transport.captured = None
-                if self._is_fused:
+                if self._fuse is not None:
                     CUDNN_BENCHMARK.release(True)
 
         return run

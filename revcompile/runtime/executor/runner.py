@@ -13,6 +13,7 @@ from revcompile.errors import NonFiniteError, warn
 from revcompile.runtime.executor.boundary import StepInputs
 from revcompile.runtime.executor.captured_steps import CapturedSteps
 from revcompile.runtime.executor.executor import StageExecutor
+from revcompile.runtime.executor.flags import NonFiniteReports
 from revcompile.runtime.executor.graphs import CaptureUnsupported, CudaGraphReplay, EagerReplay
 from revcompile.runtime.executor.messages import MessageKind, MessageSlots
 from revcompile.runtime.reversible.bindings import LayerHooks
@@ -43,14 +44,13 @@ class GraphRunner:
         loss_head: LossHead,
         schedule: Schedule,
     ) -> None:
-        self._executors, self._loss_head, self._fuse = executors, loss_head, task.fuse
-        self._device = executors[0].stage.device
+        self._executors, device = executors, executors[0].stage.device
         self._hooks = LayerHooks([layer for e in executors for layer in e.stage.hooks.layers])
         self._backend = backend = task.settings.backend
         if backend is Backend.AUTO:
-            on_gpu = self._device.type == "cuda"
-            self._backend = Backend.CUDAGRAPHS if on_gpu else Backend.EAGER
+            self._backend = Backend.CUDAGRAPHS if device.type == "cuda" else Backend.EAGER
         self._captured: CapturedSteps | None = None
+        self._reports = NonFiniteReports([e.index for e in executors], loss_head.overflow_advice)
         self._last_batch: Flat | None = None
         """Structure, shapes and types of the last micro-batch, on the meta device."""
         self.alike = 0
@@ -59,19 +59,25 @@ class GraphRunner:
         self._changes = self._calm = 0
         """Changes of what captured steps hold fixed, one soon after the other; steps since."""
         self._warned: set[str] = set()
-        self._reported: list[NonFiniteError] = []
-        """Bad micro-batches of captured steps that were dropped."""
-        self.is_on = self._backend is not Backend.EAGER
-        """Whether steps are captured once the pipeline is full."""
-        if self.is_on and (why := why_not_capturable(executors, schedule, self._backend)):
+        if self._backend is Backend.EAGER:
+            return
+        if why := why_not_capturable(executors, schedule, self._backend):
             self._give_up(why)
-        if self.is_on:
-            use_slots(executors, schedule)
-        if self.is_on and backend is Backend.AUTO:
+            return
+        use_slots(executors, schedule)
+        replay = EagerReplay() if backend is Backend.STATIC else CudaGraphReplay(device)
+        given = executors, loss_head, schedule, replay, self._reports
+        self._captured = CapturedSteps(*given, fuse=task.fuse)
+        if backend is Backend.AUTO:
             _log.info(
                 "backend='auto': steps of a full pipeline are captured as CUDA graphs; 'inductor' "
                 "compiles them, too, which takes a minute at the first start"
             )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are captured once the pipeline is full."""
+        return self._captured is not None
 
     @property
     def is_active(self) -> bool:
@@ -81,8 +87,7 @@ class GraphRunner:
     @property
     def is_replaying(self) -> bool:
         """Whether the last step was the replay of a graph, which runs no layers in Python."""
-        captured = self._captured
-        return captured is not None and captured.is_active and captured.is_replaying
+        return self.is_active and self._captured is not None and self._captured.is_replaying
 
     @property
     def is_capturing(self) -> bool:
@@ -90,9 +95,7 @@ class GraphRunner:
         return self.is_active and not self.is_replaying and self._backend is not Backend.STATIC
 
     def _give_up(self, why: str) -> None:
-        if self._captured is not None:
-            self._reported += self._captured.reports.collect(wait=True)
-        self.is_on, self._captured = False, None
+        self._captured = None
         use_no_slots(self._executors)
         warn(
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
@@ -115,16 +118,16 @@ class GraphRunner:
             inputs: What enters.
             allowed: False if a trace needs to see single actions.
         """
-        # Not before the first updates: they show what stages and optimizers do.
-        if not self.is_on or (
-            not self.is_active and min(schedule.updates) <= schedule.synchronous_updates
-        ):
-            return False
-        if self._captured is None:
-            self._captured = self._build(schedule)
         captured = self._captured
         if captured is None:
             return False
+        if not captured.is_active:
+            # Not before the first updates: they show what stages and optimizers do.
+            if min(schedule.updates) <= schedule.synchronous_updates:
+                return False
+            if stateful := [e.index for e in self._executors if e.stage.is_stateful]:
+                self._give_up(f"stage {stateful[0]} has layers whose buffers change in every call")
+                return False
         if self._hooks:
             allowed = False
             why = "layers have hooks, which captured steps would not call"
@@ -140,14 +143,15 @@ class GraphRunner:
         if not allowed:
             captured.leave()
             return False
+        is_same = captured.is_active and captured.accepts(inputs)
         try:
-            is_same = captured.is_active and captured.accepts(inputs)
-            last = self._last_batch
-            is_like_last = is_same or (last is not None and last.is_alike(inputs.all))
-            alike = self.alike if is_like_last else 0
-            if not captured.is_ready(schedule, inputs, alike):
+            if not is_same:
                 captured.leave()
-                return False
+                last = self._last_batch
+                is_like_last = last is not None and last.is_alike(inputs.all)
+                alike = self.alike if is_like_last else 0
+                if not captured.is_ready(schedule, inputs, alike):
+                    return False
             captured.step(schedule, inputs)
         except CaptureUnsupported as error:
             captured.clear()
@@ -170,23 +174,9 @@ class GraphRunner:
         self._calm += 1
         return self._changes > _MOST_CHANGES and self._calm <= _CALM
 
-    def _build(self, schedule: Schedule) -> CapturedSteps | None:
-        stateful = [executor.index for executor in self._executors if executor.stage.is_stateful]
-        if stateful:
-            self._give_up(f"stage {stateful[0]} has layers whose buffers change in every call")
-            return None
-        is_static = self._backend is Backend.STATIC
-        return CapturedSteps(
-            self._executors,
-            self._loss_head,
-            schedule,
-            EagerReplay() if is_static else CudaGraphReplay(self._device),
-            fuse=self._fuse,
-        )
-
     def observe(self, inputs: StepInputs) -> None:
         """Count a micro-batch that has entered."""
-        if self.is_on:
+        if self._captured is not None:
             values = inputs.all
             if self._last_batch is None or not self._last_batch.is_alike(values):
                 self._last_batch = Flat.of(empty_on(torch.device("meta"), values.value))
@@ -201,11 +191,9 @@ class GraphRunner:
     def restart(self) -> None:
         """Drop captured steps, for settings of layers have changed, and capture new ones."""
         self._count_change()
-        self._last_batch, self.alike = None, 0
+        self.clear()
         if self._captured is not None:
-            self._captured.leave()
-            self._reported += self._captured.reports.collect(wait=True)
-            self._captured = None  # programs are fused for the settings there were
+            self._captured.is_fused = False  # programs are fused for the settings there were
 
     def _count_change(self) -> None:
         self._changes = 1 if self._calm > _CALM else self._changes + 1
@@ -219,10 +207,7 @@ class GraphRunner:
 
     def failures(self) -> list[NonFiniteError]:
         """Bad micro-batches that have become known: some steps late, or when captured steps end."""
-        found, self._reported = self._reported, []
-        if self._captured is not None:
-            found += self._captured.reports.collect(wait=not self._captured.is_active)
-        return found
+        return self._reports.collect(wait=not self.is_active)
 
 
 # -- what can be captured ------------------------------------------------------------------------
