@@ -40,7 +40,6 @@ _OF_SCHEDULES: Final = frozenset(
     ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
 )
 """Keys that schedules and parameter names add to parameter groups."""
-_NOT_FIXED: Final = frozenset(("params", "lr", "initial_lr"))
 _PROPORTIONAL: Final = (SGD, Muon)
 """They read the learning rate on the host (SGD unless it is fused); updates are proportional."""
 
@@ -345,17 +344,20 @@ class FixedSettings:
         self._optimizers = [updater.optimizer for updater in updaters]
         self._members = [member for o in self._optimizers for member in members(o)]
         self._states = [member.state for member in self._members]
-        self._before = self._now()
+        self._groups, self._delays = list(map(dict, self._all_groups())), self._all_delays()
 
-    def _now(self) -> tuple[list[Any], ...]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        settings = [{k: v for k, v in group.items() if k not in _NOT_FIXED} for group in groups]
-        delays = [(getattr(m, "delay", 0), getattr(m, "predicted_delay", 0)) for m in self._members]
-        return settings, delays
+    def _all_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _all_delays(self) -> list[Any]:
+        return [(getattr(m, "delay", 0), getattr(m, "predicted_delay", 0)) for m in self._members]
 
     def have_changed(self) -> bool:
-        pairs = zip(self._members, self._states, strict=True)
-        return any(m.state is not s for m, s in pairs) or self._now() != self._before
+        groups, members = self._all_groups(), zip(self._members, self._states, strict=True)
+        for before, group in zip(self._groups, groups, strict=False):
+            before["lr"] = group["lr"]
+        is_same = groups == self._groups and self._all_delays() == self._delays
+        return not is_same or any(member.state is not state for member, state in members)
 
 
 def _scale_updates(optimizer: Optimizer) -> Iterator[RemovableHandle]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from revcompile.arguments import file_path
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError, warn
+from revcompile.ir.snapshot import Change
 from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, on_all
 from revcompile.runtime.checkpoint.training import save_training, set_generators
 from revcompile.runtime.checkpoint.tree import located
@@ -144,8 +145,8 @@ class Trainer(TrainerState):
             try:
                 return self._step(inputs, target, problem)
             finally:
-                if not self._runner.is_replaying:
-                    self._follow_settings()  # layers may change their own as they run
+                if not self._runner.is_replaying:  # layers may change their own as they run
+                    self._follow_settings(self._guard.settings.first_change())
 
     def steps(self, batches: Iterable[Any]) -> Iterator[Metrics]:
         """Train on batches of `(inputs, target)`, or of inputs alone, and yield their metrics."""
@@ -238,20 +239,19 @@ class Trainer(TrainerState):
 
     def _refusal(self) -> str | None:
         """Why the model cannot be trained on as it is, or None; changed settings are followed."""
-        problem = self._tree.problem() or self._guard.problem()
-        if problem is not None or any(self._schedule.outstanding):
-            return problem or self._changed_in_flight()
-        self._follow_settings()
-        return None
+        return self._tree.problem() or self._guard.problem() or self._changed_in_flight()
 
     def _changed_in_flight(self) -> str | None:
         """What is different of layers since something that is in flight was computed."""
-        change = self._guard.settings.first_change() if any(self._schedule.outstanding) else None
-        return None if change is None else changed_in_flight(change)
+        change = self._guard.settings.first_change()
+        if change is not None and any(self._schedule.outstanding):
+            return changed_in_flight(change)
+        self._follow_settings(change)
+        return None
 
-    def _follow_settings(self) -> None:
+    def _follow_settings(self, change: Change | None) -> None:
         """Go on with the settings of layers as they are now."""
-        if self._guard.settings.first_change() is not None:
+        if change is not None:
             self._guard.settings.take()
             self._runner.restart()
 
@@ -306,7 +306,7 @@ class Trainer(TrainerState):
                 yield
         finally:
             if is_same:
-                self._follow_settings()
+                self._follow_settings(self._guard.settings.first_change())
 
     def pop_mean_loss(self) -> float:
         """Mean loss of the steps since the last call, which it forgets. Every rank calls it.
