@@ -309,7 +309,7 @@ class StagedModel(StageReport):
             plan = plan_memory(self._partition, budget, workload, devices)
         programs = self._programs(chosen, plan.keeps if plan else None)
         fuse = Fusion().fuse if settings.backend is Backend.INDUCTOR else None
-        given = optimizer, loss, settings, self._tree, with_samples, fuse
+        given = optimizer, loss, settings, with_samples, fuse
         task = Task(self.model, self._partition, programs, *given)
         with ExitStack() as undo:  # a trainer that is refused changes nothing
             if world_size() > 1:

@@ -12,6 +12,7 @@ stages call are followed (see `Stage`), and so are settings, unless micro-batche
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Final
 
 from torch import fx, nn
@@ -104,12 +105,20 @@ def _enclosing_paths(node: fx.Node) -> Iterator[str]:
 
 
 class TreeGuard:
-    """The module tree of a model, and whether it is still the one that stages were compiled for."""
+    """The module tree of a model, and whether it is still the one that stages were compiled for.
 
-    def __init__(self, rewired: Rewired, root: nn.Module) -> None:
+    Args:
+        only_here: Leave layers whose parameters other ranks have to these.
+    """
+
+    def __init__(self, rewired: Rewired, root: nn.Module, *, only_here: bool = False) -> None:
         own, *inner = below(root)
         called = set(TreeReads(rewired.graphs, root).modules)
         uncalled = [watched for watched in below(root) if watched.module not in called]
+        if only_here:
+            of_layers = [each.module.parameters(recurse=False) for each in inner]
+            are_here = [not any(p.is_meta for p in parameters) for parameters in of_layers]
+            inner = list(compress(inner, are_here))
         self._snapshots = (
             # Capturing another case, in an evaluation, registers its constants: new buffers.
             TreeSnapshot([own], (Kind.MODULE, Kind.FORWARD)),

@@ -14,7 +14,6 @@ from revcompile.arguments import flag, number, whole_number
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.reversible.module_guards import TreeGuard
 from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.runtime.stage.loss import Loss, LossScale
 from revcompile.runtime.stage.optimizers import (
@@ -153,8 +152,6 @@ class Task:
     loss: Loss | None
     """Of the model's output and a target."""
     settings: Settings
-    tree: TreeGuard
-    """The modules that the stages were compiled for."""
     sample: Sample | None = None
     fuse: Fuse | None = None
 

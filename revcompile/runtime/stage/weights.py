@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -317,6 +318,9 @@ def at_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> Itera
 # -- weights in low precision ---------------------------------------------------------------------
 
 
+_version: Final = attrgetter("_version")
+
+
 class CastWeights:
     """Copies of some of a stage's weights in the dtype in which autocast uses them.
 
@@ -330,7 +334,7 @@ class CastWeights:
         self._parameters, self._names, self._dtype = parameters, tuple(names), dtype
         self._copies: dict[str, Tensor] = {}
         self.weights = [parameters[name] for name in names]
-        self._fresh_for: list[tuple[int, int]] = []
+        self._fresh_for: list[int] = []
 
     def current(self) -> dict[str, Tensor] | None:
         """All parameters, cast where that is possible; None if it is for none."""
@@ -357,8 +361,8 @@ class CastWeights:
         if self._fresh_for != self._versions():
             self.refresh()
 
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(weight._version, weight.data_ptr()) for weight in self.weights]
+    def _versions(self) -> list[int]:
+        return [*map(_version, self.weights), *map(Tensor.data_ptr, self.weights)]
 
     def like_weights(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Gradients in the dtypes and memory layouts of the weights, as fused optimizers need."""

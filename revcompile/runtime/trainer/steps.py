@@ -274,7 +274,7 @@ class Steps:
             samples=samples,
             delays=(0,) * schedule.stages if schedule.is_synchronous else schedule.delays,
             updates=schedule.updates,
-            lr=next((e.updater.lr for e in self.executors if e.updater.lr is not None), None),
+            lr=next((lr for e in self.executors if (lr := e.updater.lr) is not None), None),
             throughput=self.throughput.add(samples, counts=not self.runner.is_capturing),
             loss_tensor=self.placement.share_loss(loss),
             output=output,

@@ -16,12 +16,11 @@ from torch import nn
 
 from revcompile.arguments import file_path
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError, warn
-from revcompile.ir.snapshot import Change
 from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, on_all
 from revcompile.runtime.checkpoint.training import save_training, set_generators
 from revcompile.runtime.checkpoint.tree import located
 from revcompile.runtime.executor.trace import Trace
-from revcompile.runtime.reversible.module_guards import StageGuard, changed_in_flight
+from revcompile.runtime.reversible.module_guards import StageGuard, TreeGuard, changed_in_flight
 from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
 from revcompile.runtime.trainer.evaluation import (
@@ -69,7 +68,7 @@ class Trainer(TrainerState):
     def __init__(self, task: Task, placement: Placement) -> None:
         partition, settings, programs = task.partition, task.settings, tuple(task.programs)
         self.model, self._partition, self._settings = task.model, partition, settings
-        self._programs, self._tree = programs, task.tree
+        self._programs = programs
         self._placement, self._transport = placement, placement.transport
         self.rank, self.replica = placement.rank, placement.replica
         self.replicas = placement.replicas
@@ -93,6 +92,7 @@ class Trainer(TrainerState):
 
     def _take_over(self) -> None:
         """Train the model from now on. Until then, a trainer that is refused changes nothing."""
+        self._tree = TreeGuard(self._partition.rewired, self.model, only_here=True)
         self._guard = StageGuard([watched for e in self._executors for watched in e.stage.watched])
         make_latest(self, self.model)
 
@@ -145,8 +145,8 @@ class Trainer(TrainerState):
             try:
                 return self._step(inputs, target, problem)
             finally:
-                if not self._runner.is_replaying:  # layers may change their own as they run
-                    self._follow_settings(self._guard.settings.first_change())
+                if not self._runner.is_replaying:
+                    self._follow_settings()  # layers may change their own as they run
 
     def steps(self, batches: Iterable[Any]) -> Iterator[Metrics]:
         """Train on batches of `(inputs, target)`, or of inputs alone, and yield their metrics."""
@@ -244,14 +244,16 @@ class Trainer(TrainerState):
     def _changed_in_flight(self) -> str | None:
         """What is different of layers since something that is in flight was computed."""
         change = self._guard.settings.first_change()
-        if change is not None and any(self._schedule.outstanding):
+        if change is None:
+            return None
+        if any(self._schedule.outstanding):
             return changed_in_flight(change)
-        self._follow_settings(change)
+        self._follow_settings()
         return None
 
-    def _follow_settings(self, change: Change | None) -> None:
+    def _follow_settings(self) -> None:
         """Go on with the settings of layers as they are now."""
-        if change is not None:
+        if self._guard.settings.first_change() is not None:
             self._guard.settings.take()
             self._runner.restart()
 
@@ -306,7 +308,7 @@ class Trainer(TrainerState):
                 yield
         finally:
             if is_same:
-                self._follow_settings(self._guard.settings.first_change())
+                self._follow_settings()
 
     def pop_mean_loss(self) -> float:
         """Mean loss of the steps since the last call, which it forgets. Every rank calls it.

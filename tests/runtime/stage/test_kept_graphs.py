@@ -47,7 +47,7 @@ def keeping(
     """A trainer whose stages keep just this, whatever the memory."""
     programs = net._programs(choose(method, in_flight_per_stage=in_flight_per_stage), keeps)
     chosen, loss = Settings(**training.settings_of(**settings)), F.cross_entropy
-    task = Task(net.model, net._partition, programs, optimizer, loss, chosen, net._tree)
+    task = Task(net.model, net._partition, programs, optimizer, loss, chosen)
     trainer = Trainer(task, Placement(task, ExitStack()))
     trainer._take_over()
     return trainer
