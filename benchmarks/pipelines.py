@@ -38,7 +38,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import pipelining
+from torch.distributed import HashStore, pipelining
 from torch.nn import functional as F
 
 import revcompile
@@ -370,7 +370,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--optimizers", nargs="+", choices=("adamw", "muon"), default=["muon", "adamw"])
     add("--lr", type=float, default=1e-3, help="of AdamW")
     args = parser.parse_args(argv)
-    distributed.init_process_group("gloo")
+    if "RANK" in os.environ:
+        distributed.init_process_group("gloo")
+    else:  # without torchrun
+        distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if (os.cpu_count() or 1) >= 2 * world and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {2 * rank, 2 * rank + 1})

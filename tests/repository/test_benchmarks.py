@@ -29,6 +29,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "learning": ("resnet50", "--data", "cifar", "--epochs", "1", "--seeds", "1", "--jobs", "1"),
     "memory": ("--depths", "1", "2", "--batch", "2", "--picture", "memory.svg"),
     "peers": (*STACK, "--rounds", "1", "--warmup", "0"),
+    "pipelines": ("--blocks", "1", "--width", "64", "--tokens", "4", "--batch", "1"),
     "ranks": ("--device", "cpu", "--case", "conv-2x4:8:2:2", "--ranks", "2", "--steps", "2"),
     "stage_memory": STACK,
     "text": ("--data", "text.txt", "--size", "tiny", "--updates", "24", "--jobs", "1"),
@@ -36,6 +37,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 }
 MORE: dict[str, tuple[str, ...]] = {
     "learning": ("--only", "backprop-k4", "--out", "out", "--device", "cpu"),
+    "pipelines": ("--accumulation-steps", "2", "--rounds", "1", "--threads", "1"),
     "ranks": ("--rounds", "1", "--backends", "eager", "model-parallel", "torch-1f1b"),
     "text": ("--only", "backprop-muon-lr0.02", "--out", "out", "--device", "cpu"),
 }
