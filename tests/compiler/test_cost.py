@@ -191,4 +191,4 @@ def test_measuring_needs_a_real_device() -> None:
     with torch.device("meta"):
         rewired = rewired_of(Small(), torch.randn(2, 3))
     with pytest.raises(InputError, match="meta device"):
-        piece_costs(rewired, pieces_of(rewired), rewired.body.types, "measured")
+        piece_costs(rewired, [pieces_of(rewired)], rewired.body.types, "measured")

@@ -14,8 +14,9 @@ A write that is seen through another view of the memory is refused, `NotFunction
     v.mul_(3)
     y.sum()            but y[:, :2] *= 3 is fine: Python assigns the part to y
 
-The module around them becomes a leaf module. Buffers are written once, at the end, with the
-contents that the graph has computed (`store_buffer`).
+So is one that changes the shape of a tensor in place. The module around becomes a leaf module.
+Buffers are written once, at the end, with the contents that the graph has computed
+(`store_buffer`).
 """
 
 from __future__ import annotations
@@ -218,32 +219,16 @@ class _Functional:
         if node.meta.get(WRITES_STATE) and not target.storages <= self.state:
             reason = f"{node.name} writes to state that {target.node.name} returns"
             raise NotFunctional(reason, [node, target.node])
+        after = location_of(node)
+        changes_shape = after is not None and after.layout != target.location.layout
+        if changes_shape or "out" in node.kwargs:
+            reason = f"{node.name} changes {target.node.name} as a whole; assign its result instead"
+            raise NotFunctional(reason, [node, target.node])
         args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), self._read)
         new = self.graph.create_node(call.op, call.function, args, kwargs)
         _describe(new, node, target.node)
-        after = location_of(node)
-        changes_shape = after is not None and after.layout != target.location.layout
-        if changes_shape or node.target == "detach_":
-            self._rename(node, target, new)
-            return
-        if "out" in node.kwargs:
-            whole: Any = (target.new, ..., new)
-            new = self.graph.call_function(with_item, whole)
-            _describe(new, node, target.node)
         self._write(target, new, node)
         self.values[node] = target
-
-    def _rename(self, node: fx.Node, target: _Value, new: fx.Node) -> None:
-        """`y.unsqueeze_(0)`: from here on the tensor is another view of its memory."""
-        if "out" in node.kwargs or new.op != "call_method":
-            raise NotFunctional(f"{node.name} resizes a tensor in place", [node])
-        value = _Value(node, new, target.storages, location_of(node), [])
-        value.names.append(value)
-        assert target.location is not None
-        for name, other in list(self.values.items()):
-            if other.location is not None and other.location.tensor == target.location.tensor:
-                self.values[name] = value
-        self.values[node] = value
 
     def _layer(self, node: fx.Node) -> None:
         """A leaf module that writes to its input."""
@@ -433,7 +418,7 @@ def out_of_place_call(node: fx.Node) -> OutOfPlace | None:
     args, kwargs, name = node.args, dict(node.kwargs), op_name(node)
     if node.target is operator.setitem:
         return OutOfPlace("call_function", with_item, args, kwargs)
-    if kwargs.pop("out", None) is not None or kwargs.pop("inplace", False):
+    if kwargs.pop("inplace", False):
         return OutOfPlace("call_function", node.target, args, kwargs)
     is_operator = node.target in INPLACE_OPERATORS
     in_place = f"__{name}__" if is_operator else name

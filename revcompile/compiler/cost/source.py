@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ def segment_costs(rewired: Rewired) -> tuple[Cost, ...]:
 
 def piece_costs(
     rewired: Rewired,
-    pieces: Sequence[Segment],
+    groups: Sequence[Sequence[Segment]],
     types: Mapping[str, Any],
     cost: CostSource = "analytic",
 ) -> tuple[Cost, ...]:
@@ -32,18 +32,19 @@ def piece_costs(
 
     Args:
         rewired: The model.
-        pieces: Its segments, or parts of them.
+        groups: The pieces of each of its segments.
         types: The type of every live value.
         cost: Where work comes from. Numbers of the user's own stand for forward, backward and
             update of a segment together, in any unit.
     """
     check_cost(cost)
+    pieces = [piece for group in groups for piece in group]
     analytic = analytic_costs(rewired, pieces, types)
     if cost == "analytic":
         return analytic
     if isinstance(cost, str):
         return measured_costs(rewired, pieces, types, analytic)
-    return _given_costs(rewired, pieces, analytic, cost)
+    return tuple(_given_costs(rewired, groups, analytic, cost))
 
 
 def sum_costs(costs: Sequence[Cost]) -> Cost:
@@ -63,10 +64,10 @@ def sum_costs(costs: Sequence[Cost]) -> Cost:
 
 def _given_costs(
     rewired: Rewired,
-    pieces: Sequence[Segment],
+    groups: Sequence[Sequence[Segment]],
     analytic: Sequence[Cost],
     given: Mapping[str, float],
-) -> tuple[Cost, ...]:
+) -> Iterator[Cost]:
     """The user's number of each segment, shared out to its pieces as their analytic work is."""
     names = [segment.name for segment in rewired.body.segments]
     missing = [name for name in names if name not in given]
@@ -78,19 +79,13 @@ def _given_costs(
             + (f"; there is no {', '.join(unknown)}" if unknown else "")
             + ". Give one number for each segment"
         )
-    # A part of a segment makes an output of it, or comes before the part that does.
-    segment_of = {out: segment.name for segment in rewired.body.segments for out in segment.outputs}
-    segments, name = list[str](), names[-1]
-    for piece in reversed(pieces):
-        name = next((segment_of[out] for out in piece.outputs if out in segment_of), name)
-        segments.insert(0, name)
-    # Pieces without any work share a segment evenly.
-    work = [cost.forward + cost.backward or 1e-300 for cost in analytic]
-    result = []
-    for name, cost, own in zip(segments, analytic, work, strict=True):
+    rest = iter(analytic)
+    for name, group in zip(names, groups, strict=True):
         of_user = number("cost", name, given[name], "work is a number from 0 on", or_zero=True)
-        total = sum(each for each, other in zip(work, segments, strict=True) if other == name)
-        forward = cost.forward / own if cost.forward else 0.25
-        share = of_user * own / total
-        result.append(replace(cost, forward=share * forward, backward=share * (1 - forward)))
-    return tuple(result)
+        costs = [next(rest) for _ in group]
+        # Pieces without any work share a segment evenly.
+        work = [cost.forward + cost.backward or 1e-300 for cost in costs]
+        for cost, own in zip(costs, work, strict=True):
+            forward = cost.forward / own if cost.forward else 0.25
+            share = of_user * own / sum(work)
+            yield replace(cost, forward=share * forward, backward=share * (1 - forward))

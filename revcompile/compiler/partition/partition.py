@@ -49,8 +49,7 @@ class Pieces:
         whole = whole_pieces(rewired.body)
         groups, new_types = split_pieces(rewired, whole)
         types = {**rewired.body.types, **new_types}
-        costs = piece_costs(rewired, tuple(itertools.chain(*groups)), types, cost)
-        return cls(rewired, whole, groups, types, costs)
+        return cls(rewired, whole, groups, types, piece_costs(rewired, groups, types, cost))
 
 
 def partition(

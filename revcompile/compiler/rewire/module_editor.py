@@ -74,8 +74,6 @@ class ModuleEditor:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.weight_expansions: dict[str, tuple[str, WeightExpansion]] = {}
-        self.requested: set[tuple[str, str]] = set()
-        """Changes requested since this was last cleared: layer and kind."""
         self._done: set[tuple[str, str]] = set()
 
     def allows(self, path: str, change: Change, shape: Sequence[int]) -> bool:
@@ -129,7 +127,6 @@ class ModuleEditor:
     def _first(self, path: str, what: str) -> bool:
         """False if this very change was made before (train and eval graphs share the root)."""
         fresh = (path, what) not in self._done
-        self.requested.add((path, what))
         self._done.add((path, what))
         return fresh
 

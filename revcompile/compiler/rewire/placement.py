@@ -48,7 +48,7 @@ class Blocks:
         ordered: the blocks, in that order.
         owner: nodes that are computed inside a block alone.
         starts: the values that blocks start from.
-        rearranged: starts of blocks that are other arrangements of an earlier block's output.
+        rearranged: starts of couplings that are other arrangements of an earlier block's output.
     """
 
     def __init__(self, flow: Flow, residuals: Sequence[Residual]) -> None:
@@ -60,7 +60,8 @@ class Blocks:
         self.owner = self._owners()
         self.starts = list(dict.fromkeys(flow.by_name[block.x] for block in self.ordered))
         self.rearranged: dict[fx.Node, tuple[fx.Node, Rearrange]] = {}
-        for x in self.starts:
+        projected = {flow.by_name[block.x] for block in self.ordered if block.is_projected}
+        for x in (x for x in self.starts if x not in projected):
             source = self._arranged_before(x)
             rearrange = None if source is None else build_rearrange(flow, source, x)
             if source is not None and rearrange is not None:

@@ -20,7 +20,7 @@ from revcompile.ir.types import Rearrange
 
 _RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"])
 _COPIES = frozenset(["contiguous", "clone"])
-_MOVES = frozenset(["permute", "transpose", "roll", "movedim"])
+_MOVES = frozenset(["permute", "transpose"])
 
 
 def rearranged_source(flow: Flow, node: fx.Node) -> fx.Node | None:
@@ -99,13 +99,6 @@ def _inverse(flow: Flow, steps: list[fx.Node]) -> fx.Graph | None:
             value = graph.call_function(torch.permute, (value, order))
         elif name == "transpose" and not step.kwargs:
             value = graph.call_function(torch.transpose, (value, *arguments))
-        elif name == "roll":
-            shifts = _flat((step.kwargs.get("shifts", arguments[0] if arguments else ()),))
-            dims = step.kwargs.get("dims", arguments[1] if len(arguments) > 1 else None)
-            if dims is None or not all(isinstance(s, int) for s in shifts):
-                return None
-            back = tuple(-s for s in shifts)
-            value = graph.call_function(torch.roll, (value, back, dims))
         elif name in _RESHAPES or step.op == "call_module":
             shape = graph.call_function(operator.getitem, (shapes, index))
             value = graph.call_function(torch.reshape, (value, shape))

@@ -26,7 +26,6 @@ from revcompile.compiler.rewire.region import ORIGIN, Region
 from revcompile.compiler.rewire.segments import coupling, transition
 from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
 from revcompile.ir.guards import Guards, SizeGuard, SizeGuards
-from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import (
     PATH,
@@ -65,22 +64,21 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
         policy: how streams begin, meet and end.
     """
     found = _applicable(found, policy)
+    if captured.eval_graph is not None and policy.widens:
+        plain = rewire(captured, found, Policy.SAME_PARAMETERS)
+        note = "layers keep their widths, which would not fit both graphs: train and eval mode"
+        return replace(plain, policy=policy, notes=(*plain.notes, note))
     editor = ModuleEditor(own_copy(captured.root))
     rewiring = _Rewiring(Flow(captured.graph, captured.root), found, policy, editor)
     body = rewiring.run()
     eval_body, sizes = None, rewiring.place.written_sizes()
     eval_sizes = sizes
     if captured.eval_graph is not None:
-        trained, editor.requested = editor.requested, set()
         found_eval = _applicable(find(captured, captured.eval_graph), policy)
         flow = Flow(captured.eval_graph, captured.root)
         evaluated = _Rewiring(flow, found_eval, policy, editor)
         eval_body = evaluated.run()
         eval_sizes = evaluated.place.written_sizes()
-        if _widths_differ(captured, trained, editor.requested):
-            plain = rewire(captured, found, Policy.SAME_PARAMETERS)
-            note = "layers keep their widths: train and eval mode would need different ones"
-            return replace(plain, policy=policy, notes=(*plain.notes, note))
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
         # the input of a layer may now be a stream, which has other readers
         forbid_inplace(segment.graph, editor.root)
@@ -108,23 +106,6 @@ def _applicable(found: Found, policy: Policy) -> Found:
     refusals = [Refusal(r.path, r.total, _INEXPRESSIBLE[r.kind]) for r in refused]
     residuals = tuple(r for r in found.residuals if r.kind not in _INEXPRESSIBLE)
     return Found(residuals, (*found.refusals, *refusals))
-
-
-def _widths_differ(
-    captured: Captured, trained: set[tuple[str, str]], evaluated: set[tuple[str, str]]
-) -> bool:
-    """Do train and eval mode need different widths of a layer that both call?"""
-    assert captured.eval_graph is not None
-    train, evaluation = (
-        TreeReads(graph, captured.root).called for graph in (captured.graph, captured.eval_graph)
-    )
-    shared = train.keys() & evaluation.keys()
-    widths = {
-        (path, what)
-        for path, what in trained ^ evaluated
-        if what not in ("copy", "revive_zero_init")
-    }
-    return any(path in shared for path, _ in widths)
 
 
 class _Rewiring:

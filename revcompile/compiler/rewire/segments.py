@@ -17,7 +17,7 @@ from revcompile.compiler.rewire.module_editor import ModuleEditor
 from revcompile.compiler.rewire.placement import Placement, Streams
 from revcompile.compiler.rewire.region import Region
 from revcompile.ir.module_tree import NORMS, called_module
-from revcompile.ir.types import Coupling, Opaque, Rearrange, Residual
+from revcompile.ir.types import Coupling, Opaque, Residual
 
 
 def coupling(
@@ -69,8 +69,6 @@ def transition(
     x, total = flow.by_name[block.x], flow.by_name[block.total]
     region = Region(flow)
     a, b = (region.input(s, like=x) for s in streams.before)
-    if streams.rearrange is not None:
-        a, b = (_rearranged(region, streams.rearrange, stream) for stream in (a, b))
     value = place.side_reader(region)
     region.bind(x, b)
     _revive_zero_init(flow, block, editor)
@@ -120,15 +118,6 @@ def _revive_zero_init(flow: Flow, block: Residual, editor: ModuleEditor) -> None
     for node in flow.in_order(block.branch):
         if isinstance(called_module(node, flow.root), NORMS):
             editor.revive_zero_init(str(node.target))
-
-
-def _rearranged(region: Region, rearrange: Rearrange, stream: fx.Node) -> fx.Node:
-    placeholders = [n for n in rearrange.forward.nodes if n.op == "placeholder"]
-    copies = {placeholders[0]: stream}
-    copies |= {p: region.input(p.name) for p in placeholders[1:]}
-    outputs = region.graph.graph_copy(rearrange.forward, copies)
-    assert isinstance(outputs, tuple) and isinstance(outputs[0], fx.Node)
-    return outputs[0]
 
 
 def _project(
