@@ -84,6 +84,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """The forecasts; exit code 1 if nothing fits the devices."""
     from revcompile.arguments import new_file
+    from revcompile.inspect.formatting import plural
 
     path = new_file("--plot", args.plot, "frontier.svg") if args.plot else None
     planner = _planner(args)
@@ -98,7 +99,8 @@ def run(args: argparse.Namespace) -> Answer:
         "frontier": [dataclasses.asdict(row) for row in planner.frontier()],
         "recommended": advice,
     }
-    title = f"{args.model}: {planner.stages} stages x {planner.replicas} on {args.devices} devices"
+    stages, devices = plural(planner.stages, "stage"), plural(args.devices, "device")
+    title = f"{args.model}: {stages} x {planner.replicas} on {devices}"
     if path is not None:
         from revcompile.inspect.drawing import draw_frontier
 
@@ -106,7 +108,7 @@ def run(args: argparse.Namespace) -> Answer:
         curve = [(row.memory, row.throughput) for row in planner.frontier()]
         draw_frontier(path, title, assumed, points, curve)
     idle = args.devices - planner.stages * planner.replicas
-    notes = [f"{idle} devices stay idle", ""] if idle else []
+    notes = [f"idle: {plural(idle, 'device')}", ""] if idle else []
     text = _table(title, rows, "", assumed, "", *notes, advice)
     return Answer(text, facts, code=int(not any(row.fits for row in rows)))
 
