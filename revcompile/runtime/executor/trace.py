@@ -15,31 +15,25 @@ from typing import Any
 
 import torch
 
-from revcompile.arguments import new_file, whole_number
+from revcompile.arguments import new_file
 from revcompile.schedule import Action
 from revcompile.schedule.chrome import Process, TraceEvent, busy_shares, chrome_trace
 
 
 class Trace:
-    """A trace that has begun. It is written when the `with` block or the last step ends.
+    """A trace that has begun. It is written when the `with` block ends, or by `stop`.
 
     Every rank begins and ends it together; rank 0 writes the file.
 
     Args:
         trainer: What is traced.
         path: The file to write, for chrome://tracing or Perfetto.
-        steps: After how many steps it ends by itself.
         title: Shown in the trace.
     """
 
-    def __init__(
-        self, trainer: Any, path: str | Path, steps: int | None = None, title: str = ""
-    ) -> None:
+    def __init__(self, trainer: Any, path: str | Path, title: str = "") -> None:
         self.path = new_file("trainer.trace", path, "run.json")
-        if steps is not None:
-            whole_number("trainer.trace", "steps", steps, 1)
-        self._trainer, self._left = trainer, steps
-        self._rank, self._title = trainer.rank, title
+        self._trainer, self._rank, self._title = trainer, trainer.rank, title
         self.busy: tuple[float, ...] | None = None
         """The share of the time that each rank computed, once the trace has ended."""
         # Clocks of machines agree as far as NTP has them agree.
@@ -84,13 +78,6 @@ class Trace:
         return float(moment + self._to_wall_clock)
 
     # -- the end of the trace -----------------------------------------------------------------
-
-    def stepped(self) -> None:
-        """The trainer has done a step."""
-        if self._left is not None:
-            self._left -= 1
-            if not self._left:
-                self.stop()
 
     def stop(self) -> None:
         """End the trace and write it. Every rank has to call this."""

@@ -32,7 +32,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import is_
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
@@ -59,17 +59,11 @@ def filled(contents: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
             owner[name] = value
 
 
-# -- hooks ----------------------------------------------------------------------------------------
-
-
 # -- FSDP2 modules --------------------------------------------------------------------------------
 
 
-class ShardedModule(NamedTuple):
-    """A module that `fully_shard` was applied to."""
-
-    path: str
-    module: nn.Module
+ShardedModule = tuple[str, nn.Module]
+"""A module that `fully_shard` was applied to, and its path."""
 
 
 def unshard(modules: Sequence[ShardedModule], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -303,7 +297,7 @@ class Bindings:
 def sharded_modules(read: Bindings) -> tuple[ShardedModule, ...]:
     """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
     return tuple(
-        ShardedModule(path, module)
+        (path, module)
         for module, path in (*read.enclosing.items(), *read.modules.items())
         if any(map(is_sharding_hook, module._forward_hooks.values()))
     )

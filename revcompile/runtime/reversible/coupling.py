@@ -56,7 +56,7 @@ from revcompile.runtime.reversible.block import (
 from revcompile.runtime.reversible.overlap import Overlap, TwoStreams
 from revcompile.runtime.reversible.reconstruction import (
     ReconstructionCheck,
-    Samples,
+    StartedCheck,
     Tolerance,
     relative_error,
     samples_of,
@@ -216,7 +216,7 @@ class _Call:
     """In backward: is the previous block rebuilt while a block is differentiated?"""
     checked: int = -1
     """The first block that is differentiated, if the reconstruction is checked."""
-    samples: tuple[bool, Samples] | None = None
+    samples: StartedCheck | None = None
     """Of what that block was given, on the grid or in units of the chain."""
     cast_copy: Tensor | None = None
     """In forward: the latest sum in the dtype that is read, if a kernel wrote that too."""
@@ -296,7 +296,7 @@ class _Reversible(torch.autograd.Function):
         if index == 0:
             a, b = call.sums.enter(a, b)
         if index == call.checked:
-            call.samples = call.chain.check.start(samples_of(a), samples_of(b))
+            call.samples = call.chain.check.start({"a": samples_of(a), "b": samples_of(b)})
         replay = Replay(block.replay_context, call.around, block.bindings.hooked)
         cast_b, call.cast_copy = call.cast_copy, None
         copies = block.weights.converted(bound.parameters, call.autocast)
@@ -353,7 +353,8 @@ class _Reversible(torch.autograd.Function):
             with streams.backward_on(rebuilt.stream):
                 results = _differentiate(ctx, rebuilt, handed, grad_b, grad_y, *grad_extras)
         if ctx.index == call.checked and call.samples is not None:
-            call.chain.check.finish(call.samples, *map(samples_of, _input_of(ctx, rebuilt)[:2]))
+            a, b, _ = _input_of(ctx, rebuilt)
+            call.chain.check.finish(call.samples, {"a": samples_of(a), "b": samples_of(b)})
         if call.handed is not None:
             call.handed.rebuilt = ahead
             call.handed.output = _input_of(ctx, rebuilt) if ahead is None else None

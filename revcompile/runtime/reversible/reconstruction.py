@@ -18,7 +18,7 @@ import functools
 import math
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import torch
@@ -79,8 +79,10 @@ def samples_of(stream: Tensor) -> Tensor:
     return stream.detach()[_sample_index(stream.shape)]
 
 
-Samples = tuple[Tensor, ...]
-"""Elements of a chain's input streams, copied in the forward pass."""
+Samples = Mapping[str, Tensor]
+"""Elements of streams, by name."""
+StartedCheck = tuple[bool, Samples]
+"""Whether backward waits for the device; copies of what was sampled in forward."""
 
 
 class ReconstructionCheck:
@@ -111,21 +113,22 @@ class ReconstructionCheck:
     def is_on(self) -> bool:
         return self._tolerance is not None
 
-    def start(self, *samples: Tensor) -> tuple[bool, Samples]:
-        """In forward: copies of samples, and whether backward is to wait for the device.
+    def start(self, samples: Samples) -> StartedCheck:
+        """In forward, with samples of the streams that enter.
 
         Raises:
             InversionError: an earlier call on the GPU rebuilt its input wrongly.
         """
-        limit = tolerance_for(samples[0].dtype, self._tolerance)
+        dtype = next(iter(samples.values())).dtype
+        limit = tolerance_for(dtype, self._tolerance)
         if self._report is not None and (error := self._report.item()) > limit:
             self._largest = self._report = None
-            self._refuse(error, samples[0].dtype, " in an earlier step")
+            self._refuse(error, dtype, " in an earlier step")
         waits = self._calls % self._wait_every == 0
         self._calls += 1
-        return waits, tuple(sample.clone() for sample in samples)
+        return waits, {name: sample.clone() for name, sample in samples.items()}
 
-    def finish(self, started: tuple[bool, Samples], *rebuilt: Tensor) -> None:
+    def finish(self, started: StartedCheck, rebuilt: Samples) -> None:
         """In backward: compare with samples of the rebuilt streams.
 
         Values that are not finite are an error only in the calls that wait: they show in the loss
@@ -135,10 +138,10 @@ class ReconstructionCheck:
             InversionError: a stream was rebuilt wrongly.
         """
         waits, samples = started
-        pairs = [pair for pair in zip(samples, rebuilt, strict=True) if pair[0].numel()]
+        pairs = [(x, rebuilt[n]) for n, x in samples.items() if n in rebuilt and x.numel()]
         if not pairs:
             return
-        error = _error_on_device(pairs)
+        error, dtype = _error_on_device(pairs), pairs[0][1].dtype
         if self._recent and self._recent[0].device != error.device:  # the model was moved
             self._recent.clear()
             self._largest = self._report = None
@@ -153,11 +156,11 @@ class ReconstructionCheck:
             self._largest = torch.maximum(self._largest, error)
             self._report.copy_(self._largest, non_blocking=True)
             return
-        value, limit = error.item(), tolerance_for(rebuilt[0].dtype, self._tolerance)
+        value, limit = error.item(), tolerance_for(dtype, self._tolerance)
         if value > limit and (waits or value < math.inf):
-            self._refuse(value, rebuilt[0].dtype)
+            self._refuse(value, dtype)
         if waits and value != value:
-            self._refuse(math.inf, rebuilt[0].dtype)
+            self._refuse(math.inf, dtype)
 
     def _refuse(self, error: float, dtype: torch.dtype, when: str = "") -> None:
         """Raise; warn once if it is not much, nor more than the user has allowed."""

@@ -28,7 +28,12 @@ from revcompile.ir.precision_rewrites import declared_wide
 from revcompile.ir.program import StageProgram
 from revcompile.kernels.autocast import in_dtype
 from revcompile.runtime.reversible.bindings import HookRecord
-from revcompile.runtime.reversible.reconstruction import ReconstructionCheck, Tolerance, samples_of
+from revcompile.runtime.reversible.reconstruction import (
+    ReconstructionCheck,
+    StartedCheck,
+    Tolerance,
+    samples_of,
+)
 from revcompile.runtime.reversible.replay import (
     BufferSnapshot,
     DrawCheck,
@@ -114,11 +119,8 @@ def _recorded(device: torch.device, left: _StatesLeft) -> Iterator[None]:
 
 # -- streams --------------------------------------------------------------------------------------
 
-StartedCheck = tuple[bool, dict[str, Tensor]]
-"""Whether backward waits for the device; what was sampled in forward, by the stream's name."""
 
-
-class StreamSamples:
+class StreamSamples(ReconstructionCheck):
     """Samples the streams that enter a stage's couplings, in forward and as backward rebuilds them.
 
     Args:
@@ -128,7 +130,7 @@ class StreamSamples:
 
     def __init__(self, stage: int, tolerance: Tolerance) -> None:
         # Backward waits for the device at every micro-batch in any case.
-        self._check = ReconstructionCheck(f"stage {stage}", tolerance, wait_every=1)
+        super().__init__(f"stage {stage}", tolerance, wait_every=1)
         self._sampled: dict[str, Tensor] | None = None
 
     def take(self, name: str, stream: Tensor) -> None:
@@ -145,27 +147,6 @@ class StreamSamples:
             yield sampled
         finally:
             self._sampled = None
-
-    def start(self, sampled: dict[str, Tensor]) -> StartedCheck | None:
-        """In forward, with what was sampled there."""
-        if not sampled:
-            return None
-        waits, copies = self._check.start(*sampled.values())
-        return waits, dict(zip(sampled, copies, strict=True))
-
-    def finish(self, started: StartedCheck | None, sampled: dict[str, Tensor]) -> None:
-        """In backward, with what was sampled there.
-
-        Raises:
-            InversionError: A stream was rebuilt wrongly.
-        """
-        if started is None:
-            return
-        waits, expected = started
-        names = [name for name in expected if name in sampled]
-        if names:
-            rebuilt = [sampled[name] for name in names]
-            self._check.finish((waits, tuple(expected[name] for name in names)), *rebuilt)
 
 
 # -- what is stored -------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,31 +21,26 @@ class GradientPredictor:
     def __init__(
         self, stage: int, ports: Sequence[Port], factory: OptimizerFactory, device: torch.device
     ) -> None:
-        self.layers = nn.ModuleDict()
-        self._keys = {port.name: f"s{i}" for i, port in enumerate(ports) if port.requires_grad}
-        for port in ports:
-            if port.requires_grad and port.type is not None:
-                layer = _layer(port.type.shape).to(device, port.type.dtype)
-                self.layers[self._keys[port.name]] = layer
+        types = {port.name: port.type for port in ports if port.requires_grad and port.type}
+        made = (_layer(kind.shape).to(device, kind.dtype) for kind in types.values())
+        self._names, self.layers = list(types), nn.ModuleList(made)
         parameters = dict(self.layers.named_parameters())
         self.updater = Updater(f"gradient_predictor of stage {stage}", parameters, factory)
 
     def predict(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         with torch.no_grad():
-            return {
-                name: self.layers[key](outputs[name].to(_dtype(self.layers[key])))
-                for name, key in self._keys.items()
-            }
+            return {name: layer(outputs[name].to(_dtype(layer))) for name, layer in self._pairs()}
+
+    def _pairs(self) -> Iterable[tuple[str, nn.Module]]:
+        return zip(self._names, self.layers, strict=True)
 
     def train(self, outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
         """One step towards the gradients that came back."""
         named = list(self.layers.named_parameters())
         with torch.enable_grad():
             losses = []
-            for name, key in self._keys.items():
-                gradient = gradients.get(name)
-                if gradient is not None:
-                    layer = self.layers[key]
+            for name, layer in self._pairs():
+                if (gradient := gradients.get(name)) is not None:
                     predicted = layer(outputs[name].detach().to(_dtype(layer)))
                     losses.append(F.mse_loss(predicted, gradient.detach().to(predicted.dtype)))
             if not losses:

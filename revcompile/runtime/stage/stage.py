@@ -182,7 +182,7 @@ class Stage:
         if measure:
             held.original = {name: inputs[name] for name in program.sends_back}
         held.parameter_versions = tuple(p._version for p in self._saved_by_reference())
-        if not is_capturing(self.device):
+        if sampled and not is_capturing(self.device):
             held.samples = self._samples.start(sampled)
         held.hooks = hooks
         return dict(zip((port.name for port in program.outputs), outputs, strict=True))
@@ -250,7 +250,7 @@ class Stage:
         Raises:
             InversionError: Values that should be those of the forward pass are not.
         """
-        if is_exact:
+        if is_exact and passed.held.samples is not None:
             self._samples.finish(passed.held.samples, passed.sampled)
         if original := passed.held.original:
             rebuilt = passed.values

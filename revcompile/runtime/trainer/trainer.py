@@ -169,8 +169,6 @@ class Trainer(TrainerState):
             )
         self.metrics = metrics
         self._binder.wait_copied()
-        if self._trace is not None:
-            self._trace.stepped()
         if (failure := steps.failure(microbatch, values)) is not None:
             raise failure
         return metrics
@@ -323,19 +321,19 @@ class Trainer(TrainerState):
         total, count = map(sum, zip(*of_ranks, strict=True))
         return float(total / count) if count else float("nan")
 
-    def trace(self, path: str | Path, *, steps: int | None = None) -> Trace:
+    def trace(self, path: str | Path) -> Trace:
         """Record what every stage does from now on, as a Chrome trace with a row for each.
 
-        Write `with trainer.trace("run.json"): ...`, or `trainer.trace("run.json", steps=20)` and
-        go on training. Open the file at ui.perfetto.dev. Meanwhile steps run action by action,
-        not captured. Every rank calls it; rank 0 writes the file.
+        Write `with trainer.trace("run.json"): ...`, or call `stop()` of the result. Open the file
+        at ui.perfetto.dev. Meanwhile steps run action by action, not captured. Every rank calls it;
+        rank 0 writes the file.
         """
         if self._trace is not None:
             raise InputError(f"trainer.trace: already at work on {self._trace.path}; stop() it")
         self._check_usable()
         self._runner.leave()
         name = f"{self._partition.rewired.name}, {self._programs[0].method.name}"
-        self._trace = Trace(self, path, steps, name)
+        self._trace = Trace(self, path, name)
         return self._trace
 
     # -- data ---------------------------------------------------------------------------------

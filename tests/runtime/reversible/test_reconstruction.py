@@ -82,23 +82,23 @@ def test_consecutive_failures() -> None:
     right, wrong = torch.ones(4, 4), torch.zeros(4, 4)
     check = ReconstructionCheck("chain", "auto", 50, failures_allowed=1)
     for rebuilt in (wrong, right, wrong, right, right, wrong):
-        check.finish(check.start(right), rebuilt)
+        check.finish(check.start({"": right}), {"": rebuilt})
     with pytest.raises(InversionError):
-        check.finish(check.start(right), wrong)
+        check.finish(check.start({"": right}), {"": wrong})
 
 
 def test_errors_that_training_bears_are_warned_of_once() -> None:
     right = torch.ones(4, 4)
     check = ReconstructionCheck("chain", "auto", 50)
     with pytest.warns(RevcompileWarning, match="gradients are no more precise"):
-        check.finish(check.start(right), right + 5e-3)
-    check.finish(check.start(right), right + 5e-3)
+        check.finish(check.start({"": right}), {"": right + 5e-3})
+    check.finish(check.start({"": right}), {"": right + 5e-3})
     with pytest.raises(InversionError):
-        check.finish(check.start(right), right + 5e-2)
+        check.finish(check.start({"": right}), {"": right + 5e-2})
     for tolerance, values in (("auto", right.double()), (1e-3, right)):
         strict = ReconstructionCheck("chain", tolerance, 50)
         with pytest.raises(InversionError):
-            strict.finish(strict.start(values), values + 5e-3)
+            strict.finish(strict.start({"": values}), {"": values + 5e-3})
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_what_an_asynchronous_device_finds_stops_the_next_call(
     monkeypatch.setattr(reconstruction, "_is_asynchronous", lambda device: True)
     right, wrong = torch.ones(4, 4), torch.zeros(4, 4)
     check = ReconstructionCheck("chain", "auto", 50)
-    check.finish(check.start(right), right)
-    check.finish(check.start(right), wrong)
+    check.finish(check.start({"": right}), {"": right})
+    check.finish(check.start({"": right}), {"": wrong})
     with pytest.raises(InversionError, match="in an earlier step"):
-        check.start(right)
-    check.finish(check.start(right), right)  # reported once
+        check.start({"": right})
+    check.finish(check.start({"": right}), {"": right})  # reported once
     infinite = torch.full((4, 4), float("inf"))
-    check.finish(check.start(right), infinite)
-    check.finish(check.start(right), right)
+    check.finish(check.start({"": right}), {"": infinite})
+    check.finish(check.start({"": right}), {"": right})
 
 
 @on_gpu
