@@ -258,7 +258,6 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
             lambda net: revcompile.reversify(nn.Linear(4, 4, device="meta"), X),
             r"different devices, cpu and meta; move one of them: example_inputs=x\.to\('meta'\)",
         ),
-        (lambda net: LossScale(growth_factor=1.0), "LossScale: growth_factor="),
         (lambda net: LossScale(growth_interval=0), "LossScale: growth_interval="),
         (lambda net: net.to_pipeline_stages("gpu"), "device='gpu' does not exist"),
         (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),

@@ -92,11 +92,7 @@ class CapturedSteps:
         # Messages to other ranks have two, so that a step need not wait until the last are sent.
         self._period = math.lcm(2 if len(self._stages) < schedule.stages else 1, *waiting)
         device = self._device = executors[0].stage.device
-        # Stages that share parameters exchange them in the order of one stream.
-        uses_streams = self._is_continuous and device.type == "cuda" and not schedule.ties
-        self._streams = StepStreams(device, schedule.stages - 1) if uses_streams else None
-        for executor in executors:
-            executor.streams = self._streams
+        self._streams: StepStreams | None = None
         self._scheduler = LocalScheduler(self.executors)
         self._statistics = RunningStatistics([e.stage.statistics for e in self.executors])
         flags = len(self._stages) + self._boundary.has_next
@@ -208,9 +204,14 @@ class CapturedSteps:
         self.is_fused = True
         self._numbers.follow_slots()
         self._inputs = StaticBuffers(empty_on(self._device, batch.local.value))
-        if self._streams is not None and 0 in self._by_stage:
-            first = self.executors[0].program.inputs[0].type, batch.local.leaves[0]
-            self._streams.staying |= large_stages([e.program for e in self.executors], *first)
+        # Stages that share parameters exchange them in the order of one stream.
+        if self._is_continuous and self._device.type == "cuda" and not self._schedule.ties:
+            self._streams = StepStreams(self._device, self._schedule.stages - 1)
+            if 0 in self._by_stage:
+                first = self.executors[0].program.inputs[0].type, batch.local.leaves[0]
+                self._streams.staying |= large_stages([e.program for e in self.executors], *first)
+        for executor in self.executors:
+            executor.streams = self._streams
         self._boundary.allocate(batch, expected, self._by_stage, self._flag_rows[0, :1])
 
     def hold_fixed(self) -> None:

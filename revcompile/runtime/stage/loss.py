@@ -264,6 +264,8 @@ class _Shown(str):
 LOWEST: Final = 2.0**-16
 """An overflow at this scale is not the scale's fault: it is an error."""
 _HIGHEST: Final = torch.finfo(torch.float32).max
+_GROWTH, _BACKOFF = 2.0, 0.5
+"""Factors of torch.amp.GradScaler."""
 OVERFLOW: Final = 2.0
 """The flag of a micro-batch whose gradient overflowed because of its loss scale."""
 _CPU: Final = torch.device("cpu")
@@ -281,8 +283,6 @@ class LossScale:
     """
 
     init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
     growth_interval: int = 2000
     """Updates of the last stage without an overflow, after which the scale grows."""
     dynamic: bool = True
@@ -290,8 +290,6 @@ class LossScale:
     def __post_init__(self) -> None:
         problems = [
             (not LOWEST < self.init_scale < _HIGHEST, f"init_scale={self.init_scale}", "2**16"),
-            (not self.growth_factor > 1, f"growth_factor={self.growth_factor}", "2.0"),
-            (not 0 < self.backoff_factor < 1, f"backoff_factor={self.backoff_factor}", "0.5"),
             (self.growth_interval < 1, f"growth_interval={self.growth_interval}", "2000"),
         ]
         for is_wrong, got, usual in problems:
@@ -374,7 +372,7 @@ class Scaling:
         """At the last stage: the scale of the loss about to be computed."""
         overflow = self.take_overflow()
         is_new = overflow <= self.scale
-        lower = (overflow * self.settings.backoff_factor).clamp(min=LOWEST)
+        lower = (overflow * _BACKOFF).clamp(min=LOWEST)
         torch.where(is_new, lower, self.scale, out=self.scale)
         self._good.mul_(~is_new)
         return self.scale.clone()
@@ -383,7 +381,7 @@ class Scaling:
         """The last stage has updated, unless the flag is set."""
         self._good.add_(1 if found_inf is None else (found_inf == 0).reshape(()))
         grows = (self._good == self.settings.growth_interval) & self.settings.dynamic
-        grown = self.scale * self.settings.growth_factor
+        grown = self.scale * _GROWTH
         torch.where(grows & (grown < _HIGHEST), grown, self.scale, out=self.scale)
         self._good.mul_(~grows)
 
