@@ -38,7 +38,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import HashStore, pipelining
+from torch.distributed import pipelining
 from torch.nn import functional as F
 
 import revcompile
@@ -383,7 +383,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ:
         distributed.init_process_group("gloo")
     else:  # without torchrun
-        distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        store = distributed.HashStore()  # type: ignore[attr-defined]
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if (os.cpu_count() or 1) >= 2 * world and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {2 * rank, 2 * rank + 1})
