@@ -11,7 +11,6 @@ takes no loop in Python over them.
 
 from __future__ import annotations
 
-import copy
 import enum
 import types
 from collections import deque
@@ -151,8 +150,9 @@ class _Reading(Reading):
             return
         is_list = isinstance(value, (list, deque))
         self.found["", label] = frozen(list(value) if is_list else value)
-        if not isinstance(value, tuple):
-            self.expect(None, value, copy.copy(value))
+        kinds: tuple[type[Any], ...] = (dict, set, list, deque)  # of a subclass a plain copy
+        for kind in (kind for kind in kinds if isinstance(value, kind)):
+            self.expect(None, value, kind(value))
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in () if isinstance(value, set) else items:
             if not isinstance(item, PLAIN):
