@@ -6,13 +6,15 @@ import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
+
+_NOTHING: Final = pytree.tree_structure(())
 
 
 class LeftOutError(InputError):
@@ -36,7 +38,7 @@ class Signature:
     placeholders: tuple[str, ...]
     labels: tuple[str, ...]
     """For each placeholder, the argument as a user writes it: `batch['mask']`."""
-    out_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec = _NOTHING
     eval_out_spec: pytree.TreeSpec | None = None
     """If the model returns another structure in eval mode, that one."""
 

@@ -23,7 +23,6 @@ from revcompile.compiler.capture.check import Check, Flags, check_capture, why_i
 from revcompile.compiler.capture.example import (
     Example,
     make_example,
-    signature_of,
     with_other_batch_dims,
     with_other_batch_sizes,
 )
@@ -261,13 +260,15 @@ class _Capture:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             what = "set by the original's forward pass, not by this one"
             notes.append(f"{what}: {', '.join(names[:3])}{more}")
-        specs = first.out_spec, None if has_one_spec else second.out_spec
+        eval_spec = None if has_one_spec else second.out_spec
         return Captured(
             name=type(self._model).__name__,
             root=root,
             graph=train if merged is None else merged,
             eval_graph=evaluation if merged is None else None,
-            signature=signature_of(self._example, *specs),
+            signature=replace(
+                self._example.signature, out_spec=first.out_spec, eval_out_spec=eval_spec
+            ),
             leaf_modules=tuple(sorted(self._leaves)),
             notes=(*notes, *written_inputs(first.graph)),
             computed=frozenset(

@@ -145,7 +145,7 @@ def _run_original(
     def call(twin: nn.Module, inputs: list[torch.Tensor]) -> Any:
         tensors = iter(inputs)
         leaves = [next(tensors) if isinstance(a, torch.Tensor) else a for a in example.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, example.in_spec)
+        args, kwargs = pytree.tree_unflatten(leaves, example.signature.in_spec)
         with flag_reads(twin) as reads:
             result = twin(*args, **kwargs)
         for path, names in reads.items():
@@ -191,7 +191,7 @@ def _run(
         seed_all(trial.seed)
         weighted = [(t * torch.randn_like(t)).sum() for t in flat if t.requires_grad]
         torch.autograd.backward([w.real if w.is_complex() else w for w in weighted])
-    for label, tensor in zip(example.labels, inputs, strict=True):
+    for label, tensor in zip(example.signature.labels, inputs, strict=True):
         results[f"the gradient of input {label}"] = tensor.grad
     results |= {f"the gradient of {name}": p.grad for name, p in module.named_parameters()}
     return results

@@ -24,13 +24,10 @@ from revcompile.ir.signature import Signature
 class Example:
     """Example arguments, flattened, at two batch sizes."""
 
-    forward: inspect.Signature
-    given: tuple[str, ...]
-    in_spec: pytree.TreeSpec
+    signature: Signature
+    """The calling convention, but for the structure of results."""
     leaves: tuple[Any, ...]
     grown: tuple[Any, ...]
-    names: tuple[str, ...]
-    labels: tuple[str, ...]
     batch: tuple[int, int]
     single: tuple[Any, ...] | None = None
     """The leaves as given, if they are a batch of one: `leaves` has two samples then."""
@@ -43,13 +40,13 @@ class Example:
     def call(self, which: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` at the first or the second batch size."""
         leaves = (self.leaves, self.grown)[which]
-        args, kwargs = pytree.tree_unflatten(list(leaves), self.in_spec)
+        args, kwargs = pytree.tree_unflatten(list(leaves), self.signature.in_spec)
         return args, kwargs
 
     def __str__(self) -> str:
         shapes = (
             f"{label}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-            for label, t in zip(self.labels, self.tensors(0), strict=True)
+            for label, t in zip(self.signature.labels, self.tensors(0), strict=True)
         )
         return ", ".join(shapes)
 
@@ -93,13 +90,16 @@ def make_example(
         single, leaves, size = tuple(leaves), _resized(leaves, batched, 0, 2), 2
     tensor_labels = tuple(labels[i] for i in where)
     return Example(
-        forward=signature,
-        given=tuple(bound.arguments),
-        in_spec=in_spec,
+        Signature(
+            forward=signature,
+            given=tuple(bound.arguments),
+            in_spec=in_spec,
+            fixed=tuple((i, leaf) for i, leaf in enumerate(leaves) if i not in where),
+            placeholders=_names(tensor_labels),
+            labels=tensor_labels,
+        ),
         leaves=tuple(leaves),
         grown=tuple(_resized(leaves, batched, 0, size + 1)),
-        names=_names(tensor_labels),
-        labels=tensor_labels,
         batch=(size, size if fixed_batch else size + 1),
         single=single,
     )
@@ -153,24 +153,6 @@ def with_other_batch_sizes(example: Example) -> Iterator[Example]:
         if second > 1 and chosen and all(leaves[i].shape[0] == size for i in chosen):
             other = tuple(_resized(leaves, chosen, 0, second))
             yield replace(example, grown=other, batch=(size, second))
-
-
-def signature_of(
-    example: Example, out_spec: pytree.TreeSpec, eval_out_spec: pytree.TreeSpec | None = None
-) -> Signature:
-    """The calling convention that goes with an example."""
-    return Signature(
-        forward=example.forward,
-        given=example.given,
-        in_spec=example.in_spec,
-        fixed=tuple(
-            (i, leaf) for i, leaf in enumerate(example.leaves) if not isinstance(leaf, torch.Tensor)
-        ),
-        placeholders=example.names,
-        labels=example.labels,
-        out_spec=out_spec,
-        eval_out_spec=eval_out_spec,
-    )
 
 
 def _resized(leaves: Sequence[Any], chosen: Sequence[int], dim: int, size: int) -> list[Any]:

@@ -159,7 +159,8 @@ class Tracer(ShapedTracer):
 
     def _guards(self) -> ModeGuards:
         firsts = {node: values.first for node, values in self.values.items()}
-        labels = dict(zip(self._example.names, self._example.labels, strict=True))
+        signature = self._example.signature
+        labels = dict(zip(signature.placeholders, signature.labels, strict=True))
         modes = {
             path: module.training
             for path, module in self.root.named_modules()
@@ -200,7 +201,7 @@ class Tracer(ShapedTracer):
             self.restore = restore
             leaves = self._inputs()
             with TracedFunctions(self):
-                args, kwargs = pytree.tree_unflatten(leaves, self._example.in_spec)
+                args, kwargs = pytree.tree_unflatten(leaves, self._example.signature.in_spec)
                 result = self._traced(root, args, kwargs)
                 self._store_others_buffers()
                 outputs, self.out_spec = pytree.tree_flatten(with_fields(result))
@@ -216,7 +217,7 @@ class Tracer(ShapedTracer):
         """The leaves of the arguments, with proxies for tensors."""
         example, leaves = self._example, list(self._example.leaves)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for place, name in zip(places, example.names, strict=True):
+        for place, name in zip(places, example.signature.placeholders, strict=True):
             node = self.create_node("placeholder", name, (), {})
             first, second = (
                 self._mode.from_tensor(each[place].detach())
