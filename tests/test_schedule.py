@@ -160,27 +160,6 @@ def test_tied_parameters_travel_at_updates() -> None:
     assert text(actions("petra", 2, 3, ties=[Tie(0, 1)])) == PETRA_TIED
 
 
-def test_methods_are_the_three_choices_of_the_table() -> None:
-    rows = {
-        m.name: (m.order.value, m.in_flight_per_stage, m.keep, m.weights) for m in METHODS.values()
-    }
-    latest, stashed = Weights.LATEST, Weights.STASHED
-    assert rows == {
-        "backprop": ("locked", 0, Keep.GRAPH, latest),
-        "reversible_backprop": ("locked", 0, Keep.NOTHING, latest),
-        "gpipe": ("gpipe", 0, Keep.GRAPH, latest),
-        "1f1b": ("1f1b", 0, Keep.GRAPH, latest),
-        "pipedream": ("continuous", 1, Keep.INPUT, stashed),
-        "ddg": ("continuous", 1, Keep.GRAPH, stashed),
-        "features_replay": ("continuous", 1, Keep.INPUT, latest),
-        "delayed": ("continuous", 2, Keep.INPUT, stashed),
-        "dsp": ("continuous", 2, Keep.INPUT, latest),
-        "petra": ("continuous", 1, Keep.NOTHING, latest),
-        "petra_stashed": ("continuous", 1, Keep.NOTHING, stashed),
-        "dni": ("synthetic", 0, Keep.GRAPH, latest),
-    }
-
-
 FACTOR = dict.fromkeys(METHODS, 0) | {
     "pipedream": 1,
     "ddg": 1,

@@ -41,17 +41,6 @@ class InPlaceBefore(Net):
         return self.head(h * self.mean + old)
 
 
-class AssignedBefore(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        old = self.mean
-        self.mean = 0.9 * self.mean + x.mean(0)
-        self.mean[0] = 1.0
-        h = self.stem(x) + old
-        for layer in self.layers:
-            h = h + torch.tanh(layer(h))
-        return self.head(h)
-
-
 class AssignedInTheLoop(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.stem(x)
@@ -59,16 +48,6 @@ class AssignedInTheLoop(Net):
             h = h + torch.tanh(layer(h))
             self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
         return self.head(h) + self.mean[:3]
-
-
-class InPlaceInTheLoop(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for layer in self.layers:
-            y = layer(h)
-            self.mean.mul_(0.9).add_(y.detach().mean(0))
-            h = h + torch.tanh(y)
-        return self.head(h)
 
 
 class InsideABranch(Net):
@@ -88,35 +67,7 @@ class InsideABranch(Net):
         return self.head(h)
 
 
-class Center(nn.Module):
-    """A layer of its own, which is kept as one call."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return x - self.mean
-
-
-class InLayers(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.centers = nn.ModuleList(Center() for _ in self.layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for layer, center in zip(self.layers, self.centers, strict=True):
-            h = h + torch.tanh(layer(center(h)))
-        return self.head(h)
-
-
-MODELS = [InPlaceBefore, AssignedBefore, InPlaceInTheLoop, AssignedInTheLoop, InsideABranch]
-MODELS += [InLayers]
+MODELS = [InPlaceBefore, AssignedInTheLoop, InsideABranch]
 
 
 def made(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor]]:

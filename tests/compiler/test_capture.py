@@ -95,9 +95,7 @@ def learned(output: Any, model: nn.Module) -> dict[str, Tensor | None]:
 
 
 RESISTING = {
-    "BufferReassigned": "ema is a leaf module: the forward pass assigns to its buffer 'mean'",
     "Noise": "1 is a leaf module: random numbers drawn outside the graph",
-    "DataDependentPart": "1 is a leaf module: control flow depends on the contents of a tensor",
     "UntraceableInEvalMode": "1 is a leaf module: control flow depends on the contents of a tensor",
     "BooleanIndex": "1 is a leaf module: a shape depends on the contents of a tensor",
     "WritesIntoItsInput": "the model writes to its input x; the captured graph does not",

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import timm
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import revcompile
-from revcompile.compiler.cost import piece_costs, segment_costs, sum_costs
+from revcompile.compiler.cost import piece_costs, segment_costs
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
-from revcompile.ir.types import Cost, Opaque, Rewired, Segment
+from revcompile.ir.types import Cost, Rewired, Segment
 
 WORD = 4  # bytes of a float32
 
@@ -103,67 +103,6 @@ def test_flops_are_those_torch_counts(name: str) -> None:
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(kernel):
         net(x)
     assert sum(cost.flops for cost in segment_costs(net.rewired)) == counter.get_total_flops()
-
-
-# -- saved bytes against real autograd -------------------------------------------------------------
-
-
-def really_saved(net: nn.Module, rewired: Rewired, batch: int) -> list[int]:
-    """Bytes autograd saves for each segment on real tensors; the last entry is all in one graph."""
-    live: dict[str, Any] = {"x": torch.randn(batch, *rewired.body.types["x"].shape[1:])}
-    own = {t.untyped_storage().data_ptr() for t in (*net.parameters(), *net.buffers())}
-    saved: dict[int, int] = {}
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor.detach())
-        return tensor
-
-    found: list[int] = []
-    everything: dict[int, int] = {}
-    for segment in rewired.body.segments:
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            outputs = run_segment(net, segment, live)
-        live.update(zip(segment.outputs, outputs, strict=True))
-        found.append(sum(saved.values()))
-        everything |= saved
-    return [*found, sum(everything.values())]
-
-
-def run_segment(net: nn.Module, segment: Segment, live: dict[str, Any]) -> tuple[Any, ...]:
-    if isinstance(segment, Opaque):
-        inputs = [live[name] for name in segment.inputs]
-        return tuple(fx.Interpreter(net, graph=segment.graph).run(*inputs))
-    a, b = (live[name] for name in segment.streams_in)
-    assert segment.rearrange is None and not segment.extras
-    sides = [live[name] for name in segment.sides]
-    return b, a + fx.Interpreter(net, graph=segment.branch).run(b, *sides)
-
-
-@functools.cache
-def on_cpu(name: str) -> revcompile.ReversibleModule:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        if name == "vit":
-            model = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=3, num_classes=10)
-        else:
-            model = timm.create_model(name, num_classes=10)
-        return revcompile.reversify(model, torch.randn(2, 3, 128, 128), check="off")
-
-
-@pytest.mark.parametrize("batch", [2, 5])
-@pytest.mark.parametrize("name", ["resnet18", "vit"])
-def test_saved_bytes_are_those_of_a_real_run(name: str, batch: int) -> None:
-    net = on_cpu(name)
-    *each, whole = really_saved(net.train(), net.rewired, batch)
-    found = segment_costs(net.rewired)
-    for segment, cost, real in zip(net.rewired.body.segments, found, each, strict=True):
-        assert cost.at(batch).saved == pytest.approx(real, rel=0.03), segment.name
-    assert sum_costs(found).at(batch).saved == pytest.approx(whole, rel=0.03)
 
 
 # -- other sources of cost -------------------------------------------------------------------------

@@ -32,41 +32,6 @@ class Flattened(nn.Module):
         return x
 
 
-class Experts(nn.Module):
-    """Its Python code needs real numbers: it loops over the experts that are hit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        result = torch.zeros_like(tokens)
-        for expert in chosen.unique().tolist():
-            places = torch.where(chosen == expert)[0]
-            result = result.index_add(0, places, self.layers[expert](tokens[places]))
-        return result
-
-
-class Routed(nn.Module):
-    """Mixtures of experts, with heads split by a shape behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(2))
-        self.experts = nn.ModuleList(Experts() for _ in range(2))
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for gate, experts, heads in zip(self.gates, self.experts, self.heads, strict=True):
-            batch, length, width = x.shape
-            tokens = x.view(-1, width)
-            mixed = experts(tokens, gate(tokens).argmax(-1))
-            x = x + mixed.reshape(batch, length, width)
-            split = heads(x).view((*x.shape[:-1], 2, -1))
-            x = x + torch.tanh(split).flatten(2).cumsum(1)
-        return x
-
-
 def _train(model: nn.Module, *sizes: tuple[int, int]) -> None:
     batches = [torch.randn(*size, WIDTH, dtype=torch.float64) for size in sizes]
     net = revcompile.petrafy(model, 3, batches[0], check="off")
@@ -102,11 +67,6 @@ def test_a_view_by_the_shape_of_another_value() -> None:
     assert len(net.rewired.couplings) == 6
     assert len(net.rewired.guards.train.sizes) == 1
     _train(model, (2, 6), (3, 9))
-
-
-def test_a_shape_given_behind_a_layer_that_needs_real_numbers() -> None:
-    torch.manual_seed(0)
-    _train(Routed().double(), (2, 6), (3, 9))
 
 
 class Reused(nn.Module):

@@ -16,7 +16,6 @@ from revcompile.compiler.lower.fusion import Fusion
 from revcompile.compiler.lower.fusion_regions import folded_conv2d
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.python_code import compile_graph
-from revcompile.kernels.exact_sum import make_grid, rounded
 from revcompile.staged import StagedModel
 
 KEY = 7
@@ -44,35 +43,6 @@ def test_sums_become_a_part_of_their_branch() -> None:
     assert _calls(forward) == _calls(backward) == ["compiled_0_and_sum"]
     targets = {node.target for graph in (forward, backward) for node in graph.nodes}
     assert not targets & {coupling_ops.plus, coupling_ops.minus}
-
-
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("is_on_grid", [True, False])
-def test_what_they_compute(
-    is_compiled: bool, is_on_grid: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # programs leave it as they end
-    monkeypatch.setattr(ops, "statistics_frozen", ContextVar("frozen", default=False))
-    net = _net()
-    program = net._programs(net.method)[4]
-    plain = program.forward, program.backward
-    fused = Fusion(None if is_compiled else _same).fuse(*plain, net.model)
-    torch.manual_seed(1)
-    a, b, *seeds = (torch.randn(4, 16, 2, 2) for _ in range(4))
-    grid = make_grid(a, b) if is_on_grid else None
-    a, b = rounded(a, grid), rounded(b, grid)
-    found = [_run(net, graphs, a, b, grid, seeds, is_on_grid) for graphs in (plain, fused)]
-    (values, rebuilt, *gradients), (others, rebuilt_too, *others_gradients) = found
-    if is_on_grid:
-        assert all(map(torch.equal, rebuilt, (a, b)))
-        assert all(map(torch.equal, rebuilt_too, (a, b)))
-    limit = 2e-2 if is_compiled else 0.0
-    for have, want in zip(
-        (*others, *others_gradients[0], *others_gradients[1]),
-        (*values, *gradients[0], *gradients[1]),
-        strict=True,
-    ):
-        assert float((have - want).abs().max()) <= limit * float(want.abs().max())
 
 
 @pytest.mark.parametrize("frozen", ["all", "one"])

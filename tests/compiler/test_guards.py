@@ -43,18 +43,6 @@ def on_batch(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
     return h * 2 if x.shape[0] > 5 else h
 
 
-def to_even(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
-    return F.pad(h, (0, 0, 0, 1)) if h.shape[1] % 2 else h
-
-
-def over_time(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
-    steps, state = [], h[:, 0]
-    for t in range(x.shape[1]):
-        state = torch.tanh(state + h[:, t])
-        steps.append(state)
-    return torch.stack(steps, 1)
-
-
 def by_text(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
     return h * {"9": 2.0, "11": 3.0}.get(f"{x.shape[1]}", 1.0)
 
@@ -67,7 +55,7 @@ def on_contents_of_sizes(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
     return h * 2 if torch.arange(h.shape[1]).max() > 7 else h
 
 
-STEERED = [on_length, to_even, over_time, by_text, baked_length, on_contents_of_sizes]
+STEERED = [on_length, by_text, baked_length, on_contents_of_sizes]
 
 
 def _expected(model: nn.Module, x: Tensor) -> nn.Module:
@@ -185,6 +173,7 @@ class Asks(nn.Module):
     [
         (lambda x: x.dim() == 3, lambda x: x[0]),
         (lambda x: x.dtype == torch.float64, lambda x: x.double()),
+        (lambda x: x.dtype is torch.float64, lambda x: x.double()),
     ],
 )
 def test_ranks_and_types_that_steer(question: Any, call: Any) -> None:

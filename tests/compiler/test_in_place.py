@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -35,22 +34,6 @@ def relu_after_identity(net: Net, x: Tensor) -> Tensor:
     return x + net.a(net.relu(net.same(x)))
 
 
-def relu_after_its_own_type(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    return y + net.a(net.relu(y.to(y.dtype)))
-
-
-def relu_on_a_view(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    return net.a(net.relu(y.view(-1, 2, 4)).flatten(1)) + y
-
-
-def relu_on_a_slice(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    torch.relu_(y[:, :4])
-    return net.a(y)
-
-
 def chunk_written_without_gradient(net: Net, x: Tensor) -> Tensor:
     y = torch.ones_like(x)
     first, _ = y.chunk(2, -1)
@@ -71,27 +54,6 @@ def part_written_after_cat(net: Net, x: Tensor) -> Tensor:
     whole = torch.cat([y, net.a(x)], 1)
     y.mul_(3.0)
     return whole[:, :8] + net.a(y)
-
-
-def part_assigned(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    y[:, 2:] += x[:, 2:]
-    y[..., 0] *= 2.0
-    return net.a(y) + y
-
-
-def write_a_column(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x)
-    row = y[0]
-    y[:, 0] = x[:, 1]
-    return net.a(y) + row
-
-
-def nested_views(net: Net, x: Tensor) -> Tensor:
-    y = net.b(x).view(-1, 2, 4)
-    part = y.transpose(1, 2)[:, 1:3]
-    part.select(2, 1).add_(x[:, :2])
-    return net.a(y.flatten(1)) + part.reshape(-1, 4).sum(-1, keepdim=True)
 
 
 def base_of_an_expanded_tensor(net: Net, x: Tensor) -> Tensor:
@@ -179,8 +141,8 @@ FORWARDS = [
 
 
 SEEN_IN_VIEWS = (
-    *(relu_on_a_view, relu_on_a_slice, chunk_written_without_gradient, write_a_column),
-    *(nested_views, base_of_an_expanded_tensor, detached_write, reshaped_in_place, out_argument),
+    *(chunk_written_without_gradient, base_of_an_expanded_tensor, detached_write),
+    *(reshaped_in_place, out_argument),
 )
 """Write to memory that is read afterwards as another view, or change a tensor as a whole."""
 
@@ -205,46 +167,6 @@ def test_a_write_that_is_more_than_new_contents_makes_its_module_a_leaf(forward:
     advice = "(read afterwards; write out of place|assign its result instead).*test_in_place"
     with pytest.raises(CaptureError, match=advice):
         capture(net[1], x)
-
-
-def gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Of the parameters and the input, with the output."""
-    x = x.clone().requires_grad_()
-    out = net(x * 1)
-    out.square().sum().backward()
-    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-    assert x.grad is not None
-    return {**found, "input": x.grad, "output": out.detach()}
-
-
-class Blocks(nn.Module):
-    """Residual blocks with in-place layers before, in and after their branches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.same, self.relu = nn.Identity(), nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = skip = self.stem(x)
-        for layer in self.layers:
-            y = torch.tanh(layer(h))
-            y[..., :2] *= 2.0
-            self.relu(self.same(y))
-            h = h + y
-        skip.add_(1.0)
-        return self.head(h + skip)
-
-
-def test_reversible_blocks_with_in_place_layers() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 8, dtype=torch.float64)
-    net = revcompile.reversify(Blocks().double(), x, policy="same_parameters")
-    reference = copy.deepcopy(net)
-    reference.reversible = False
-    assert len(net.rewired.couplings) == 3
-    torch.testing.assert_close(gradients(net, x), gradients(reference, x), rtol=1e-10, atol=1e-10)
 
 
 def test_check_sees_a_layer_that_writes_where_others_read() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 import functools
 import itertools
 from typing import Any, Final
@@ -146,17 +144,3 @@ def test_the_code_of_a_stage_reads_like_the_paper() -> None:
         "a, b, da, db = uncouple(blocks_2, self, a, b, da, db, grid, grads) # blocks.2",
     ]:
         assert line in lines, line
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_code_is_python_in_which_no_name_hides_a_function(method: str) -> None:
-    net = copy.copy(sided())
-    net.method = choose(method)
-    for stage in net.stages:
-        assert str(stage) == stage.code
-        for function in ast.parse(stage.code).body:
-            if isinstance(function, ast.FunctionDef):
-                called = {n.func for n in ast.walk(function) if isinstance(n, ast.Call)}
-                names = {func.id for func in called if isinstance(func, ast.Name)}
-                stored = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
-                assert not names & {n.id for n in stored if isinstance(n.ctx, ast.Store)}

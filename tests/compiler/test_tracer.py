@@ -12,13 +12,47 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from tracing import lines, traced
 
 from revcompile.compiler.capture import capture
+from revcompile.compiler.capture.capture import trace
+from revcompile.compiler.capture.example import make_example
+from revcompile.compiler.capture.fake_values import fake_copy
 from revcompile.compiler.capture.trace_errors import Untraceable
+from revcompile.compiler.capture.tracer import Tracer
 from revcompile.ir.types import TYPE
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any, *more: Any) -> Any:
+        return self.function(x, *more)
+
+
+def traced(model: nn.Module | Callable[..., Any], *args: Any, **options: Any) -> Tracer:
+    """The raw trace of a model in the mode it is in."""
+    if not isinstance(model, nn.Module):
+        model = Function(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return trace(fake_copy(model, mode), model, make_example(model, args), mode, **options)
+
+
+def lines(graph: fx.Graph) -> list[str]:
+    """The calls of a graph in short: `relu = relu(x)`."""
+
+    def call(node: fx.Node) -> str:
+        name = getattr(node.target, "__name__", str(node.target))
+        keywords = (f"{k}={v}" for k, v in node.kwargs.items())
+        return f"{node.name} = {name}({', '.join([*map(str, node.args), *keywords])})"
+
+    return [call(n) for n in graph.nodes if n.op not in ("placeholder", "output")]
 
 
 def graph_lines(function: Callable[..., Any], *args: Any) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
@@ -38,7 +37,6 @@ class Block(nn.Module):
         self.register_buffer("ema", torch.zeros(6))
         self.child = nn.Linear(6, 6)
         self.child.n = 0  # type: ignore[assignment]
-        self.child.seen = []  # type: ignore[assignment]
 
     def effect(self, h: Tensor) -> Tensor:
         return h
@@ -146,16 +144,6 @@ def test_data_that_is_assigned_is_refused() -> None:
     assert "test_unseen.py" in str(caught.value) and "copy_" in str(caught.value)
 
 
-def test_data_that_a_submodule_assigns_moves() -> None:
-    model = nn.Sequential(SetData(), Block(), Block())
-    expected = copy.deepcopy(model)
-    net = revcompile.reversify(model, X)
-    assert float(net.get_buffer("0.ema").abs().max()) == 0
-    for _ in range(2):
-        expected(X), net(X)
-    torch.testing.assert_close(net.get_buffer("0.ema"), expected.get_buffer("0.ema"))
-
-
 # -- buffers that are written later ---------------------------------------------------------------
 
 
@@ -239,37 +227,16 @@ def test_buffers_beside_a_batch_norm_move_once_a_micro_batch(method: str) -> Non
 # -- Python ---------------------------------------------------------------------------------------
 
 
-class ByType(Block):
-    def effect(self, h: Tensor) -> Tensor:
-        return h * 2 if h.dtype is torch.float64 else h
-
-
-def test_a_type_compared_by_identity_decides_and_is_a_guard() -> None:
-    model = ByType().double()
-    captured = capture(model, X.double(), check="full")
-    assert any("dtype" in guard.expression for guard in captured.guards.train.sizes[0].guards)
-    net = revcompile.reversify(model, X.double())
-    anew = revcompile.reversify(copy.deepcopy(model).float(), X)
-    torch.testing.assert_close(net.float()(X), anew(X))
-
-
 class CountsInChild(Block):
     def effect(self, h: Tensor) -> Tensor:
         self.child.n += 1  # type: ignore[operator, assignment]
         return self.child(h) if self.child.n % 2 else h
 
 
-class AppendsInChild(Block):
-    def effect(self, h: Tensor) -> Tensor:
-        self.child.seen.append(1)  # type: ignore[operator, union-attr]
-        return self.child(h) if len(self.child.seen) % 2 else h  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", [CountsInChild, AppendsInChild])
-def test_counting_in_an_attribute_of_a_child_is_seen(kind: type[Block]) -> None:
+def test_counting_in_an_attribute_of_a_child_is_seen() -> None:
     with pytest.raises(CaptureError, match="counts in the attribute"):
-        capture(kind(), X, check="off")
-    captured = capture(nn.Sequential(kind(), Block()), X, check="off")
+        capture(CountsInChild(), X, check="off")
+    captured = capture(nn.Sequential(CountsInChild(), Block()), X, check="off")
     assert captured.leaf_modules == ("0",)
 
 
@@ -291,34 +258,3 @@ def test_a_counter_in_a_branch_is_told_to_be_a_buffer() -> None:
         revcompile.reversify(nn.Sequential(block, Block()), X)
     with pytest.raises(InversionError, match=r"it counts, .* leaf_modules=\['0'\]"):
         revcompile.reversify(nn.Sequential(block, Block()), X, leaf_modules=[Counts])
-
-
-# -- other threads --------------------------------------------------------------------------------
-
-
-def test_other_threads_see_nothing_of_captures() -> None:
-    """They draw, ask for types and read the very modules that are captured."""
-    net = Block()
-    weight, begin, end = net.l.weight, threading.Barrier(5), threading.Event()
-    foreign: list[Any] = []
-
-    def use() -> None:
-        begin.wait()
-        while not end.is_set():
-            drawn = torch.randn(3)
-            read = net.l.weight is weight, net.training, type(net.ema) is Tensor
-            if type(drawn) is not Tensor or not isinstance(drawn, Tensor) or not all(read):
-                foreign.append((drawn, read))
-
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    begin.wait()
-    try:
-        for _ in range(50):
-            capture(net, X, check="off")
-    finally:
-        end.set()
-        for thread in threads:
-            thread.join()
-    assert not foreign

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import revcompile
-from tests.support.measuring import LiveStorages, Memory, measure_memory, slope, step_memory
+from tests.support.measuring import LiveStorages, Memory, slope, step_memory
 from tests.support.stacks import KINDS, Sizes, batch_of
 
 CPU = torch.device("cpu")
@@ -40,19 +39,6 @@ def test_a_block_adds_nothing(kind: str, policy: str) -> None:
         assert growth(ours, of) < ALLOWED * growth(plain, of), (of, plain, ours)
 
 
-def test_storing_activations_grows_as_the_plain_model_does() -> None:
-    """What the test above would see if the chains did not work."""
-    x, y = batch_of("conv", SIZES["conv"], CPU)
-    plain, stored = {}, {}
-    for depth in (1, 3):
-        model = KINDS["conv"](depth, SIZES["conv"].width)
-        net = revcompile.reversify(model, x[:2], check="off")
-        net.reversible = False
-        plain[depth] = step_memory(model, x, y, CPU)
-        stored[depth] = step_memory(net, x, y, CPU)
-    assert growth(stored, "peak") == pytest.approx(growth(plain, "peak"), rel=0.05)
-
-
 def test_live_storages_counts_what_is_alive_and_made_under_it() -> None:
     before = torch.ones(1000)
     with LiveStorages() as storages:
@@ -66,17 +52,3 @@ def test_live_storages_counts_what_is_alive_and_made_under_it() -> None:
         assert storages.live == 1000 * WORD  # `part` holds on to the whole of `made`
         del part
     assert (storages.live, storages.peak) == (0, 2000 * WORD)
-
-
-def test_memory_of_a_step_leaves_out_parameters_and_their_gradients() -> None:
-    layer = nn.Linear(100, 1, bias=False)
-    x = torch.ones(50, 100)
-
-    def forward() -> Tensor:
-        out: Tensor = layer(x)
-        return out.exp().sum()
-
-    held = (50 + 1) * WORD  # the exponential's result, which its backward needs, and the loss
-    memory = measure_memory(forward, CPU)
-    assert memory.held == held
-    assert memory.peak < held + 3 * 100 * WORD

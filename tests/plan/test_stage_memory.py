@@ -10,7 +10,7 @@ from torch import nn
 import revcompile
 from revcompile.errors import InputError
 from revcompile.staged import StagedModel
-from tests.support.stage_memory import BAR, Bytes, Measured, Setting, images, measure
+from tests.support.stage_memory import BAR, Measured, Setting, images, measure
 
 CPU = torch.device("cpu")
 BATCH = 24
@@ -158,16 +158,3 @@ def test_a_limit_counts_the_batches_that_the_first_stage_keeps() -> None:
     assert cut(memory_budget=337_584, microbatch_size=BATCH).num_stages == 2
     with pytest.raises(InputError, match="does not fit 2 devices"):
         cut(memory_budget=337_583, microbatch_size=BATCH)
-
-
-# -- counting -------------------------------------------------------------------------------------
-
-
-def test_a_graph_counts_with_all_it_saved_and_every_storage_once() -> None:
-    x = torch.ones(10, requires_grad=True)
-    y = x.exp()
-    z = y.sin()
-    count = Bytes()
-    assert count.of([z, z.view(2, 5)]) == 2 * 40  # `sin` saved `y`, which is what `exp` saved
-    assert count.of({"x": x}) == 40
-    assert count.of([y, z]) == 0

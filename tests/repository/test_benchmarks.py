@@ -17,8 +17,6 @@ import torch
 from paths import ROOT
 from PIL import Image
 
-from tests.support.comparing import distance
-
 STACK = ("--model", "conv-2x4", "--size", "8", "--batch", "2", "--stages", "2")
 SMALLEST: dict[str, tuple[str, ...]] = {
     "accounting": (),
@@ -88,11 +86,3 @@ def test_it_runs_in_its_smallest_form(
 def test_every_benchmark_has_a_smallest_form() -> None:
     shared = {"__init__", "cifar", "figures", "harness", "models", "trainings"}
     assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == {*SMALLEST, *shared}
-
-
-# -- comparisons ----------------------------------------------------------------------------------
-
-
-def test_an_output_that_is_not_a_number_is_not_equal() -> None:
-    assert distance(torch.ones(2), torch.ones(2)) == 0.0
-    assert distance(torch.ones(2), torch.tensor([1.0, torch.nan])) == torch.inf

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 Args = Callable[[int], tuple[Any, ...]]
 Kwargs = Callable[[int], dict[str, Any]]
@@ -140,26 +139,14 @@ class ListLoop(nn.Module):
         return torch.stack(taken).sum(0)
 
 
-def encoder(norm_first: bool, batch_first: bool) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(
-        8, 2, 16, dropout=0.1, norm_first=norm_first, batch_first=batch_first
-    )
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-def causal(size: int) -> Tensor:
-    return nn.Transformer.generate_square_subsequent_mask(size)
-
-
-@specimen(tokens, kwargs=lambda n: {"mask": causal(5)})
-def PreNormEncoder() -> nn.Module:
-    return encoder(norm_first=True, batch_first=True)
+causal = nn.Transformer.generate_square_subsequent_mask
 
 
 @specimen(lambda n: (torch.randn(5, n, 8),), kwargs=lambda n: {"mask": causal(5)})
 def SequenceFirstEncoder() -> nn.Module:
     """The batch is the second dimension, and a mask has the size of the first."""
-    return encoder(norm_first=True, batch_first=False)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, norm_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 @specimen(rows)
@@ -222,26 +209,6 @@ def SpectralNorm() -> nn.Module:
 
 
 @specimen(rows)
-class WeightNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.new = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-        self.old = nn.utils.weight_norm(nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.old(self.new(x).relu())
-
-
-@specimen(rows)
-def ForwardHooks() -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 8), Mlp())
-    model[0].register_forward_hook(lambda module, args, out: out * 2)
-    model[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    model.register_forward_hook(lambda module, args, out: out - 1)
-    return model
-
-
-@specimen(rows)
 class PlainTensors(nn.Module):
     """Tensors that are neither parameters nor buffers: an attribute, one in a list, one made."""
 
@@ -292,41 +259,6 @@ class BufferInPlace(nn.Module):
         return y - self.mean.clone()
 
 
-class Ema(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
-        return x - self.mean
-
-
-@specimen(rows)
-class BufferReassigned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.ema = Mlp(), Ema()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ema(self.mlp(x))
-
-
-@specimen(image)
-class FrozenPart(nn.Module):
-    """A frozen backbone in eval mode inside a model in training mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
-        self.body = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
-        self.stem.eval().requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.stem(x), 0.5, self.stem.training)
-        return self.body(x)
-
-
 # -- randomness ----------------------------------------------------------------------------------
 
 
@@ -350,20 +282,6 @@ class NoiseOutside(nn.Module):
 @specimen(rows)
 def Noise() -> nn.Module:
     return nn.Sequential(Mlp(), NoiseOutside())
-
-
-# -- regions -------------------------------------------------------------------------------------
-
-
-@specimen(rows)
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = Mlp(), Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.a, x, use_reentrant=True)
-        return checkpoint(self.b, x, use_reentrant=False)
 
 
 # -- sizes ---------------------------------------------------------------------------------------
@@ -420,18 +338,6 @@ class WritesIntoItsInput(nn.Module):
 
 
 # -- control flow --------------------------------------------------------------------------------
-
-
-class Clip(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.abs().max() > 2:
-            x = x / x.abs().max()
-        return x
-
-
-@specimen(rows)
-def DataDependentPart() -> nn.Module:
-    return nn.Sequential(Mlp(), Clip(), Mlp())
 
 
 class Guarded(nn.Module):

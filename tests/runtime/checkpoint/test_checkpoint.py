@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -173,9 +174,14 @@ def step_in(folder: Path) -> int:
     return checkpoint.step
 
 
-def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
-    for step in (10, 20, 30, 5):  # 5: a run that continued from an earlier one
+def test_the_newest_checkpoints_stay_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 5: a run that continued from an earlier one
+    for step, clock in ((10, 5e8), (20, 4e8), (30, 9e8), (5, 1e8)):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
         saved = put(tmp_path, step)
+        os.utime(saved, (clock, clock))
         assert saved == find_checkpoint(tmp_path)
         assert step_in(tmp_path) == step
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -268,6 +274,22 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path: Path) -
     others = {line for line in report if not line.startswith(("killed", "raised"))}
     assert others <= {"whole 3", "went on 3"}  # what cannot be removed does not matter
     assert report.count("whole 3") == 2
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    place, noticed = put(tmp_path, 3), 0
+    for file in sorted(place.iterdir()):
+        content = file.read_bytes()
+        for at in range(0, len(content), 7):
+            changed = bytearray(content)
+            changed[at] ^= 1 << at % 8
+            file.write_bytes(changed)
+            try:
+                assert step_in(place) == 3  # else in white space
+            except InputError:
+                noticed += 1
+        file.write_bytes(content)
+    assert step_in(place) == 3 and noticed > 90
 
 
 def cut_short(checkpoint: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,9 +18,6 @@ from training import Batch, Plain, batches, fresh, same, settings_of, weights
 
 from revcompile.errors import NonFiniteError
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD, ErrorFeedback
-from revcompile.runtime.stage.optimizers import why_not_capturable_optimizer
-from revcompile.runtime.stage.slots import StaticBuffers
-from revcompile.runtime.stage.tensors import restore_if
 from revcompile.runtime.stage.update import Updater
 
 
@@ -163,40 +159,3 @@ def assert_alike(found: Any, there: Any, tolerance: float) -> None:
             assert_close(mine, other, **close, check_dtype=False, check_device=False)
         else:
             assert mine == other
-
-
-# -- parts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("bad", [0.0, 1.0])
-def test_what_was_written_is_restored_bit_for_bit(bad: float, layout: torch.memory_format) -> None:
-    weight = torch.randn(2, 3, 4, 4).to(memory_format=layout).requires_grad_()
-    written = [weight, torch.tensor([-0.0, torch.nan, torch.inf]), torch.tensor(0.1).double()]
-    snapshot = StaticBuffers(written)
-    snapshot.copy_(written)
-    bits = [tensor.detach().clone() for tensor in written]
-    with torch.no_grad():
-        for tensor in written:
-            tensor.fill_(torch.nan)
-    restore_if(torch.tensor([bad]), written, snapshot.tensors)
-    for tensor, old in zip(written, bits, strict=True):
-        found = tensor.detach().contiguous().view(torch.uint8 if tensor.dim() else tensor.dtype)
-        wanted = old.contiguous().view(torch.uint8 if tensor.dim() else tensor.dtype)
-        assert torch.equal(found, wanted) == bool(bad)
-
-
-class Own(torch.optim.NAdam):
-    """Somebody's own, of which nothing is known."""
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (torch.optim.Adagrad, "Adagrad has no step that can be captured"),
-        (Own, "Own has no step that can be captured; use SGD, .* of torch.optim or"),
-        (functools.partial(torch.optim.NAdam, differentiable=True), "differentiable=True"),
-    ],
-)
-def test_what_cannot_be_captured_says_why(make: Callable[[Any], Optimizer], why: str) -> None:
-    assert re.search(why, why_not_capturable_optimizer(make([torch.ones(2)])) or "")

@@ -17,9 +17,9 @@ from typing import Any, Final
 import pytest
 import torch
 from distributed_worker import fed, final, launch
-from rank_changes import changed
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from training import Batch, feed, momentum
 
 import revcompile
@@ -131,6 +131,21 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def appended(blocks: nn.ModuleList) -> Undo:
+    blocks.append(nn.Identity())
+    return lambda: blocks.__delitem__(-1)
+
+
+def parametrized(layer: nn.Module) -> Undo:
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return lambda: parametrize.remove_parametrizations(layer, "weight")
+
+
 @dataclass(frozen=True)
 class Row:
     """A change, and what becomes of it."""
@@ -188,6 +203,25 @@ TABLE: Final[dict[str, Row]] = {
     "hook on a layer": Row(lambda m, o: hooked(m.blocks[1].whole)),
     "hook on a block": Row(
         lambda m, o: hooked(m.blocks[1]), r"a hook of blocks\.1 was registered or removed"
+    ),
+    "hook on the model": Row(
+        lambda m, o: m.register_forward_pre_hook(print).remove,
+        "a hook of the model was registered or removed",
+    ),
+    "backward hook": Row(
+        lambda m, o: m.blocks[1].register_full_backward_hook(print).remove,
+        r"a hook of blocks\.1 was registered or removed",
+    ),
+    "gradient hook": Row(
+        lambda m, o: m.stem.weight.register_post_accumulate_grad_hook(print).remove,
+        r"stem\.weight has a gradient hook",
+    ),
+    "class": Row(
+        lambda m, o: set_to(m.stem, "__class__", Doubled), "stem was a Linear and is a Doubled now"
+    ),
+    "member": Row(lambda m, o: appended(m.blocks), "blocks was given other members"),
+    "parametrized": Row(
+        lambda m, o: parametrized(m.stem), "stem was a Linear and is a ParametrizedLinear now"
     ),
     "requires_grad": Row(
         lambda m, o: set_to(m.head.weight, "requires_grad", False),
@@ -486,6 +520,10 @@ def course(row: Row, backend: str) -> dict[str, Any]:
 
 
 ON_RANKS: Final = [name for name in TABLE if name != "loaded weights"]
+
+
+def changed(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    return {name: course(TABLE[name], options["backend"]) for name in ON_RANKS}
 
 
 @pytest.mark.filterwarnings("ignore:backend=")

@@ -68,6 +68,8 @@ RESUMED: Final[dict[str, dict[str, Any]]] = {
     "scaled": {"dtype": torch.float32, **SCALED},
     "scaled, accumulated": {"dtype": torch.float32, "accumulation_steps": 3, **SCALED},
     "captured": {"backend": "static"},
+    "captured, then not": {"backend": "static", "then": {"backend": "eager"}},
+    "captured later": {"optimizer": adam, "then": {"backend": "static"}},
     "captured, stashed": {"backend": "static", "weights": "stashed"},
     "captured, predicted": {"backend": "static", "weights": "predicted"},
     "captured, bfloat16": {
@@ -83,10 +85,10 @@ RESUMED: Final[dict[str, dict[str, Any]]] = {
 def test_a_resumed_run_is_the_uninterrupted_one(name: str) -> None:
     """Masks, learning rates and norms too, whatever the trainer has been doing that loads it."""
     settings = {"clip_grad_norm": 0.1, **RESUMED[name]}
-    dtype = settings.pop("dtype", torch.float64)
+    dtype, then = settings.pop("dtype", torch.float64), settings.pop("then", {})
     is_captured = settings.get("backend") == "static"
     data = batches(13, dtype=dtype)
-    if is_captured:
+    if is_captured or then:
         data = [(x, y) for x, y in batches(25, dtype=dtype) if len(x) == 4]
     whole = fresh(dtype=dtype)
     trainer = trainer_of(whole, seed=3, **settings)
@@ -100,11 +102,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str) -> None:
     assert same(live, state)  # nor does it change when training goes on
 
     resumed = fresh(dtype=dtype)
-    again = trainer_of(resumed, seed=4, **settings)
+    again = trainer_of(resumed, seed=4, **settings | then)
     feed(again, batches(2, seed=9, dtype=dtype))  # something else is in flight, and is forgotten
     again.load_state_dict(state)
     assert same(again.state_dict(), state)
     assert feed(again, data[at:]) == losses[at:]
+    assert again._runner.is_active == ((settings | then).get("backend") == "static")
     again.flush()
     assert same(weights(resumed), weights(whole))
     assert same(again.state_dict(), trainer.state_dict())

@@ -1,4 +1,4 @@
-"""A reversible module under FSDP2: two gloo ranks equal one with both batches."""
+"""A reversible module under DDP and FSDP2: two gloo ranks equal one with both batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from distributed_worker import launch
 from nets import ViT, images
 from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
 
 import revcompile
 
-KINDS = ("whole", "blocks", "layers")
+KINDS = ("ddp", "whole", "blocks", "layers")
 
 
 def _net() -> Any:
@@ -26,6 +27,8 @@ def _sharded(kind: str) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     net = _net()
+    if kind == "ddp":
+        return DistributedDataParallel(net)
     if kind == "layers":
         for layer in (net.head, *(block.up for block in net.blocks)):
             fully_shard(layer)
@@ -55,7 +58,10 @@ def _rank(rank: int, options: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     found = {}
     for kind in KINDS:
         trained = _train(_sharded(kind), _inputs()[rank::2])
-        found[kind] = {name: tensor.full_tensor().detach() for name, tensor in trained.items()}  # type: ignore[attr-defined]
+        found[kind] = {
+            name.removeprefix("module."): getattr(p, "full_tensor", p.detach)().detach()
+            for name, p in trained.items()
+        }
     distributed.destroy_process_group()
     return found
 
