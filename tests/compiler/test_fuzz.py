@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible
-from tests.fuzz.campaign import main
+from tests.fuzz.campaign import ENTRIES, main
 from tests.fuzz.module import source
 from tests.fuzz.net import CATALOGUE, Net, Part, draw_net
 from tests.fuzz.oracle import METHODS, Report, examine, shrink
@@ -106,7 +106,10 @@ FOUND: Final[dict[str, Net]] = {
 }
 
 
-REFUSED: Final = ()
+REFUSED: Final = (
+    *("custom function", "written through a view", "written through a transpose"),
+    *("step", "rounded"),
+)
 """Of these, what cannot be compiled."""
 
 T = TypeVar("T")
@@ -171,7 +174,7 @@ def test_random_nets_are_right_or_refused(seed: int, examples: int) -> None:
 def test_what_was_found_is_right_or_refused(name: str) -> None:
     report = examine(FOUND[name], ["petra", "backprop"])
     assert report.discarded is None and not report.findings, described(FOUND[name], report)
-    assert bool(report.refusals) == (name in REFUSED), report.refusals
+    assert any(r.check in ENTRIES for r in report.refusals) == (name in REFUSED), report.refusals
 
 
 # -- the oracle -----------------------------------------------------------------------------------

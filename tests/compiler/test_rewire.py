@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from helpers import gradients, worst
+from helpers import assert_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,29 +89,9 @@ def test_blocks_that_start_as_their_shortcuts_train(name: str) -> None:
         assert net.get_parameter(norm).eq(1).all()
 
 
-class Chainless(nn.Module):
-    """Branches that return zero: then both streams are the input, and the head must not move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.f, self.g = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.head = nn.Linear(8, 5)
-        for branch in (self.f, self.g):
-            nn.init.zeros_(branch.weight)
-            nn.init.zeros_(branch.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.stem(x)).relu()
-        x = x + self.f(x)
-        x = x + self.g(x)
-        return self.head(x.mean((2, 3)))
-
-
 @pytest.mark.parametrize("policy", [policy.value for policy in Policy])
 def test_a_pretrained_head_means_the_same_under_every_policy(policy: Any) -> None:
-    model = Chainless().double()
+    model = chainless().double()
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     net = revcompile.reversify(model, x, policy=policy)
     for mode in (True, False):
@@ -172,6 +152,11 @@ class _Ends(nn.Module):
         x = x + self.f(x)
         x = x + self.g(x)
         return self.head(x)
+
+
+def chainless() -> _Ends:
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)]
+    return _Ends([_conv(channels=3), nn.BatchNorm2d(8), nn.ReLU()], _conv(), head)
 
 
 def _conv(kind: type[nn.Conv2d] = nn.Conv2d, channels: int = 8) -> nn.Conv2d:
@@ -245,7 +230,7 @@ def test_a_chain_goes_on_through_rearrangements_of_the_stream() -> None:
 
 
 def test_the_verifier_names_what_is_missing() -> None:
-    captured = capture(Chainless(), torch.randn(2, 3, 8, 8))
+    captured = capture(chainless(), torch.randn(2, 3, 8, 8))
     rewired = rewire(captured, find(captured), Policy.PAPER)
     segments = rewired.body.segments
     torn = Rewired(**{**vars(rewired), "body": Body(segments[1:], rewired.body.result, {})})
@@ -355,8 +340,4 @@ def test_a_skip_and_a_second_stream_compute_nothing_twice(
     )
     net: Any = staged.model
     assert net.rewired.couplings
-    x = torch.randn(5, 4).double()
-    actual = gradients(net, x)
-    net.reversible = False
-    error, where = worst(gradients(net, x), actual)
-    assert error < 1e-10, where
+    assert_exact(net, torch.randn(5, 4).double())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import Plain, fresh, settings_of
@@ -39,20 +40,9 @@ class Attention(nn.Module):
         return scores.softmax(-1).sum(-1, keepdim=True) * v  # a softmax, but no attention
 
 
-class Blocks(nn.Module):
-    def __init__(self, kind: str, depth: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Attention(kind) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 @functools.cache
 def net(kind: str = "fused", stages: int = 4) -> revcompile.StagedModel:
-    model = Blocks(kind, stages)
+    model = Chain(*(Attention(kind) for _ in range(stages)))
     return revcompile.petrafy(model, stages, torch.randn(2, 3, 8), check="off")
 
 

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import timm
 import torch
+from nets import Residual
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -95,16 +96,13 @@ def test_what_is_no_model(model: Any, said: str) -> None:
     [
         ({"num_stages": 0}, "petrafy: num_stages=0; expected a whole number, at least 1"),
         ({"num_stages": X}, r"num_stages=Tensor; .*: petrafy\(model, num_stages, example_inputs\)"),
-        ({"num_stages": (X,)}, "num_stages=tuple; expected a whole number"),
         ({"num_stages": 2.0}, "num_stages=2.0; expected a whole number"),
         ({"num_stages": True}, "num_stages=True; expected a whole number"),
         ({"num_stages": 40}, r"num_stages=40, but Block has \d+ pieces .* use num_stages <= \d+"),
         ({"cost": "mesured"}, r"cost: expected .* got 'mesured'; did you mean 'measured'\?"),
-        ({"cost": len}, r"cost: expected .* got <built-in function len>"),
         ({"keep": "graphs"}, r"keep='graphs'; use one of: .*; did you mean 'graph'\?"),
         ({"keep": ["graph"] * 9}, r"keep has 9 items, num_stages="),
         ({"policy": "papers"}, r"policy='papers'; use one of: paper, .*; did you mean 'paper'\?"),
-        ({"policy": ["paper"]}, r"policy=\['paper'\]; use one of: paper, pretrained, same_"),
         ({"check": "slow"}, "check='slow'; use one of: fast, full, off"),
         ({"optimizer_copies": -1}, "optimizer_copies=-1; use .* 1 for SGD with momentum, 2 for Ad"),
         ({"tolerance": X}, "tolerance=Tensor; use a number above 0, or None"),
@@ -179,17 +177,13 @@ def raising(argument: Any) -> Any:
         ({"loss_scale": "automatic"}, "loss_scale='automatic'"),
         ({"loss_scale": 0}, r"init_scale=0\.0 cannot work"),
         ({"loss_scale": "dynamic", "method": "dni"}, "'dni' predicts gradients"),
-        ({"clip_grad_norm": "a"}, "clip_grad_norm='a'; use a positive norm"),
         ({"clip_grad_norm": 0.0}, "use a positive norm"),
         ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
         ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
-        ({"method": "1F1B"}, "did you mean '1f1b'"),
-        ({"in_flight_per_stage": [2]}, "use a number, at least 1"),
         (
             {"in_flight_per_stage": "x"},
             r"in_flight_per_stage='x'; use a number, at least 1 \(1: the least",
         ),
-        ({"in_flight_per_stage": True}, "in_flight_per_stage=True; use a number, at least 1"),
         ({"param_groups": lambda named: None}, r"stage 0: .* got None; return a list of dicts"),
         (
             {"param_groups": lambda named: [{"params": [p for _, p in named]}] * 2},
@@ -209,9 +203,7 @@ def raising(argument: Any) -> Any:
         ({"loss_on_all_ranks": 1}, "loss_on_all_ranks=1; use True or False"),
         ({"clip_grad_norm": True}, "clip_grad_norm=True; use a positive norm or None"),
         ({"timeout": -1}, "TrainerOptions: timeout=-1; use a number of seconds above 0"),
-        ({"timeout": None}, "timeout=None; use a number of seconds"),
         ({"stage_to_rank": [0]}, r"stage_to_rank=\[0\]; expected a list of 2 numbers"),
-        ({"stage_to_rank": "01"}, "stage_to_rank='01'; expected a list of 2 numbers"),
         ({"stage_to_rank": [0, "1"]}, "an entry of stage_to_rank='1'; expected a whole number"),
         ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number, at least 1"),
     ],
@@ -243,7 +235,6 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
             "net.delays: accumulation_steps='2'; expected a whole number",
         ),
         (lambda net: net.memory(-1), "net.memory: microbatch_size=-1; .* at least 1"),
-        (lambda net: net.summary(0), "microbatch_size=0; expected a whole number, at least 1"),
         (lambda net: net.memory_plan("1GiB", optimizer_copies=-1), "optimizer_copies=-1; use "),
         (lambda net: net.memory_plan("1GiB", stage_to_rank=[0]), "one for each stage"),
         (
@@ -390,21 +381,14 @@ def test_something_reversible_gives_no_warning() -> None:
         revcompile.reversify(Block(), X)
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layer(self.norm(x))
-
-
 def test_a_model_that_looks_trained_is_told_what_the_default_policy_does() -> None:
-    x, said = torch.randn(3, 4), "Normed looks trained, but this policy makes a new two-stream"
-    counted, scaled = Normed(), Normed()
+    x, said = torch.randn(3, 4), "Residual looks trained, but this policy makes a new two-stream"
+    counted, scaled, untrained = (
+        Residual(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))) for _ in range(3)
+    )
     counted(x)
     with torch.no_grad():
-        scaled.norm.weight[0] = 2.0
+        scaled.branch[0].weight[0] = 2.0
     for model in (counted, scaled):
         with pytest.warns(RevcompileWarning, match=said):
             revcompile.reversify(model, x)
@@ -413,6 +397,6 @@ def test_a_model_that_looks_trained_is_told_what_the_default_policy_does() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         revcompile.reversify(counted, x, policy="pretrained")
-        revcompile.reversify(Normed(), x)
+        revcompile.reversify(untrained, x)
         zero_init = timm.create_model("test_resnet", num_classes=4)
         revcompile.reversify(zero_init, torch.randn(2, 3, 32, 32), check="off")

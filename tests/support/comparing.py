@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import timm
@@ -22,6 +22,7 @@ from revcompile.errors import GuardError
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Coupling
 from revcompile.runtime.reversible.module import Reversible
+from tests.recorded import Recorded
 from tests.support.architectures import ARCHITECTURES, LAYERS, Architecture
 
 TOLERANCE: Final = 1e-10
@@ -29,19 +30,6 @@ EXAMPLE: Final = (2, 8)
 """Samples and length of what a transformer is captured with."""
 OTHER: Final = (3, 11)
 """Another batch size and another length."""
-
-
-class Recorder(torch.optim.SGD):
-    """Changes nothing; keeps every gradient it is given."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.0)
-        self.seen: list[list[Tensor | None]] = []
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Keep the gradients."""
-        groups = [p for group in self.param_groups for p in group["params"]]
-        self.seen.append([None if p.grad is None else p.grad.clone() for p in groups])
 
 
 def loss(output: Any, target: Tensor) -> Tensor:
@@ -93,17 +81,7 @@ def examine_timm(
     net = revcompile.petrafy(model, stages, batches[0], check="off")
     spent = time.perf_counter() - start
     del model
-    trainer = net.trainer(Recorder, loss)
-    targets = [torch.tensor([0.1 * (i + 1)], device=device) for i in range(steps)]
-    for x, y in zip(batches, targets, strict=True):
-        trainer.step(x, y)
-    trainer.flush()
-    reference = net.to_module()
-    reference.reversible = False  # type: ignore[assignment]
-    error = max(
-        gradient_error(trainer, reference.train(), index, x, y)
-        for index, (x, y) in enumerate(zip(batches, targets, strict=True))
-    )
+    error = staged_error(net, batches)
     work = [sum(c.forward + c.backward for c in part.costs) for part in net._partition.parts]
     return {
         "parameters": size,
@@ -117,27 +95,29 @@ def examine_timm(
     }
 
 
-def gradient_error(trainer: Any, reference: nn.Module, index: int, x: Any, y: Tensor) -> float:
-    """The worst gradient of a micro-batch (a tensor, or keyword arguments) beside autograd's."""
-    reference.zero_grad()
-    output = reference(**x) if isinstance(x, dict) else reference(x)
-    loss(output, y).backward()
-    expected = {name: p.grad for name, p in reference.named_parameters()}
-    largest = max(float(g.abs().max()) for g in expected.values() if g is not None)
+def staged_error(net: Any, batches: Sequence[Any]) -> float:
+    """The worst gradient of steps at learning rate 0 on these inputs, beside autograd's."""
+    record = Recorded()
+    trainer = net.trainer(record, loss)
+    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(len(batches))]
+    for x, y in zip(batches, targets, strict=True):
+        trainer.step(x, y)
+    trainer.flush()
+    found = record.gradients({id(p): name for name, p in trainer.named_parameters()})
+    reference = net.to_module().train()
+    reference.reversible = False
     worst = 0.0
-    for executor in trainer._executors:
-        if not executor.updater.parameters:
-            continue
-        seen = executor.updater.optimizer.seen[index]
-        for name, got in zip(executor.updater.parameters, seen, strict=True):
-            want = expected[name]
-            if got is None and want is None:
-                continue
+    for x, y, gradients in zip(batches, targets, found, strict=True):
+        reference.zero_grad()
+        loss(reference(**x) if isinstance(x, dict) else reference(x), y).backward()
+        expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        largest = max(float(g.abs().max()) for g in expected.values())
+        for name in expected.keys() | gradients.keys():
+            want, got = expected.get(name), gradients.get(name)
             want = torch.zeros_like(got) if want is None else want
             got = torch.zeros_like(want) if got is None else got
             # A gradient that is zero in exact arithmetic is noise: measure against the largest.
-            scale = max(float(want.abs().max()), 1e-4 * largest)
-            error = float((got - want).abs().max()) / scale
+            error = float((got - want).abs().max()) / max(float(want.abs().max()), 1e-4 * largest)
             # max() passes over a nan, which would then count as no error at all
             worst = max(worst, error if math.isfinite(error) else math.inf)
     return worst
@@ -228,19 +208,8 @@ def distance(want: Tensor, have: Tensor) -> float:
 
 
 def train(net: Any, architecture: Architecture, last: tuple[int, int]) -> float:
-    """The worst gradient of three steps at learning rate 0, the last with a batch of that size."""
-    trainer = net.trainer(Recorder, loss)
-    batches = [architecture.inputs(*size) for size in (EXAMPLE, EXAMPLE, last)]
-    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(len(batches))]
-    for x, y in zip(batches, targets, strict=True):
-        trainer.step(x, y)
-    trainer.flush()
-    reference = net.to_module().train()
-    reference.reversible = False
-    return max(
-        gradient_error(trainer, reference, index, x, y)
-        for index, (x, y) in enumerate(zip(batches, targets, strict=True))
-    )
+    """The worst gradient of three steps, the last with a batch of that size."""
+    return staged_error(net, [architecture.inputs(*size) for size in (EXAMPLE, EXAMPLE, last)])
 
 
 def shares(net: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -17,11 +18,11 @@ def refilling(step: Callable[..., Returned], *batch: Any) -> Returned:
 
     So may every caller of `trainer.step`.
     """
-    copy = pytree.tree_map_only(Tensor, torch.clone, batch)
+    copies = pytree.tree_map_only(Tensor, torch.clone, batch)
     try:
-        return step(*copy)
+        return step(*copies)
     finally:
-        for tensor in pytree.tree_leaves(copy):
+        for tensor in pytree.tree_leaves(copies):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 is_float = tensor.is_floating_point() or tensor.is_complex()
                 tensor.data.fill_(torch.nan if is_float else 0)
@@ -49,6 +50,20 @@ def gradients(net: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> dict[
         if isinstance(t, Tensor) and t.grad is not None
     }
     return found | {f"buffer {n}": b.clone() for n, b in net.named_buffers()}
+
+
+def stored(net: nn.Module) -> Any:
+    """The same net with stored activations."""
+    twin: Any = copy.deepcopy(net)
+    twin.reversible = False
+    return twin
+
+
+def assert_exact(net: nn.Module, *args: Any, limit: float = 1e-10, **kwargs: Any) -> None:
+    """A step gives the outputs, gradients and buffers of one with stored activations."""
+    expected = gradients(stored(net), *args, **kwargs)
+    deviation, where = worst(expected, gradients(net, *args, **kwargs))
+    assert deviation < limit, where
 
 
 def _leaf(value: Any) -> Any:

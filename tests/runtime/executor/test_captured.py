@@ -59,11 +59,11 @@ def odd() -> Batch:
 
 
 def made(
-    backend: str, dtype: torch.dtype = torch.float64, **settings: Any
+    backend: str, make: type[nn.Module] = Loose, dtype: torch.dtype = torch.float64, **settings: Any
 ) -> tuple[StagedModel, Trainer]:
-    net = fresh(Loose, 3, dtype)
-    optimizer = settings.pop("optimizer", momentum)
-    return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings_of(**settings))
+    net = fresh(make, 3, dtype)
+    settings = {"optimizer": momentum, "loss": F.cross_entropy, **settings}
+    return net, net.trainer(backend=backend, **settings_of(**settings))
 
 
 def is_active(trainer: Trainer) -> bool:
@@ -115,6 +115,10 @@ SCALED: Final[dict[str, dict[str, Any]]] = {
 }
 
 
+def loud(output: Tensor, target: Tensor) -> Tensor:
+    return 1e3 * F.cross_entropy(output, target)
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_a_scaled_loss(name: str) -> None:
     """A scale that overflows at one stage or another again and again."""
@@ -122,11 +126,8 @@ def test_a_scaled_loss(name: str) -> None:
     scale = LossScale(init_scale=2.0**122, growth_interval=interval)
     found = []
     for backend in ("eager", "static"):
-        net = fresh(Loose, 3, torch.float32)
-        settings = {"optimizer": adam, "loss_scale": scale, "backend": backend, **SCALED[name]}
-        trainer = net.trainer(
-            loss=lambda y, t: 1e3 * F.cross_entropy(y, t), **settings_of(**settings)
-        )
+        settings = {"optimizer": adam, "loss_scale": scale, "loss": loud, **SCALED[name]}
+        net, trainer = made(backend, dtype=torch.float32, **settings)
         data = [(x.float(), y) for x, y in even(4 * FULL)]
         steps = [trainer.step(*batch) for batch in data]
         assert is_active(trainer) == (backend == "static")
@@ -190,12 +191,7 @@ def test_a_bad_batch_is_left_out_everywhere(name: str, bad: float) -> None:
     """Captured or not: it counts, moves no statistics, and is in no mean."""
     found = []
     for backend in ("eager", "static"):
-        settings = dict(LEFT_OUT[name])
-        optimizer = settings.pop("optimizer", momentum)
-        net = fresh(Steep, 3)
-        trainer = net.trainer(
-            optimizer, F.cross_entropy, backend=backend, **settings_of(**settings)
-        )
+        net, trainer = made(backend, Steep, **LEFT_OUT[name])
         reported = []
         for index, (x, y) in enumerate(even(2 * FULL)):
             try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers import worst
+from helpers import stored, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -140,15 +140,14 @@ def _vit(**options: Any) -> nn.Module:
 def test_stochastic_depth_is_repeated_in_a_recording() -> None:
     x, y = torch.randn(8, 3, 32, 32, device="cuda"), torch.zeros(8, device="cuda").long()
     net = revcompile.reversify(_vit(drop_path_rate=0.5), x, check="off", overlap="on").train()
-    stored = copy.deepcopy(net)
-    stored.reversible = False
-    replays = [_captured(module, x, y) for module in (net, stored)]
+    nets = net, stored(net)
+    replays = [_captured(module, x, y) for module in nets]
     norms = []
     for _ in range(4):
         for replay in replays:
             torch.manual_seed(len(norms))
             replay()
-        found = [{n: p.grad for n, p in m.named_parameters()} for m in (stored, net)]
+        found = [{n: p.grad for n, p in m.named_parameters()} for m in nets]
         assert worst(*found)[0] < 1e-2
         norms.append(float(net.get_parameter("blocks.3.mlp.fc1.weight").grad.norm()))
     assert len(set(norms)) == 4, "every replay draws its own masks"

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers import stored
 from nets import Chain
 from torch import nn
 
@@ -68,9 +69,7 @@ def test_blocks_that_are_not_trained_are_not_needed_for_the_check() -> None:
 def test_values_that_are_not_finite_are_left_to_the_loss() -> None:
     """`GradScaler` skips such a step; with stored activations nothing is raised either."""
     net = reversible_stack()
-    stored = copy.deepcopy(net)
-    stored.reversible = False
-    for model in (net, stored):
+    for model in (net, stored(net)):
         train(model)
         model.zero_grad()
         model(torch.full((8, 16), float("nan"))).sum().backward()

@@ -23,7 +23,7 @@ from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.messages import Message
 from revcompile.runtime.stage.loss import LOWEST, LossScale
 from revcompile.runtime.trainer.trainer import Trainer
-from tests.runtime.trainer.test_trainer import Deep
+from tests.runtime.trainer.test_trainer import deep
 
 EAGER: Final = LossScale(growth_interval=2)
 """Grows all the time."""
@@ -100,7 +100,7 @@ def test_an_update_takes_gradients_of_several_scales() -> None:
 def gradients(loss: Any, **settings: Any) -> dict[str, Tensor]:
     """What one micro-batch gives with standing weights, all stages together."""
     found: dict[str, Tensor] = {}
-    net = fresh(Deep, 3, torch.float32)
+    net = fresh(deep, 3, torch.float32)
     trainer = trainer_of(net, plain_sgd, loss, **settings)
     for executor in trainer._executors:
         executor.updater.apply = lambda gradients, scale=None: found.update(gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from nets import Residual
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from training import settings_of
 
@@ -47,21 +47,11 @@ def test_streams_that_are_rebuilt_wrongly_are_refused(stages: int, method: str) 
 
 
 def test_rounded_buffers_are_no_error() -> None:
-    class Net(nn.Module):
-        """An opaque layer between two chains: its input is kept in bfloat16, and sent back."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = (
-                nn.Sequential(*(Residual(nn.Linear(8, 8)) for _ in range(3))) for _ in range(2)
-            )
-            self.between = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(torch.tanh(self.between(self.a(x))))
-
+    """An opaque layer between two chains: its input is kept in bfloat16, and sent back."""
     torch.manual_seed(0)
-    net = revcompile.petrafy(Net(), 4, torch.randn(3, 8))
+    chains = [[Residual(nn.Linear(8, 8)) for _ in range(3)] for _ in range(2)]
+    model = nn.Sequential(*chains[0], nn.Linear(8, 8), nn.Tanh(), *chains[1])
+    net = revcompile.petrafy(model, 4, torch.randn(3, 8))
     trainer = net.trainer(
         lambda p: torch.optim.SGD(p, lr=0.0),
         F.cross_entropy,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import refilling, worst
+from nets import Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import (
@@ -183,31 +184,20 @@ def gradient_of(net: revcompile.StagedModel, data: list[Batch], **settings: Any)
     return gradients, [error for metrics in found for error in metrics.reconstruction.values()]
 
 
-class Deep(nn.Module):
+def deep() -> nn.Module:
     """Enough layer norms and blocks that a last bit would grow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(5, 16), nn.Linear(16, 3)
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(8))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+    blocks = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(8))
+    return nn.Sequential(nn.Linear(5, 16), Chain(*blocks), nn.Linear(16, 3))
 
 
 def test_autocast_reconstructs_exactly_with_standing_weights() -> None:
     data = batches(6, dtype=torch.float32)
     settings: dict[str, Any] = {"autocast": torch.bfloat16}
-    expected, _ = gradient_of(fresh(Deep, 4, torch.float32), data, method="backprop", **settings)
+    expected, _ = gradient_of(fresh(deep, 4, torch.float32), data, method="backprop", **settings)
     found, errors = gradient_of(
-        fresh(Deep, 4, torch.float32), data, measure_reconstruction_every=1, **settings
+        fresh(deep, 4, torch.float32), data, measure_reconstruction_every=1, **settings
     )
-    precise, _ = gradient_of(fresh(Deep, 4, torch.float32), data, method="backprop")
+    precise, _ = gradient_of(fresh(deep, 4, torch.float32), data, method="backprop")
     noise = worst(precise, expected)[0]
     assert noise > 1e-3  # autocast was on
     assert worst(expected, found)[0] < noise
@@ -215,7 +205,7 @@ def test_autocast_reconstructs_exactly_with_standing_weights() -> None:
 
 
 def test_reconstruction_errors_are_measured_while_weights_move() -> None:
-    net = fresh(Deep, 4, torch.float32)
+    net = fresh(deep, 4, torch.float32)
     trainer = trainer_of(net, autocast=torch.bfloat16, measure_reconstruction_every=2)
     found = [trainer.step(*batch).reconstruction for batch in batches(10, dtype=torch.float32)]
     seen = {stage: error for errors in found for stage, error in errors.items()}
@@ -227,11 +217,11 @@ def test_reconstruction_errors_are_measured_while_weights_move() -> None:
 def test_a_model_in_bfloat16() -> None:
     data = batches(6, dtype=torch.bfloat16)
     found, errors = gradient_of(
-        fresh(Deep, 4, torch.bfloat16), data, measure_reconstruction_every=1
+        fresh(deep, 4, torch.bfloat16), data, measure_reconstruction_every=1
     )
-    expected, _ = gradient_of(fresh(Deep, 4, torch.bfloat16), data, method="backprop")
+    expected, _ = gradient_of(fresh(deep, 4, torch.bfloat16), data, method="backprop")
     precise = batches(6, dtype=torch.float32)
-    reference, _ = gradient_of(fresh(Deep, 4, torch.float32), precise, method="backprop")
+    reference, _ = gradient_of(fresh(deep, 4, torch.float32), precise, method="backprop")
     assert max(errors) == 0.0
     assert worst(reference, found)[0] < 2 * worst(reference, expected)[0] + 0.02
 
@@ -267,19 +257,6 @@ class Frozen(Plain):
         self.layers[1].bias.requires_grad_(False)
 
 
-class Chain(nn.Module):
-    """Nothing but blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
 def spectral() -> nn.Module:
     model = Plain()
     nn.utils.parametrizations.spectral_norm(model.layers[1])
@@ -287,15 +264,14 @@ def spectral() -> nn.Module:
     return model
 
 
-class Bare(Chain):
-    """Stages without a single parameter at both ends."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(super().forward(torch.tanh(x)))
-
-
 @pytest.mark.parametrize("method", ["backprop", "reversible_backprop", "1f1b"])
-@pytest.mark.parametrize("make", [vgg, Frozen, spectral, Bare])
+def bare() -> nn.Module:
+    """Stages without a single parameter at both ends."""
+    blocks = (nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(4))
+    return nn.Sequential(nn.Tanh(), Chain(*blocks), nn.Softplus())
+
+
+@pytest.mark.parametrize("make", [vgg, Frozen, spectral, bare])
 def test_any_model_equals_a_plain_loop(make: Callable[[], nn.Module], method: str) -> None:
     """Buffers included: running statistics and power iterations move once a micro-batch."""
     net = fresh(make, 3)
