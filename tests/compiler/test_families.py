@@ -7,18 +7,9 @@ import pytest
 from tests.support.comparing import examine_timm
 
 MODELS = [
-    "test_byobnet",
-    "test_convnext",
-    "test_convnext3",
-    "test_efficientnet",
-    "test_efficientnet_gn",
-    "test_efficientnet_ln",
-    "test_mambaout",
-    "test_nfnet",
-    "test_resnet",
-    "test_vit",
-    "test_vit3",
-    "test_vit4",
+    *("test_byobnet", "test_convnext", "test_convnext3", "test_efficientnet"),
+    *("test_efficientnet_gn", "test_efficientnet_ln", "test_mambaout", "test_nfnet", "test_resnet"),
+    *("test_vit", "test_vit3", "test_vit4"),
 ]
 
 

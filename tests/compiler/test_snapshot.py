@@ -44,64 +44,51 @@ def _hook(net: Any) -> Any:
 
 CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
     "module": (
-        Kind.MODULE,
-        put("drop", nn.Identity()),
-        "drop was a Dropout and is an Identity now",
+        Kind.MODULE, put("drop", nn.Identity()), "drop was a Dropout and is an Identity now",
     ),
     "module of the same class": (
-        Kind.MODULE,
-        put("last", nn.Linear(4, 4)),
+        Kind.MODULE, put("last", nn.Linear(4, 4)),
         "last was replaced by another Linear, which has its own weights",
     ),
     "new module": (
-        Kind.MEMBERS,
-        lambda net: net.last.add_module("x", nn.Identity()),
+        Kind.MEMBERS, lambda net: net.last.add_module("x", nn.Identity()),
         "last was given other members",
     ),
     "class": (Kind.CLASS, put("last.__class__", Masked), "last was a Linear and is a Masked now"),
     "forward": (Kind.FORWARD, put("forward", print), "the model was given another forward"),
     "members": (
-        Kind.MEMBERS,
-        lambda net: net.drop.register_buffer("x", None),
+        Kind.MEMBERS, lambda net: net.drop.register_buffer("x", None),
         "drop was given other members",
     ),
     "parameter": (
-        Kind.PARAMETER,
-        put("last.weight", nn.Parameter(torch.ones(4, 4))),
+        Kind.PARAMETER, put("last.weight", nn.Parameter(torch.ones(4, 4))),
         "last.weight was replaced",
     ),
     "parameter in place of none": (
-        Kind.PARAMETER,
-        put("last.bias", nn.Parameter(torch.ones(4))),
-        "last.bias was replaced",
+        Kind.PARAMETER, put("last.bias", nn.Parameter(torch.ones(4))), "last.bias was replaced",
     ),
     "buffer": (Kind.BUFFER, put("first.mask", torch.ones(4)), "first.mask was replaced"),
     "tensor": (Kind.BUFFER, put("first.offset", torch.zeros(1)), "first.offset was replaced"),
     "memory": (
-        Kind.MEMORY,
-        put("last.weight.data", torch.ones(4, 4)),
-        "last.weight lies in other memory",
+        Kind.MEMORY, put("last.weight.data", torch.ones(4, 4)), "last.weight lies in other memory",
     ),
     "requires_grad": (
-        Kind.REQUIRES_GRAD,
-        lambda net: net.last.requires_grad_(False),
+        Kind.REQUIRES_GRAD, lambda net: net.last.requires_grad_(False),
         "requires_grad of last.weight was changed",
     ),
     "setting": (Kind.SETTING, put("drop.p", 0.3), "drop.p was 0.1 and is 0.3 now"),
     "new setting": (Kind.SETTING, put("drop.rate", 0.3), "drop.rate was absent and is 0.3 now"),
     "setting in place": (
-        Kind.SETTING,
-        lambda net: net.first.scales.append(3.0),
+        Kind.SETTING, lambda net: net.first.scales.append(3.0),
         "first.scales was [1.0, 2.0] and is [1.0, 2.0, 3.0] now",
     ),
     "mode": (Kind.SETTING, lambda net: net.drop.eval(), "drop.training was True and is False now"),
     "hook": (Kind.HOOK, _hook, "a hook of last was registered or removed"),
     "gradient hook": (
-        Kind.GRADIENT_HOOK,
-        lambda net: net.last.weight.register_hook(lambda grad: grad),
+        Kind.GRADIENT_HOOK, lambda net: net.last.weight.register_hook(lambda grad: grad),
         "a hook of last.weight was registered or removed",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -17,18 +17,6 @@ from revcompile.runtime.reversible import coupling
 from revcompile.runtime.reversible.block import Averaged
 from tests.recorded import dense
 
-__all__ = [
-    "Call",
-    "Seen",
-    "Values",
-    "autocasting",
-    "difference",
-    "distance",
-    "loss",
-    "observe",
-    "rounded_outputs",
-]
-
 Values = dict[str, Tensor | None]
 TOLERANCE: Final = {"float64": 1e-8, "float32": 2e-3, "bfloat16": 6e-2}
 """Relative to the largest element of a value, or to what is noise if that is larger.

@@ -14,8 +14,6 @@ from revcompile.ir.coupling_ops import seed_torch
 from tests.fuzz.net import Net, write_part
 from tests.fuzz.writer import CONDITION, PRELUDE, WIDTH, Writer
 
-__all__ = ["BATCHES", "LENGTH", "Sizes", "arguments", "build", "source", "weight_dtype", "written"]
-
 Sizes = tuple[int, int]
 """Batch size, and the length of sequences or the side of images."""
 LENGTH: Final = 5

@@ -9,8 +9,6 @@ from typing import Any, Final, Protocol, TypeVar
 
 from tests.fuzz.writer import Writer
 
-__all__ = ["CATALOGUE", "Kind", "Net", "Part", "draw_net", "net_of", "part", "simpler"]
-
 LAYOUTS: Final = ("rows", "tokens", "images", "words")
 HOMES: Final = ("inline", "module", "twice", "list", "shared")
 """Where a part is written: into the net's forward; into a class of its own; that class two times,
@@ -20,8 +18,6 @@ PRECISIONS: Final = ("float64",) * 8 + ("float32", "bfloat16")
 CALLS: Final = ("positional", "keywords")
 EXTRAS: Final = ("none", "none", "frozen", "unused", "tied", "bare", "sparse")
 """Of the net's parameters: one frozen, never read, tied, no layer's, or with sparse gradients."""
-
-Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

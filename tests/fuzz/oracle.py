@@ -45,8 +45,6 @@ from tests.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from tests.fuzz.net import Net, simpler
 from tests.recorded import Recorded
 
-__all__ = ["METHODS", "PHASES", "Finding", "Refusal", "Report", "examine", "shrink"]
-
 PHASES: Final = ("capture", "reversify", "other", "petrafy")
 METHODS: Final = ("petra", "backprop", "1f1b", "petra_stashed")
 OTHERS: Final[tuple[Sizes, ...]] = ((BATCHES[2], LENGTH), (BATCHES[0], 8), (BATCHES[1], 4))

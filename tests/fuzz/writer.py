@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["INPUTS", "PRELUDE", "Scope", "Writer"]
-
 PRELUDE: Final = """\
 import math
 from typing import NamedTuple

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["KINDS", "Block", "Sizes", "Stack", "batch_of", "conv_stack", "transformer_stack"]
-
 CLASSES = 10
 HEAD_WIDTH = 64
 PATCH = 16

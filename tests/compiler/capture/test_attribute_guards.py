@@ -95,53 +95,37 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
     # attributes that are absent or None
     "hasattr": (nothing, lambda b, h: double(hasattr(b, "late"), h), late, "1.late was absent"),
     "none": (
-        put("late", lambda: None),
-        lambda b, h: double(b.late is None, h),
-        late_module,
+        put("late", lambda: None), lambda b, h: double(b.late is None, h), late_module,
         "1.late was None",
     ),
     "no parameter": (
-        lambda b: b.register_parameter("late", None),
-        lambda b, h: double(b.late is None, h),
-        late_parameter,
-        "1.late was None",
+        lambda b: b.register_parameter("late", None), lambda b, h: double(b.late is None, h),
+        late_parameter, "1.late was None",
     ),
     "parameter removed": (
-        late_parameter,
-        lambda b, h: double(b.late is None, h),
-        put("late", lambda: None),
+        late_parameter, lambda b, h: double(b.late is None, h), put("late", lambda: None),
         "1.late was set",
     ),
     # configurations
     "slots": (
-        put("config", Slots),
-        scale_of(lambda b: b.config.scale),
-        set_two(lambda b: b.config),
+        put("config", Slots), scale_of(lambda b: b.config.scale), set_two(lambda b: b.config),
         "1.config.scale was 1.0",
     ),
     "called": (
-        put("config", Config),
-        lambda b, h: b.config(h),
-        set_two(lambda b: b.config),
+        put("config", Config), lambda b, h: b.config(h), set_two(lambda b: b.config),
         "1.config.scale was 1.0",
     ),
     "named tuple": (
-        put("config", lambda: Pair(1.0, None)),
-        scale_of(lambda b: b.config.scale),
-        put("config", lambda: Pair(2.0, None)),
-        "1.config was Pair(scale=1.0",
+        put("config", lambda: Pair(1.0, None)), scale_of(lambda b: b.config.scale),
+        put("config", lambda: Pair(2.0, None)), "1.config was Pair(scale=1.0",
     ),
     "list of objects": (
-        put("config", lambda: [Config()]),
-        scale_of(lambda b: b.config[0].scale),
-        set_two(lambda b: b.config[0]),
-        "1.config[0].scale was 1.0",
+        put("config", lambda: [Config()]), scale_of(lambda b: b.config[0].scale),
+        set_two(lambda b: b.config[0]), "1.config[0].scale was 1.0",
     ),
     "list grows": (
-        put("config", lambda: [Config()]),
-        scale_of(lambda b: len(b.config)),
-        lambda b: b.config.append(Config()),
-        "1.config was [Config(scale=1.0)]",
+        put("config", lambda: [Config()]), scale_of(lambda b: len(b.config)),
+        lambda b: b.config.append(Config()), "1.config was [Config(scale=1.0)]",
     ),
     "partial": (
         put("config", lambda: functools.partial(F.leaky_relu, negative_slope=0.1)),
@@ -150,31 +134,23 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
         "1.config was functools.partial",
     ),
     "numpy array": (
-        put("config", lambda: np.ones(2)),
-        scale_of(lambda b: float(b.config[0])),
-        lambda b: b.config.fill(2.0),
-        "1.config was array",
+        put("config", lambda: np.ones(2)), scale_of(lambda b: float(b.config[0])),
+        lambda b: b.config.fill(2.0), "1.config was array",
     ),
     "class attribute": (
-        nothing,
-        scale_of(lambda b: b.factor),
-        lambda b: setattr(type(b), "factor", 2.0),
+        nothing, scale_of(lambda b: b.factor), lambda b: setattr(type(b), "factor", 2.0),
         "1.factor was 1.0",
     ),
     # tensors that are no buffers, and what is read of parameters
     "tensor in a list": (
-        put("t", lambda: [torch.ones(WIDTH)]),
-        scale_of(lambda b: b.t[0]),
-        lambda b: b.t[0].fill_(2.0),
-        "1.t[0] was tensor",
+        put("t", lambda: [torch.ones(WIDTH)]), scale_of(lambda b: b.t[0]),
+        lambda b: b.t[0].fill_(2.0), "1.t[0] was tensor",
     ),
     "item and operand": (
-        put("t", lambda: torch.ones(())),
-        lambda b, h: double(b.t > 1, h * b.t),
-        lambda b: b.t.fill_(2.0),
-        "1.t was tensor(1.)",
+        put("t", lambda: torch.ones(())), lambda b, h: double(b.t > 1, h * b.t),
+        lambda b: b.t.fill_(2.0), "1.t was tensor(1.)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -7,21 +7,11 @@ from typing import Final
 from tests.fuzz.net import part
 from tests.fuzz.writer import Writer
 
-__all__ = ["ACTIVATIONS", "SUMS"]
-
 ACTIVATIONS: Final = ("torch.tanh({})", "F.relu({})", "F.gelu({})", "torch.sigmoid({})")
 SUMS: Final = (
-    "h = h + {}",
-    "h = {} + h",
-    "h = torch.add(h, {})",
-    "h = h.add({})",
-    "h = h + 0.5 * {}",
-    "h = torch.add(h, {}, alpha=0.5)",
-    "h = 0.7 * h + {}",
-    "h = h - {}",
-    "h += {}",
-    "h = sum([h, {}])",
-    "h = torch.stack([h, {}]).sum(0)",
+    *("h = h + {}", "h = {} + h", "h = torch.add(h, {})", "h = h.add({})", "h = h + 0.5 * {}"),
+    *("h = torch.add(h, {}, alpha=0.5)", "h = 0.7 * h + {}", "h = h - {}", "h += {}"),
+    *("h = sum([h, {}])", "h = torch.stack([h, {}]).sum(0)"),
 )
 
 

@@ -8,15 +8,9 @@ from tests.fuzz.net import part
 from tests.fuzz.writer import Writer
 
 CONDITIONS: Final = (
-    "h.shape[0] > 5",
-    "h.shape[{length}] > 6",
-    "h.shape[{length}] % 2",
-    "len(h) > 5",
-    "h.size(0) * h.size({length}) > 36",
-    "h.numel() > 140",
-    "h.shape[0] % 2 == 0",
-    "x.shape[0] > 5 and h.dim() > 1",
-    "max(h.shape) > 6",
+    *("h.shape[0] > 5", "h.shape[{length}] > 6", "h.shape[{length}] % 2", "len(h) > 5"),
+    *("h.size(0) * h.size({length}) > 36", "h.numel() > 140", "h.shape[0] % 2 == 0"),
+    *("x.shape[0] > 5 and h.dim() > 1", "max(h.shape) > 6"),
 )
 
 

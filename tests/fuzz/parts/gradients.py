@@ -8,17 +8,8 @@ from tests.fuzz.net import part
 from tests.fuzz.writer import Writer
 
 RANDOM: Final = (
-    "layer",
-    "functional",
-    "bernoulli",
-    "rand",
-    "bernoulli_",
-    "feature",
-    "noise",
-    "side",
-    "gumbel",
-    "inplace",
-    "layer drop",
+    *("layer", "functional", "bernoulli", "rand", "bernoulli_", "feature", "noise", "side"),
+    *("gumbel", "inplace", "layer drop"),
 )
 
 
@@ -136,12 +127,7 @@ def custom(w: Writer, how: str) -> None:
 
 
 WEIGHTS: Final = (
-    "weight_norm",
-    "old weight_norm",
-    "orthogonal",
-    "functional",
-    "buffer weight",
-    "expression",
+    *("weight_norm", "old weight_norm", "orthogonal", "functional", "buffer weight", "expression"),
     "list",
 )
 

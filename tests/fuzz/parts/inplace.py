@@ -9,15 +9,8 @@ from tests.fuzz.net import part
 from tests.fuzz.writer import Writer
 
 BEHIND: Final = (
-    "{}",
-    "nn.Identity()({})",
-    "{}.view({}.shape)",
-    "{}.reshape({}.shape)",
-    "{}.chunk(1, 0)[0]",
-    "{}[:]",
-    "{}.contiguous()",
-    "nn.Dropout(0.0)({})",
-    "{}.unsqueeze(0).squeeze(0)",
+    *("{}", "nn.Identity()({})", "{}.view({}.shape)", "{}.reshape({}.shape)", "{}.chunk(1, 0)[0]"),
+    *("{}[:]", "{}.contiguous()", "nn.Dropout(0.0)({})", "{}.unsqueeze(0).squeeze(0)"),
     "{}.to({}.dtype)",
 )
 
@@ -48,24 +41,12 @@ def inplace_layer(w: Writer, layer: str, behind: str, source: str, norm: bool) -
 
 
 WRITES: Final = (
-    "h.mul_(0.5)",
-    "h.relu_()",
-    "h.clamp_(-1, 1)",
-    "F.relu(h, inplace=True)",
-    "h[:, 0] = h[:, 1] * 2",
-    "h[:, 0] += 1",
-    "h[:, :1].mul_(2)",
-    "h[h > 0.5] = 0.5",
-    "h.masked_fill_(h > 1, 0.0)",
-    "h.transpose(0, 1)[0] *= 2",
-    "h.add_(torch.sin(h))",
-    "v = h.view(-1); v += 0.1",
-    "v = h[:, 1:]; v.tanh_()",
-    "torch.add(h, 1, out=None)",
-    "h.index_fill_(1, torch.tensor([0]), 0.2)",
-    "h.narrow(1, 0, 1).zero_()",
-    "h.index_copy_(1, torch.tensor([1]), h[:, :1].clone())",
-    "torch.Tensor.mul_(h, 0.9)",
+    *("h.mul_(0.5)", "h.relu_()", "h.clamp_(-1, 1)", "F.relu(h, inplace=True)"),
+    *("h[:, 0] = h[:, 1] * 2", "h[:, 0] += 1", "h[:, :1].mul_(2)", "h[h > 0.5] = 0.5"),
+    *("h.masked_fill_(h > 1, 0.0)", "h.transpose(0, 1)[0] *= 2", "h.add_(torch.sin(h))"),
+    *("v = h.view(-1); v += 0.1", "v = h[:, 1:]; v.tanh_()", "torch.add(h, 1, out=None)"),
+    *("h.index_fill_(1, torch.tensor([0]), 0.2)", "h.narrow(1, 0, 1).zero_()"),
+    *("h.index_copy_(1, torch.tensor([1]), h[:, :1].clone())", "torch.Tensor.mul_(h, 0.9)"),
     "h.select(1, 0).copy_(h.select(1, 1))",
 )
 

@@ -8,15 +8,7 @@ from tests.fuzz.net import part
 from tests.fuzz.writer import CONDITION, Writer
 
 STRUCTURES: Final = (
-    "chunk",
-    "split",
-    "unbind",
-    "tensor_split",
-    "tuple",
-    "list",
-    "dict",
-    "nested",
-    "named tuple",
+    *("chunk", "split", "unbind", "tensor_split", "tuple", "list", "dict", "nested", "named tuple"),
     "slices",
 )
 SOURCES: Final = ("c", "x", "h", "e")

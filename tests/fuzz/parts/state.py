@@ -8,13 +8,8 @@ from tests.fuzz.net import part
 from tests.fuzz.writer import Writer
 
 UPDATES: Final = (
-    "{b} = 0.9 * {b} + 0.1 * {v}",
-    "{b}.mul_(0.9).add_({v})",
-    "{b}.copy_({v})",
-    "{b}.lerp_({v}, 0.1)",
-    "{b} += {v}",
-    "{b}[:] = {v}",
-    "{b}.data = 0.9 * {b}.data + {v}",
+    *("{b} = 0.9 * {b} + 0.1 * {v}", "{b}.mul_(0.9).add_({v})", "{b}.copy_({v})"),
+    *("{b}.lerp_({v}, 0.1)", "{b} += {v}", "{b}[:] = {v}", "{b}.data = 0.9 * {b}.data + {v}"),
 )
 
 

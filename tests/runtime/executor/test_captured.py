@@ -16,6 +16,7 @@ from training import (
     SCHEDULES,
     Batch,
     Net,
+    Steep,
     adam,
     batches,
     fresh,
@@ -171,18 +172,10 @@ LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-class Steep(Loose):
-    """Where the first number of a sample is 0 the stem's gradient is not finite, its value is."""
-
+class Steeper(Loose):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(Root(5, 6), nn.BatchNorm1d(6))
-
-
-class Root(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + ((0 * y).abs() + (x[:, :1] != 0)).sqrt()
+        self.stem = nn.Sequential(Steep(5, 6), nn.BatchNorm1d(6))
 
 
 @pytest.mark.parametrize("bad", [0.0, torch.nan])
@@ -191,7 +184,7 @@ def test_a_bad_batch_is_left_out_everywhere(name: str, bad: float) -> None:
     """Captured or not: it counts, moves no statistics, and is in no mean."""
     found = []
     for backend in ("eager", "static"):
-        net, trainer = made(backend, Steep, **LEFT_OUT[name])
+        net, trainer = made(backend, Steeper, **LEFT_OUT[name])
         reported = []
         for index, (x, y) in enumerate(even(2 * FULL)):
             try:

@@ -23,30 +23,19 @@ def check_format(trace: dict[str, Any]) -> None:
     """The rules of the Trace Event Format that viewers rely on."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
     flows: Counter[tuple[int, str]] = Counter()
-    for event in trace["traceEvents"]:
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        assert event["ph"] in ("M", "X", "s", "f")
-        if event["ph"] == "M":
-            assert event["name"].endswith(("_name", "_sort_index")) and event["args"]
-            continue
-        assert event["ts"] >= 0 and isinstance(event["cat"], str)
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-        else:
-            flows[event["id"], event["ph"]] += 1
-    assert set(flows.values()) <= {1}, "an arrow begins once and ends once"
-    begun = {number for number, end in flows if end == "s"}
-    assert begun == {number for number, end in flows if end == "f"}
-    check_rows(trace)
-
-
-def check_rows(trace: dict[str, Any]) -> None:
-    """Complete events of a row follow each other: a row that overlaps cannot be drawn."""
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in slices(trace):
-        rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
-    for row in rows.values():
+    for event in trace["traceEvents"]:
+        kind, row = event["ph"], (int(event["pid"]), int(event["tid"]))
+        if kind == "M":
+            assert event["name"].endswith(("_name", "_sort_index")) and event["args"]
+        elif kind == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0 and event["name"] and event["cat"]
+            rows.setdefault(row, []).append((event["ts"], event["dur"]))
+        else:
+            flows[event["id"], kind] += 1
+    assert set(flows.values()) <= {1} and {kind for _, kind in flows} == {"s", "f"}
+    assert len({number for number, _ in flows}) == len(flows) // 2, "arrows begin and end once"
+    for row in rows.values():  # one that overlaps cannot be drawn
         for (start, length), (following, _) in pairwise(sorted(row)):
             assert start + length <= following + 0.01  # times are rounded to nanoseconds
 
