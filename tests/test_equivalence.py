@@ -151,6 +151,26 @@ def assert_same(
         assert error <= EXACT, f"update {update}, stage {where(name)}, {name}: {error:.1e}"
 
 
+def assert_parameters(expected: Mapping[str, Tensor], trainer: Trainer) -> None:
+    error, where = worst(expected, copied(dict(trainer.named_parameters())))
+    assert error <= EXACT, where
+
+
+def assert_buffers(expected: nn.Module, actual: nn.Module) -> None:
+    found = ({n: b.double() for n, b in each.named_buffers()} for each in (expected, actual))
+    error, where = worst(*found)
+    assert error <= EXACT, where
+
+
+def paper(
+    name: str, method: str, fed: Sequence[Batch] | None = None, **settings: Any
+) -> Transcription:
+    """The papers' training on these micro-batches, or on all."""
+    other = Transcription(fresh(name)._partition, method, momentum, F.cross_entropy, **settings)
+    other.run(batches(name) if fed is None else fed)
+    return other
+
+
 def stage_of(name: str) -> Callable[[str], int]:
     """From a parameter's name to the first stage that reads it."""
 
@@ -182,15 +202,8 @@ def transcribed(
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The papers' parameters after all micro-batches, and the gradients of all updates."""
     method = next(m for m in ROWS if ROWS[m][0].name == row)
-    other = Transcription(
-        fresh(name)._partition,
-        method,
-        momentum,
-        F.cross_entropy,
-        in_flight_per_stage=in_flight_per_stage,
-        accumulation_steps=accumulation_steps,
-    )
-    other.run(batches(name))
+    order = {"in_flight_per_stage": in_flight_per_stage}
+    other = paper(name, method, **order, accumulation_steps=accumulation_steps)
     return other.parameters(), other.gradients()
 
 
@@ -206,10 +219,7 @@ def test_without_delay_every_update_is_autograd_s(
     expected, module = plain(name, accumulation_steps)
     trainer, actual = engine(name, method, batches(name), accumulation_steps=accumulation_steps)
     assert_same(expected, actual, stage_of(name))
-    error, where = worst(
-        copied(dict(module.named_parameters())), copied(dict(trainer.named_parameters()))
-    )
-    assert error <= EXACT, where
+    assert_parameters(copied(dict(module.named_parameters())), trainer)
 
 
 @pytest.mark.parametrize("method", NO_DELAY)
@@ -224,10 +234,8 @@ def test_an_incomplete_group_is_the_mean_of_what_is_there(method: str) -> None:
 def test_without_delay_running_statistics_are_plain_training_s(method: str) -> None:
     _, module = plain("resnet", 1)
     trainer, _ = engine("resnet", method, batches("resnet"))
-    expected = {n: b.double() for n, b in module.named_buffers()}
-    assert any("running_var" in n for n in expected)
-    error, where = worst(expected, {n: b.double() for n, b in trainer.model.named_buffers()})
-    assert error <= EXACT, where
+    assert any("running_var" in n for n, _ in module.named_buffers())
+    assert_buffers(module, trainer.model)
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
@@ -255,44 +263,28 @@ def test_with_still_parameters_every_gradient_is_autograd_s(
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-@pytest.mark.parametrize(("name", "method", "in_flight_per_stage"), RUNS)
+@pytest.mark.parametrize(
+    ("name", "method", "in_flight_per_stage"), [*RUNS, *((name, "dni", None) for name in EVERY)]
+)
 def test_engine_is_the_paper_s(
-    name: str, method: str, in_flight_per_stage: float, accumulation_steps: int
+    name: str, method: str, in_flight_per_stage: float | None, accumulation_steps: int
 ) -> None:
     expected, expected_gradients = transcribed(
         name, ROWS[method][0].name, in_flight_per_stage, accumulation_steps
     )
+    order = {"in_flight_per_stage": in_flight_per_stage}
     trainer, gradients = engine(
-        name,
-        method,
-        batches(name),
-        in_flight_per_stage=in_flight_per_stage,
-        accumulation_steps=accumulation_steps,
+        name, method, batches(name), **order, accumulation_steps=accumulation_steps
     )
     assert_same(expected_gradients, gradients, stage_of(name))
-    error, where = worst(expected, copied(dict(trainer.named_parameters())))
-    assert error <= EXACT, where
+    assert_parameters(expected, trainer)
 
 
 @pytest.mark.parametrize("method", DELAYED)
 def test_the_default_order_is_the_published_one(method: str) -> None:
     row, in_flight_per_stage = ROWS[method]
-    expected = transcribed("skips", row.name, in_flight_per_stage, 1)[
-        0
-    ]  # first: both use one compiled model
-    trainer, _ = engine("skips", method, batches("skips"))
-    error, where = worst(expected, copied(dict(trainer.named_parameters())))
-    assert error <= EXACT, where
-
-
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-@pytest.mark.parametrize("name", EVERY)
-def test_synthetic_gradients_are_the_paper_s(name: str, accumulation_steps: int) -> None:
-    expected, expected_gradients = transcribed(name, "SYNTHETIC", None, accumulation_steps)
-    trainer, gradients = engine(name, "dni", batches(name), accumulation_steps=accumulation_steps)
-    assert_same(expected_gradients, gradients, stage_of(name))
-    error, where = worst(expected, copied(dict(trainer.named_parameters())))
-    assert error <= EXACT, where
+    expected, _ = transcribed("skips", row.name, in_flight_per_stage, 1)  # both use one model
+    assert_parameters(expected, engine("skips", method, batches("skips"))[0])
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
@@ -316,9 +308,7 @@ def test_the_rows_of_the_table_differ(name: str, accumulation_steps: int) -> Non
 @pytest.mark.parametrize("name", ["skips", "words"])
 def test_training_goes_on_after_a_flush(name: str, method: str) -> None:
     first, rest = batches(name)[:5], batches(name)[5:]
-    other = Transcription(
-        fresh(name)._partition, method, momentum, F.cross_entropy, accumulation_steps=2
-    )
+    other = paper(name, method, [], accumulation_steps=2)
     trainer = compiled(name)[0].trainer(
         momentum, F.cross_entropy, method=method, accumulation_steps=2
     )
@@ -327,8 +317,7 @@ def test_training_goes_on_after_a_flush(name: str, method: str) -> None:
         for inputs, target in fed:
             trainer.step(inputs, target)
         trainer.flush()
-        error, where = worst(other.parameters(), copied(dict(trainer.named_parameters())))
-        assert error <= EXACT, where
+        assert_parameters(other.parameters(), trainer)
 
 
 @pytest.mark.parametrize("method", ["petra", "delayed", "dsp", "backprop"])
@@ -340,11 +329,7 @@ def test_gradients_that_share_memory_stay_apart(method: str) -> None:
         module = fresh("offsets").to_module()
         expected = list(autograd(module, fed, momentum(module.parameters()), 3))
     else:
-        other = Transcription(
-            fresh("offsets")._partition, method, momentum, F.cross_entropy, accumulation_steps=3
-        )
-        other.run(fed)
-        expected = other.gradients()
+        expected = paper("offsets", method, fed, accumulation_steps=3).gradients()
     assert_same(expected, gradients, stage_of("offsets"))
 
 

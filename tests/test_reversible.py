@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers import assert_exact, gradients, stored, worst
+from helpers import assert_exact, gradients, saved_bytes, stored, worst
 from nets import Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -73,26 +73,13 @@ def test_gradients_equal_stored_activations(name: str) -> None:
 def test_the_reference_really_stores_activations_and_the_chain_does_not() -> None:
     net = revcompile.reversify(_stack(8), torch.randn(2, 16)).train()
     x = torch.randn(4, 16)
-    assert _saved_bytes(net, x) < _saved_bytes(stored(net), x) / 3
+    assert saved_bytes(net, x) < saved_bytes(stored(net), x) / 3
 
 
 def _stack(depth: int, dropout: float = 0.3) -> nn.Module:
     """Residual blocks with everything that makes recomputation hard."""
     norms = [(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(depth)]
     return Chain(*(nn.Sequential(*each, nn.ReLU(), nn.Dropout(dropout)) for each in norms))
-
-
-def _saved_bytes(net: nn.Module, x: Tensor) -> int:
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        net(x).sum()
-    return sum(saved.values())
 
 
 def _pair(model: nn.Module, x: Tensor) -> tuple[nn.Module, nn.Module]:

@@ -234,7 +234,7 @@ def test_the_verifier_names_what_is_missing() -> None:
     rewired = rewire(captured, find(captured), Policy.PAPER)
     segments = rewired.body.segments
     torn = Rewired(**{**vars(rewired), "body": Body(segments[1:], rewired.body.result, {})})
-    with pytest.raises(VerificationError, match="stem is computed nowhere"):
+    with pytest.raises(VerificationError, match="stem_0 is computed nowhere"):
         verify_rewired(captured, torn)
 
 

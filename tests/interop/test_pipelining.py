@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 import torch
 from distributed_worker import launch
-from helpers import worst
+from helpers import saved_bytes, worst
 from nets import Arranged, MaskedSkips, Mlp, Residuals, ResNet, ViT, images, rows, words
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
@@ -274,23 +274,6 @@ def test_gradients_come_back_as_they_can_be_sent() -> None:
         values = [t.detach().requires_grad_() for t in outputs]
 
 
-def saved_bytes(stage: nn.Module, inputs: Sequence[Tensor]) -> int:
-    """What autograd holds after one forward pass, parameters left out."""
-    held: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = stage(*inputs)
-    assert kept
-    return sum(held.values())
-
-
 def test_a_reversible_stage_keeps_nothing_but_its_output() -> None:
     net, inputs = compiled("vit"), data("vit")[0]
     (first, plain, *_), (_, lean, *_) = (
@@ -298,8 +281,8 @@ def test_a_reversible_stage_keeps_nothing_but_its_output() -> None:
     )
     received = [t.detach().requires_grad_() for t in first(*inputs)]
     output = sum(t.untyped_storage().nbytes() for t in lean(*received))
-    assert saved_bytes(lean, received) == output
-    assert saved_bytes(plain, received) > 4 * output
+    assert saved_bytes(lean, *received) == output
+    assert saved_bytes(plain, *received) > 4 * output
 
 
 def test_a_reversible_stage_refuses_to_be_differentiated_in_parts() -> None:
@@ -395,10 +378,9 @@ def test_several_outputs_come_in_order_and_only_in_training() -> None:
 def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, for every case."""
     folder: Path = tmp_path_factory.mktemp("pipelining")
-    results, codes = launch(folder, 2, run_rank)
+    results = launch(folder, 2, run_rank)
     if NO_INTEGERS in results:
         pytest.skip(f"torch {torch.__version__}: its schedules pass no integers between stages")
-    assert codes == [0, 0]
     return results
 
 

@@ -10,6 +10,7 @@ import torch
 from helpers import assert_exact, gradients, stored, worst
 
 import revcompile
+from tests.test_reversible import FAMILIES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,20 +25,13 @@ def _vit(**options: object) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("name", ["vit", "resnet18", "swin"])
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "resnet18", "swin_tiny_patch4_window7_224"]
+)
 def test_gradients_equal_stored_activations_with_dropout(name: str, overlap: str) -> None:
     torch.manual_seed(0)
-    if name == "vit":
-        model = _vit(drop_path_rate=0.3, proj_drop_rate=0.2, pos_drop_rate=0.1)
-    elif name == "swin":
-        model = timm.create_model(
-            "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2), num_heads=(2, 4),
-            embed_dim=24, drop_path_rate=0.3, num_classes=10,
-        )  # fmt: skip
-    else:
-        model = timm.create_model(name, num_classes=10, drop_path_rate=0.3, zero_init_last=False)
-    size = 56 if name == "swin" else 64
-    model = model.double().cuda()
+    options, size = FAMILIES[name]
+    model = timm.create_model(name, num_classes=10, **options).double().cuda()
     x = torch.randn(4, 3, size, size, dtype=torch.float64, device="cuda")
     net = revcompile.reversify(model, x, check="full", overlap=overlap).train()
     for _ in range(3):

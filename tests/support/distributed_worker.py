@@ -450,7 +450,14 @@ def _save_result(function: Callable[[Path], Any], folder: Path, file: Path) -> N
     torch.save(function(folder), file)
 
 
-def launch(
+def launch(folder: Path, world: int, scenario: Any, **options: Any) -> list[Any]:
+    """Run a scenario on so many ranks, which all end well: what each returned."""
+    results, codes = launched(folder, world, scenario, **options)
+    assert codes == [0] * world
+    return results
+
+
+def launched(
     folder: Path,
     world: int,
     scenario: str | Callable[[int, dict[str, Any]], Any],

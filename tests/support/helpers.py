@@ -66,6 +66,23 @@ def assert_exact(net: nn.Module, *args: Any, limit: float = 1e-10, **kwargs: Any
     assert deviation < limit, where
 
 
+def saved_bytes(net: nn.Module, *inputs: Tensor) -> int:
+    """What autograd holds after one forward pass, parameters left out."""
+    held: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = net(*inputs)
+    assert kept is not None
+    return sum(held.values())
+
+
 def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().clone().requires_grad_()

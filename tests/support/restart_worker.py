@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distributed_worker import ONE_GPU, Run, batches, fed, launch, trainer_of
+from distributed_worker import ONE_GPU, Run, batches, fed, launched, trainer_of
 from torch import distributed
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -161,7 +161,7 @@ def on_ranks(course: Course, ranks: int, folder: Path) -> list[Ended]:
     options = {"course": course, "place": folder, "files": files, "device": course.run.device}
     # What has used CUDA cannot be forked.
     start = "spawn" if course.run.device == "cuda" else "forkserver"
-    _, codes = launch(folder.parent, ranks, live, start=start, env=ONE_GPU, **options)
+    _, codes = launched(folder.parent, ranks, live, start=start, env=ONE_GPU, **options)
     return [Ended(code, noted(file)) for code, file in zip(codes, files, strict=True)]
 
 

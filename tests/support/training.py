@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import revcompile
 from revcompile import TrainerOptions
+from revcompile.errors import NonFiniteError
 from revcompile.runtime.trainer.trainer import Trainer
 
 METHODS: Final = ("petra", "pipedream", "ddg", "backprop", "reversible_backprop", "gpipe", "1f1b")
@@ -158,6 +159,17 @@ def trainer_of(
 
 def feed(trainer: Trainer, data: list[Batch]) -> list[float]:
     return [refilling(trainer.step, *batch).loss for batch in data]
+
+
+def reported(trainer: Trainer, data: list[Batch]) -> list[tuple[int | None, int | None]]:
+    """Stages and micro-batches that steps say are not finite."""
+    found = []
+    for batch in data:
+        try:
+            trainer.step(*batch)
+        except NonFiniteError as error:
+            found.append((error.stage, error.microbatch))
+    return found
 
 
 def groups_of(state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -392,16 +392,3 @@ class PythonLayerDrop(nn.Module):
             if not self.training or random.random() > 0.5:
                 x = block(x)
         return x
-
-
-@specimen(rows, cage=REFUSED)
-class TorchLayerDrop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if not self.training or torch.rand(()) > 0.5:
-                x = block(x)
-        return x

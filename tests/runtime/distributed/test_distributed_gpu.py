@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 from distributed_memory import holdings
-from distributed_worker import ONE_GPU, Run, launch, trained
+from distributed_worker import ONE_GPU, Run, launch, launched, trained
 from helpers import worst
 from rank_captured import several
 
@@ -33,17 +32,12 @@ def full_precision() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
-def ranks(
-    folder: Path,
-    count: int,
-    scenario: str | Callable[[int, dict[str, Any]], Any],
-    limit: float = 90,
-    **options: Any,
-) -> tuple[list[Any], list[int | None]]:
-    """Processes of their own: what has used CUDA cannot be forked."""
-    return launch(
-        folder, count, scenario, start="spawn", limit=limit, device="cuda", env=ONE_GPU, **options
-    )
+AS_RANKS: Final[dict[str, Any]] = {"start": "spawn", "device": "cuda", "env": ONE_GPU}
+"""Processes of their own: what has used CUDA cannot be forked."""
+
+
+def ranks(folder: Path, count: int, scenario: Any, limit: float = 90, **options: Any) -> list[Any]:
+    return launch(folder, count, scenario, limit=limit, **AS_RANKS, **options)
 
 
 def assert_close(expected: dict[str, Any], found: dict[str, Any], what: Any) -> None:
@@ -65,8 +59,7 @@ SOME: Final = [
 @pytest.mark.parametrize(("count", "runs"), [(2, EVERY_METHOD), (4, SOME)])
 def test_nccl_ranks_train_as_one_process(tmp_path: Path, count: int, runs: list[Run]) -> None:
     """The last run of all is there to come to its end."""
-    results, codes = ranks(tmp_path, count, "train_all", runs=runs)
-    assert codes == [0] * count
+    results = ranks(tmp_path, count, "train_all", runs=runs)
     for number, run in enumerate(runs):
         expected = trained(run)
         losses = results[-1][number]["losses"]
@@ -88,8 +81,7 @@ def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None
         Run(device="cuda", model="words", steps=24),
     ]
     todo = [("undisturbed", run, (), {"backend": "cudagraphs"}) for run in runs]
-    results, codes = ranks(tmp_path, 2, several, limit=200, todo=todo)
-    assert codes == [0, 0]
+    results = ranks(tmp_path, 2, several, limit=200, todo=todo)
     for number, run in enumerate(runs):
         expected = trained(dataclasses.replace(run, stage_to_rank=None), backend="cudagraphs")
         assert results[1][number]["losses"] == pytest.approx(expected["losses"], rel=1e-3), run
@@ -104,8 +96,7 @@ def test_captured_ranks_go_on_after_whatever_comes_between(tmp_path: Path) -> No
         ("disturbed", run, (str(tmp_path / backend),), {"backend": backend})
         for backend in ("cudagraphs", "eager")
     ]
-    results, codes = ranks(tmp_path, 2, several, todo=todo)
-    assert codes == [0, 0]
+    results = ranks(tmp_path, 2, several, todo=todo)
     for captured, eager in results:
         assert_close(eager["state"], captured["state"], run)
         assert captured["failed"] == eager["failed"]
@@ -124,8 +115,7 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
         for run in runs
         for backend in ("cudagraphs", "eager")
     ]
-    results, codes = ranks(tmp_path, 4, several, limit=200, todo=todo)
-    assert codes == [0] * 4
+    results = ranks(tmp_path, 4, several, limit=200, todo=todo)
     for each in results:
         for run, captured, eager in zip(runs, each[::2], each[1::2], strict=True):
             assert_close(eager["state"], captured["state"], run)
@@ -135,8 +125,7 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
 def test_copies_of_the_pipeline_train_with_the_mean_gradient(tmp_path: Path) -> None:
     """Two copies of two stages are one pipeline that gathers two micro-batches."""
     run = Run(device="cuda", method="backprop", stages=2, steps=10)
-    results, codes = ranks(tmp_path, 4, "copies", run=run)
-    assert codes == [0] * 4
+    results = ranks(tmp_path, 4, "copies", run=run)
     expected = trained(dataclasses.replace(run, accumulation_steps=2))["state"]
     weights = {n for n in expected if "running" not in n and "num_batches" not in n}
     first, *others = ({n: found[n] for n in weights} for found in results)
@@ -150,8 +139,7 @@ def test_a_gpu_holds_only_the_weights_of_its_rank(tmp_path: Path, run: Run) -> N
     """The model is made on the CPU, and never as a whole on a GPU."""
     stage_to_rank = (0, 1) * (run.stages // 2)
     how = {"device": "cuda"}
-    results, codes = ranks(tmp_path, 2, holdings, run=run, other=stage_to_rank[::-1], trainer=how)
-    assert codes == [0, 0]
+    results = ranks(tmp_path, 2, holdings, run=run, other=stage_to_rank[::-1], trainer=how)
     whole = sum(value.numel() * value.element_size() for value in results[0]["state"].values())
     for found in results:
         assert found["elsewhere"] == 0
@@ -170,9 +158,8 @@ def test_the_others_stop_when_a_rank_is_killed(
 ) -> None:
     how = "killed" if backend == "eager" else "killed in a late step"
     trainer = {"backend": backend}
-    results, codes = ranks(
-        tmp_path, count, "end", doomed=doomed, how=how, method="petra", timeout=30, trainer=trainer
-    )
+    options = {"doomed": doomed, "how": how, "method": "petra", "timeout": 30, "trainer": trainer}
+    results, codes = launched(tmp_path, count, "end", limit=90, **AS_RANKS, **options)
     for rank in set(range(count)) - {doomed}:
         assert codes[rank] is not None, f"rank {rank} hangs"
         assert results[rank] is not None, f"rank {rank} ended with {codes[rank]}"

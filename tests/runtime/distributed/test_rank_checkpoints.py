@@ -70,8 +70,7 @@ RUNS = {
 
 def on_ranks(folder: Path, steps: list[Any], world: int = 2, **options: Any) -> list[Any]:
     folder.mkdir()
-    results, codes = launch(folder, world, several, steps=steps, **options)
-    assert codes == [0] * world
+    results = launch(folder, world, several, steps=steps, **options)
     return results
 
 

@@ -21,6 +21,7 @@ from training import (
     batches,
     fresh,
     momentum,
+    reported,
     same,
     settings_of,
     weights,
@@ -71,6 +72,28 @@ def is_active(trainer: Trainer) -> bool:
     return trainer._runner.is_active
 
 
+def both(
+    run: Callable[[Trainer], Any],
+    make: type[nn.Module] = Loose,
+    look: Callable[[Any], Any] = lambda stages: None,
+    **settings: Any,
+) -> tuple[Any, dict[str, Tensor], set[float | None], Any]:
+    """What a run tells, the weights and learning rates it ends with: the same in captured steps.
+
+    So is what `look` sees of the stages in a checkpoint.
+    """
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, make, **settings)
+        told = run(trainer)
+        assert is_active(trainer) == (backend == "static")
+        seen = look(list(trainer.state_dict()["stages"].values()))
+        trainer.flush()
+        found.append((told, weights(net), {e.updater.lr for e in trainer._executors}, seen))
+    assert same(*found)
+    return found[0]
+
+
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "sgd": {},
     "adam": {"optimizer": adam},
@@ -96,15 +119,9 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_same_training_to_the_bit(name: str) -> None:
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, **SETTINGS[name])
-        dtype = SETTINGS[name].get("dtype", torch.float64)
-        losses = [trainer.step(x.to(dtype), y).loss for x, y in even(FULL + 8)]
-        assert is_active(trainer) == (backend == "static")
-        trainer.flush()
-        found.append((losses, weights(net)))
-    assert same(*found)
+    dtype = SETTINGS[name].get("dtype", torch.float64)
+    data = [(x.to(dtype), y) for x, y in even(FULL + 8)]
+    both(lambda trainer: [trainer.step(*batch).loss for batch in data], **SETTINGS[name])
 
 
 SCALED: Final[dict[str, dict[str, Any]]] = {
@@ -125,41 +142,31 @@ def test_a_scaled_loss(name: str) -> None:
     """A scale that overflows at one stage or another again and again."""
     interval = 1 if "accumulation_steps" in SCALED[name] else 6
     scale = LossScale(init_scale=2.0**122, growth_interval=interval)
-    found = []
-    for backend in ("eager", "static"):
-        settings = {"optimizer": adam, "loss_scale": scale, "loss": loud, **SCALED[name]}
-        net, trainer = made(backend, dtype=torch.float32, **settings)
-        data = [(x.float(), y) for x, y in even(4 * FULL)]
-        steps = [trainer.step(*batch) for batch in data]
-        assert is_active(trainer) == (backend == "static")
-        scales = [(metrics.loss, metrics.loss_scale, metrics.skipped) for metrics in steps]
-        state = trainer.state_dict()
-        trainer.flush()
-        scalings = [stage["scaling"] for stage in state["stages"].values()]
-        found.append((scales, scalings[-1], weights(net)))
-    skipped = [count for _, _, count in found[1][0]]
+
+    def run(trainer: Trainer) -> Any:
+        steps = [trainer.step(x.float(), y) for x, y in even(4 * FULL)]
+        return [(metrics.loss, metrics.loss_scale, metrics.skipped) for metrics in steps]
+
+    settings = {"optimizer": adam, "loss_scale": scale, "loss": loud, **SCALED[name]}
+    look = lambda stages: stages[-1]["scaling"]  # noqa: E731
+    scales, *_ = both(run, look=look, dtype=torch.float32, **settings)
+    skipped = [count for _, _, count in scales]
     assert (skipped[-1] > skipped[FULL] + 1) == ("constant" not in name)
-    assert same(*found)
 
 
-BOTH: Final = pytest.mark.parametrize("method", ["petra", "petra_stashed"])
-
-
-@BOTH
+@pytest.mark.parametrize("method", ["petra", "petra_stashed"])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_an_odd_batch_goes_the_ordinary_way(accumulation_steps: int, method: str) -> None:
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, accumulation_steps=accumulation_steps, method=method)
-        data = even(3 * FULL)
-        active = []
+    data, active = even(3 * FULL), list[bool]()
+
+    def run(trainer: Trainer) -> None:
         for batch in [*data[:FULL], odd(), *data[FULL : FULL + 3], odd(), *data[FULL + 3 :]]:
             trainer.step(*batch)
             active.append(is_active(trainer))
-        if backend == "static":
-            assert [active[i] for i in (FULL - 1, FULL, FULL + 4, -1)] == [True, False, False, True]
-        found.append(weights(net))
-    assert same(*found)
+
+    both(run, accumulation_steps=accumulation_steps, method=method)
+    active = active[len(active) // 2 :]
+    assert [active[i] for i in (FULL - 1, FULL, FULL + 4, -1)] == [True, False, False, True]
 
 
 LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
@@ -182,23 +189,15 @@ class Steeper(Loose):
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_a_bad_batch_is_left_out_everywhere(name: str, bad: float) -> None:
     """Captured or not: it counts, moves no statistics, and is in no mean."""
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, Steeper, **LEFT_OUT[name])
-        reported = []
-        for index, (x, y) in enumerate(even(2 * FULL)):
-            try:
-                x = x.index_fill(1, torch.tensor(0), bad) if index == FULL + 2 else x
-                trainer.step(x, y)
-            except NonFiniteError as error:
-                reported.append(error.microbatch)
-        assert is_active(trainer) == (backend == "static")
-        trainer.flush()
-        assert reported == [FULL + 2]
-        counts = trainer.microbatches_seen, trainer._schedule.updates
-        found.append((counts, trainer.pop_mean_loss(), weights(net)))
-    assert same(*found)
-    assert all(bool(tensor.isfinite().all()) for tensor in found[0][2].values())
+    data = even(2 * FULL)
+    data[FULL + 2] = data[FULL + 2][0].index_fill(1, torch.tensor(0), bad), data[FULL + 2][1]
+
+    def run(trainer: Trainer) -> Any:
+        assert [microbatch for _, microbatch in reported(trainer, data)] == [FULL + 2]
+        return trainer.microbatches_seen, trainer._schedule.updates, trainer.pop_mean_loss()
+
+    _, end, *_ = both(run, Steeper, **LEFT_OUT[name])
+    assert all(bool(tensor.isfinite().all()) for tensor in end.values())
 
 
 @pytest.mark.parametrize("is_target", [False, True])
@@ -250,15 +249,15 @@ def test_bad_batches_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     """As on a GPU, where the host reads the flags of several steps at once."""
     monkeypatch.setattr(captured_steps, "steps_at_once", lambda _: 3)
     net, trainer = made("static")
-    reported, bad = dict[int | None, int](), (FULL + 2, FULL + 3, FULL + 8)
+    told, bad = dict[int | None, int](), (FULL + 2, FULL + 3, FULL + 8)
     for index, (x, y) in enumerate([*even(FULL + 11), odd()]):
         try:
             trainer.step(x * torch.inf if index in bad else x, y)
         except NonFiniteError as error:
-            reported[error.microbatch] = index
-    assert tuple(reported) == bad
-    assert all(microbatch <= step < microbatch + 6 for microbatch, step in reported.items())
-    assert len(set(reported.values())) == 3
+            told[error.microbatch] = index
+    assert tuple(told) == bad
+    assert all(microbatch <= step < microbatch + 6 for microbatch, step in told.items())
+    assert len(set(told.values())) == 3
     assert all(bool(tensor.isfinite().all()) for tensor in weights(net).values())
 
 

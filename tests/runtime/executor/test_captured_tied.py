@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from training import Steep, adam, momentum, same, weights
+from training import Steep, adam, fresh, momentum, reported
 
-from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.messages import Message, MessageSlot
 from revcompile.runtime.stage.slots import StaticBuffers
 from revcompile.runtime.trainer.trainer import Trainer
-from tests.runtime.executor.test_captured import FULL, even, is_active, made
+from tests.runtime.executor.test_captured import FULL, both, even
 
 
 class Shared(nn.Module):
@@ -66,21 +65,14 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 
 def alike(make: type[Shared], run: Callable[[Trainer], Any], settings: Any) -> dict[str, Tensor]:
     """The weights that a training ends with, which is the same with captured steps."""
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, make, **settings)
-        ties = {(tie.owner, tie.holder) for tie in net._partition.ties}
-        assert ties == {(0, 1), (0, 2), (1, 2)}
-        told = run(trainer)
-        assert is_active(trainer) == (backend == "static")
-        state = trainer.state_dict()
-        trainer.flush()
-        rates = {executor.updater.lr for executor in trainer._executors}
-        assert len(rates) == 1
-        found.append((told, state["stages"], rates.pop(), weights(net)))
-    assert same(*found)
-    end: dict[str, Tensor] = found[0][-1]
+    _, end, rates, _ = both(run, make, lambda stages: stages, **settings)
+    assert len(rates) == 1
     return end
+
+
+def test_each_stage_shares_with_each_other() -> None:
+    ties = fresh(Shared, 3)._partition.ties
+    assert {(tie.owner, tie.holder) for tie in ties} == {(0, 1), (0, 2), (1, 2)}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -131,13 +123,8 @@ def test_a_micro_batch_that_the_owner_leaves_out(optimizer: Any, accumulation_st
     bad = (0, 1, 2, 13, 16, 17)
 
     def run(trainer: Trainer) -> None:
-        reported = []
-        for index, (x, y) in enumerate(even(26)):
-            try:
-                trainer.step(x * (index not in bad), y)
-            except NonFiniteError as error:
-                reported.append((error.stage, error.microbatch))
-        assert reported == [(0, index) for index in bad]
+        data = [(x * (index not in bad), y) for index, (x, y) in enumerate(even(26))]
+        assert reported(trainer, data) == [(0, index) for index in bad]
 
     settings = {"optimizer": optimizer, "accumulation_steps": accumulation_steps}
     end = alike(Steeper, run, {**settings, "lr_schedule": falling})

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer, lr_scheduler
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
-from training import Batch, Plain, Steep, batches, fresh, same, settings_of, weights
+from training import Batch, Plain, Steep, batches, fresh, reported, same, settings_of, weights
 
-from revcompile.errors import NonFiniteError
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD, ErrorFeedback
 from revcompile.runtime.stage.update import Updater
 
@@ -91,16 +90,11 @@ def trained(name: str, backend: str, case: str, device: str = "cpu") -> tuple[An
     trainer = net.trainer(
         OPTIMIZERS[name], F.cross_entropy, backend=backend, **settings_of(**CASES[case])
     )
-    reported = []
-    for index, batch in enumerate(marked()):
-        try:
-            trainer.step(*batch)
-        except NonFiniteError as error:
-            reported.append((error.stage, error.microbatch))
-        if index == STEPS - 8:
-            middle = trainer.state_dict()
+    data = marked()
+    assert reported(trainer, data[:-7]) == [(0, BAD)]
+    middle = trainer.state_dict()
+    assert reported(trainer, data[-7:]) == []
     assert trainer._runner.is_active == (backend != "eager")
-    assert reported == [(0, BAD)]
     trainer.flush()
     return weights(net), middle, trainer.state_dict()
 

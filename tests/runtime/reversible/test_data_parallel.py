@@ -68,8 +68,7 @@ def _rank(rank: int, options: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_equal_one_with_the_joined_batch(tmp_path: Path) -> None:
-    (found, _), codes = launch(tmp_path, 2, _rank)
-    assert codes == [0, 0]
+    found, _ = launch(tmp_path, 2, _rank)
     expected = _train(_net(), _inputs())
     for kind in KINDS:
         for name, parameter in expected.items():

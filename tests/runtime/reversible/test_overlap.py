@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import revcompile
 from revcompile.runtime.reversible.overlap import Overlap
 from tests.support.measuring import step_memory
 from tests.support.stacks import KINDS, Sizes, batch_of
+from tests.test_reversible import FAMILIES
 
 DEPTH = 6
 
@@ -96,33 +96,13 @@ def test_no_block_is_rebuilt_that_nobody_differentiates() -> None:
     assert _Watched.log == ["rebuild 5", "rebuild 4", "differentiate 5", "differentiate 4"]
 
 
-def _vit() -> nn.Module:
-    model: nn.Module = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24, num_heads=2,
-        drop_path_rate=0.3, attn_drop_rate=0.2,
-    )  # fmt: skip
-    return model
-
-
-def _swin() -> nn.Module:
-    model: nn.Module = timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2), num_heads=(1, 2), embed_dim=12,
-        drop_path_rate=0.3, proj_drop_rate=0.2,
-    )  # fmt: skip
-    return model
-
-
-def _convolutions() -> nn.Module:
-    return KINDS["conv"](2, 8)
-
-
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("make", "size"), [(_vit, 32), (_swin, 56), (_convolutions, 16)])
-def test_same_gradients_buffers_and_random_state_to_the_bit(
-    make: Callable[[], nn.Module], size: int, autocast: bool
-) -> None:
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "conv"])
+def test_same_gradients_buffers_and_random_state_to_the_bit(name: str, autocast: bool) -> None:
+    options, size = FAMILIES.get(name, ({}, 16))
+    model = timm.create_model(name, **options) if options else KINDS["conv"](2, 8)
     x = torch.randn(3, 3, size, size)
-    net = _net("on", make(), x=x)
+    net = _net("on", model, x=x)
     found = []
     for overlap in (Overlap.ON, Overlap.OFF):
         twin = copy.deepcopy(net)

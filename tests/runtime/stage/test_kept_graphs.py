@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import pytest
 import training
-from helpers import worst
 from torch import Tensor
 from torch.nn import functional as F
 from transcription import Row, Transcription
@@ -26,7 +25,7 @@ from revcompile.runtime.stage.settings import Settings, Task
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
-from tests.test_equivalence import EXACT, assert_same, batches, copied, fresh, momentum, stage_of
+from tests.test_equivalence import assert_same, batches, fresh, momentum, stage_of
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
 ROWS: Final = {N: Row.RECONSTRUCT, I: Row.REPLAY, G: Row.GRAPH}
@@ -70,17 +69,8 @@ def written_out(
     name: str, keeps: Keeps, in_flight_per_stage: float, accumulation_steps: int
 ) -> Transcription:
     rows = [ROWS[keep] for keep in keeps]
-    found = Transcription(
-        fresh(name)._partition,
-        "petra",
-        momentum,
-        F.cross_entropy,
-        in_flight_per_stage=in_flight_per_stage,
-        accumulation_steps=accumulation_steps,
-        rows=rows,
-    )
-    found.run(batches(name))
-    return found
+    order = {"in_flight_per_stage": in_flight_per_stage}
+    return spine.paper(name, "petra", **order, accumulation_steps=accumulation_steps, rows=rows)
 
 
 # -- what is computed -----------------------------------------------------------------------------
@@ -102,8 +92,7 @@ def test_activations_of_forward_and_the_latest_parameters(
         accumulation_steps=accumulation_steps,
     )
     assert_same(expected.gradients(), gradients, stage_of(name))
-    error, where = worst(expected.parameters(), copied(dict(trainer.named_parameters())))
-    assert error <= EXACT, where
+    spine.assert_parameters(expected.parameters(), trainer)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -111,9 +100,7 @@ def test_without_delay_what_is_kept_changes_nothing(plan: str) -> None:
     expected, module = spine.plain("resnet", 1)
     trainer, actual = trained("resnet", PLANS[plan], method="reversible_backprop")
     assert_same(expected, actual, stage_of("resnet"))
-    buffers = {n: b.double() for n, b in module.named_buffers()}
-    error, where = worst(buffers, {n: b.double() for n, b in trainer.model.named_buffers()})
-    assert error <= EXACT, where
+    spine.assert_buffers(module, trainer.model)
 
 
 # -- what is sent ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import Plain, batches, feed, fresh, momentum, same, settings_of, weights
-from transcription import Message, Stage, Transcription
+from transcription import Message, Stage
 
 from revcompile.errors import InputError
 from revcompile.optim import ErrorFeedback
@@ -48,15 +48,8 @@ class Predicting(Stage):
 def transcribed(
     name: str, method: str, in_flight_per_stage: float, accumulation_steps: int
 ) -> dict[str, Tensor]:
-    partition = spine.fresh(name)._partition
-    other = Transcription(
-        partition,
-        method,
-        spine.momentum,
-        F.cross_entropy,
-        in_flight_per_stage=in_flight_per_stage,
-        accumulation_steps=accumulation_steps,
-    )
+    order = {"in_flight_per_stage": in_flight_per_stage}
+    other = spine.paper(name, method, [], **order, accumulation_steps=accumulation_steps)
     for stage in other.stages:
         stage.__class__ = Predicting
         assert isinstance(stage, Predicting)
@@ -86,8 +79,7 @@ def test_predicted_weights_are_used_forward(
         accumulation_steps=accumulation_steps,
         weights="predicted",
     )
-    error, where = spine.worst(expected, spine.copied(dict(trainer.named_parameters())))
-    assert error <= spine.EXACT, where
+    spine.assert_parameters(expected, trainer)
     latest = spine.transcribed(
         name, spine.ROWS[method][0].name, in_flight_per_stage, accumulation_steps
     )[0]
