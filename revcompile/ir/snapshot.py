@@ -333,7 +333,8 @@ def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:
             reading.look(len, [own[table] for table in _TABLES.values()])
             return {"": [tuple(own[table]) for table in _TABLES.values()]}
         case _:
-            reading.look(len, [own[table] for table in HOOKS])
+            reading.look(_next_id, [] if reading.found else [RemovableHandle])
+            reading.look(len, [own[table] for table in HOOKS if own[table]])
             return {"": hooks_of(module)}
 
 

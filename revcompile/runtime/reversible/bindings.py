@@ -37,6 +37,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.module_tree import child_path
@@ -195,10 +196,16 @@ class LayerHooks:
         self.layers = layers
         self._forward = [vars(layer)[kind] for layer in layers for kind in FORWARD_HOOKS]
         self._all = [vars(layer)[kind] for layer in layers for kind in HOOKS]
+        self._none_until = -1
+        """How many hooks there had been in this process when no layer had one."""
 
     def __bool__(self) -> bool:
         """Does any layer have hooks now?"""
-        return any(self._all)
+        if self._none_until != RemovableHandle.next_id:
+            if any(self._all):
+                return True
+            self._none_until = RemovableHandle.next_id
+        return False
 
     @property
     def run_in_forward(self) -> bool:
