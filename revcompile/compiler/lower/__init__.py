@@ -6,7 +6,6 @@ back, and that is what the next stage's has to send.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from revcompile.compiler.lower.forward import forward_program, inverse_program
 from revcompile.compiler.lower.trace import trace
 from revcompile.compiler.lower.writer import StageUnits
 from revcompile.errors import InputError
-from revcompile.ir import coupling_ops
 from revcompile.ir.program import GraphFunction, Partition, Port, StageCode, StageProgram
 from revcompile.ir.types import TensorType
 from revcompile.schedule import Keep, Method, Order, Weights
@@ -89,10 +87,8 @@ def _code(
     """The programs as text, and the graphs traced from it by their names."""
     written = list(filter(None, programs))
     functions, runs = stage.functions, list(stage.runs.values())
-    pure = {function.__name__ for function in coupling_ops.PURE}
-    pure |= {function.name for function in functions if function.role in ("arrange", "restore")}
     has_key = any(unit.random for unit in stage.units)
-    printer = Printer(stage.partition, stage.names, pure, has_key)
+    printer = Printer(stage.partition, stage.names, has_key)
     printed = {program: printer.print(program) for program in (*runs, *written)}
     called: list[GraphFunction | Printed] = [*functions, *(printed[run] for run in runs)]
     graphs = {
@@ -105,8 +101,7 @@ def _code(
     held = printed[written[0]].variables
     ports = (*stage.part.inputs, *stage.part.outputs)
     variables = {name: held[Value(name)] for name in ports}
-    used = tuple(f for f in functions if any(re.search(rf"\b{f.name}\b", t) for t in texts))
-    return StageCode(used, texts, variables), graphs
+    return StageCode(functions, texts, variables), graphs
 
 
 def _refuse_amplified_errors(partition: Partition, method: Method, keeps: Sequence[Keep]) -> None:

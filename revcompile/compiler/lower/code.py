@@ -13,7 +13,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from revcompile.ir.program import Partition, commented, legal
@@ -22,7 +22,6 @@ from revcompile.ir.types import Coupling
 GRADS: Final = "grads"
 """The variable in which gradients of parameters are added up, by name."""
 _VALUE: Final = re.compile("\x02(.*?)\x1f(.*?)\x1f(.*?)\x03")
-_CALLED: Final = re.compile(r"(\w+)\(")
 
 
 @dataclass(frozen=True)
@@ -83,19 +82,10 @@ class Statement:
     parameters: tuple[str, ...] = ()
     """Those of the functions that are differentiated."""
 
-    def needed(self, live: set[Value], pure: set[str]) -> Statement | None:
-        """The part whose results are read, or that calls other functions than pure ones."""
-        called = (_CALLED.findall(_VALUE.sub("", value)) for value in self.values)
-        has_effect = [not pure.issuperset(names) for names in called]
-        if self.unpacks or len(self.values) != len(self.targets):
-            is_read = any(target in live for target in self.targets)
-            return self if is_read or any(has_effect) else None
-        triples = zip(self.targets, self.values, has_effect, strict=True)
-        pairs = [(target, value) for target, value, effect in triples if target in live or effect]
-        if not pairs:
-            return None
-        targets, values = zip(*pairs, strict=True)
-        return replace(self, targets=targets, values=values)
+    def is_idle(self, live: set[Value]) -> bool:
+        """Whether it gives names to values, and nobody reads those names."""
+        has_call = any("(" in _VALUE.sub("", value) for value in self.values)
+        return not has_call and live.isdisjoint(self.targets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,15 +99,14 @@ class Program:
     comment: str = ""
     result_comment: str = ""
 
-    def needed(self, pure: set[str]) -> list[tuple[Statement, set[Value]]]:
-        """The statements that are needed, each with the values that are read after it."""
+    def needed(self) -> list[tuple[Statement, set[Value]]]:
+        """The statements that are not idle, each with the values that are read after it."""
         live = _reads([self.result])
         needed: list[tuple[Statement, set[Value]]] = []
         for statement in reversed(self.statements):
-            part = statement.needed(live, pure)
-            if part is not None:
-                needed.append((part, set(live)))
-                live = live.difference(part.targets) | _reads(part.values)
+            if not statement.is_idle(live):
+                needed.append((statement, set(live)))
+                live = live.difference(statement.targets) | _reads(statement.values)
         return needed[::-1]
 
 
@@ -149,10 +138,8 @@ class Printed:
 class Printer:
     """Prints programs; `taken` are names that no variable may have."""
 
-    def __init__(
-        self, partition: Partition, taken: set[str], pure: set[str], has_key: bool
-    ) -> None:
-        self.hints, self.taken, self.pure, self.has_key = hints(partition), taken, pure, has_key
+    def __init__(self, partition: Partition, taken: set[str], has_key: bool) -> None:
+        self.hints, self.taken, self.has_key = hints(partition), taken, has_key
 
     def print(self, program: Program) -> Printed:
         variables: dict[Value, str] = {}
@@ -164,7 +151,7 @@ class Printer:
         head = f"def {program.name}({listed(['self', *arguments])}):"
         texts = [commented(head, program.comment), *(f"    {line.text}" for line in lines)]
         notes = {""}
-        for statement, live in program.needed(self.pure):
+        for statement, live in program.needed():
             line = self._line(statement, live, variables)
             if line.text:
                 lines.append(line)
