@@ -114,9 +114,6 @@ class _Trace:
         placeholders = function.graph.find_nodes(op="placeholder")
         copies = dict(zip(placeholders, inputs, strict=True))
         result: Any = self.graph.graph_copy(function.graph, copies)
-        for node in copies.values():
-            if isinstance(node, fx.Node) and node.op != "placeholder" and node.name in HELPERS:
-                node._rename(f"{node.name}_value")
         results = tuple(
             self.graph.call_function(tuple, (list(item),))
             if isinstance(item, list | tuple)
@@ -177,5 +174,4 @@ class _Trace:
 
 
 def _node_name(value: Value) -> str:
-    name = legal(f"grad_{value.name}" if value.role == "gradient" else value.key)
-    return f"{name}_value" if name in HELPERS else name
+    return legal(f"grad_{value.name}" if value.role == "gradient" else value.key)
