@@ -100,16 +100,17 @@ def reversify(
         example_inputs: A tensor, or a tuple of positional arguments, with a batch of two or more.
             timm models need none.
         example_kwargs: Keyword arguments of the example.
-        policy: How two streams are made of one, and one of two. "paper": as PETRA's RevNets, with a
-            wider stem and head; "pretrained": in eval mode the result computes what the original
-            does, in training with noise that averages out; "same_parameters": another function
-            with the original's parameters, to train from scratch.
-        check: What is compared with the original on the example before the result is returned.
-            "full": outputs, gradients and buffers; "fast": outputs, and gradients only where that
-            takes no longer than compiling (the summary says if they were left out); "off": nothing.
+        policy: How the two streams begin and end. "paper": as in PETRA's RevNets, with a wider stem
+            and head where these are dense layers, to train from scratch; "same_parameters": with
+            the original's parameters, to train from scratch; "pretrained": the original's function
+            in eval mode, and with noise that averages out in training.
+        check: What is compared with the original on the example. "full": outputs, gradients and
+            buffers; "fast": outputs, and gradients unless that takes longer than compiling or too
+            much memory (the summary says so); "off": nothing.
         leaf_modules: Paths or classes of modules that stay one piece instead of being traced.
-        tolerance: A chain that reconstructs its input with a larger relative error is refused.
-            Default: by data type, 1e-3 for float32.
+        tolerance: The largest relative error with which a chain may reconstruct its input, on the
+            example and in training. Default: by data type, 1e-3 for float32; in training, float32
+            errors of up to 1e-2 only warn.
         overlap: Whether backward rebuilds one block while it differentiates the next, on two CUDA
             streams. "auto": in steps captured as CUDA graphs, if their kernels are small.
 
@@ -226,14 +227,14 @@ def petrafy(
         cost: How the work of a block is estimated. "analytic": FLOPs and bytes; "measured": timed
             on the model's device, updates included; or a mapping from each segment's name to a
             number.
-        memory_budget: What one device, with one stage, can hold, in bytes or as "2GiB". Cuts that
+        memory_budget: Memory of a device that holds one stage, in bytes or as "2GiB". Cuts that
             need more are not considered.
         microbatch_size: Samples in a micro-batch, for the budget. Default: the example's.
-        optimizer_copies: Numbers of optimizer state for each parameter, for the budget: 1 for SGD
-            with momentum, 2 for Adam.
-        keep: What stages will keep of each micro-batch, and so what balancing counts as computed
-            again: "nothing" (rebuild), "input" (recompute) or "graph" (neither; for a trainer with
-            a memory budget that suffices). A list has one for each stage.
+        optimizer_copies: Values of optimizer state per parameter, for the budget: 1 for SGD with
+            momentum, 2 for Adam.
+        keep: What stages will keep of each micro-batch; balancing counts the work of computing the
+            rest again. "nothing": backward rebuilds; "input": it recomputes; "graph": neither, for
+            a trainer with a large enough memory budget. Or a list with one for each stage.
 
     Raises:
         CaptureError, InversionError: As for `reversify`.

@@ -25,9 +25,9 @@ class InputError(RevcompileError, ValueError):
 
 
 class GuardError(InputError):
-    """A call for which the captured graph is not the model: a guard does not hold.
+    """A guard does not hold: for this call, the captured graph would differ from the model.
 
-    `expression`, `expected` and `found` say which one, `source` is the user's line that read it.
+    `expression`, `expected` and `found` describe it, `source` is the user's line that read it.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GuardError(InputError):
 
 
 class CaptureError(RevcompileError):
-    """The model could not be turned into a graph, or the graph is not the model."""
+    """The model could not be turned into a graph, or the graph computes something else."""
 
 
 class InversionError(RevcompileError):
@@ -49,7 +49,7 @@ class InversionError(RevcompileError):
 
 
 class OriginalMethodError(RevcompileError, AttributeError):
-    """A method of the original model that cannot be used on the reversible one."""
+    """A method of the original model cannot be used on the reversible one."""
 
 
 class ModifiedError(RevcompileError, RuntimeError):
@@ -57,7 +57,7 @@ class ModifiedError(RevcompileError, RuntimeError):
 
 
 class NonFiniteError(RevcompileError, ArithmeticError):
-    """A loss or gradient is infinite or not a number; the micro-batch was left out of an update."""
+    """A loss or gradient is infinite or not a number; the micro-batch was skipped."""
 
     def __init__(self, message: str, *, stage: int, microbatch: int) -> None:
         super().__init__(message)
@@ -66,11 +66,11 @@ class NonFiniteError(RevcompileError, ArithmeticError):
 
 
 class RankError(RevcompileError, RuntimeError):
-    """Another rank is gone, does not answer, or stopped with an error; this one cannot go on."""
+    """Another rank was lost, does not answer, or raised an error; this rank cannot continue."""
 
 
 class RevcompileWarning(UserWarning):
-    """Something works, but not as the user is likely to expect."""
+    """Something works, but probably not as expected."""
 
 
 def nearest(word: object, known: Iterable[str], otherwise: str = "") -> str:
@@ -92,8 +92,8 @@ def warn(message: str) -> None:
 
 
 class TrainerStoppedError(RevcompileError, RuntimeError):
-    """This trainer cannot go on: a step failed midway, or its model was given other weights."""
+    """This trainer cannot continue: a step failed midway, or its model got other weights."""
 
 
 class VerificationError(RevcompileError):
-    """A pass produced something that breaks the rules of the next one: a bug in revcompile."""
+    """A pass produced an invalid result: a bug in revcompile."""

@@ -27,17 +27,17 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     rows: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(linear(hidden, weight, bias), target)` without ever holding all logits.
+    """`cross_entropy(linear(hidden, weight, bias), target)` without storing all logits.
 
     Logits are computed for some rows at a time, in the dtype of autocast; their softmax, the loss
     and sums over rows in float32 at least (torch 2.15's own function loses digits with every chunk
     in bfloat16). In a model's forward it is one operation for `reversify` and `petrafy`.
 
     Args:
-        hidden: What the head reads, `[..., width]`.
-        weight: Of the head, `[classes, width]`.
+        hidden: Input of the head, `[..., width]`.
+        weight: Weight of the head, `[classes, width]`.
         target: A class for each row, `[...]`.
-        bias: Of the head.
+        bias: Bias of the head.
         ignore_index: Rows with this target do not count.
         reduction: The mean over the rows that count, or their sum.
         rows: How many rows of logits exist at a time. Default: 256 MiB of them.

@@ -135,11 +135,10 @@ class StagedModel(StageReport):
         return original_model(self.model, whole_model(self.model))
 
     def load_weights(self, path: str | Path) -> None:
-        """Load the weights of `save_weights`, of a checkpoint, or of the newest one in a folder.
+        """Load weights from a file of `save_weights`, a checkpoint, or a folder's newest one.
 
-        Flush a trainer of this model first: micro-batches in flight belong to the weights before,
-        and a trainer that has some cannot go on. Its optimizers keep their state; `trainer.load`
-        loads that, too.
+        Flush a trainer of this model first: a trainer with micro-batches in flight stops, because
+        they belong to the old weights. Optimizers keep their state; `trainer.load` loads it too.
         """
         load_into(self.model, file_path("net.load_weights", path, "runs/a"))
 
@@ -166,7 +165,7 @@ class StagedModel(StageReport):
 
         Args:
             device: Where to put the modules. Default: where the model is.
-            reversible: Store only the output of couplings in a row. This needs a schedule that
+            reversible: Store only the output of each chain of couplings. This needs a schedule that
                 computes all gradients of a stage at once (GPipe, 1F1B, interleaved 1F1B), not a
                 zero-bubble one.
 
@@ -216,48 +215,47 @@ class StagedModel(StageReport):
     ) -> Trainer:
         """A trainer for this model; in a script started by torchrun, that of one rank.
 
-        It takes the model over: trainers made before cannot be used any more. Steps run in train
-        mode, also if the model was in eval mode when it was compiled (as those of
-        `from_pretrained` are). Only layers that were in eval mode while the model was in train
-        mode, such as frozen batch norms, stay in eval mode.
+        Earlier trainers of this model cannot be used any more. Steps run in train mode, also if the
+        model was compiled in eval mode (as `from_pretrained` returns it). Layers that were in eval
+        mode while the model was in train mode, such as frozen batch norms, stay in eval mode.
 
         Args:
             optimizer: Function from a list of parameters to a torch optimizer, or to a list of
-                several (Muon for matrices, AdamW for the rest), called once for each stage. Those
-                of `revcompile.optim` compensate for the stage's delay. With several,
-                `lr_schedule` is given one optimizer that has the parameter groups of all.
+                several (Muon for matrices, AdamW for the rest), called once per stage. Those of
+                `revcompile.optim` compensate for the stage's delay. `lr_schedule` gets several as
+                one optimizer with the parameter groups of all.
             loss: Function of the model's output and the target to a scalar; None for a model that
                 returns its own loss, as a scalar or as `output.loss` (`trainer.step(inputs)`).
             method: A row of the methods' table: "petra", "backprop", "1f1b", "pipedream", ...
                 Default: `net.method`, which is PETRA unless it was set.
-            weights: Which parameters passes use. "latest": PETRA's choice, no copies. "stashed":
-                backward uses those of its forward pass; a stage that is t updates late has t
-                copies, so one (as PipeDream-2BW) with accumulation_steps >= J-1. "predicted":
-                forward uses `y - t u`, where u is the last update, and backward y; one copy at any
-                delay, and optimizers of `revcompile.optim` then leave the delay to it.
-                Default: as the method says; "stashed" for policy="pretrained".
+            weights: Which parameters passes use, at a stage of delay t. "latest": both passes use
+                the latest; no copies. "stashed": backward uses those of its forward pass; t copies,
+                so one (as PipeDream-2BW) with accumulation_steps >= J-1. "predicted": forward uses
+                `y - t u` for the latest parameters y and their last update u, backward y; one copy.
+                Optimizers of `revcompile.optim` then do not compensate for the delay.
+                Default: the method's; "petra" with policy="pretrained" has "stashed".
             accumulation_steps: Micro-batches per update (the paper's k).
             lr_schedule: Function from an optimizer to its `torch.optim.lr_scheduler`, which is
                 stepped at every update.
             param_groups: Function from a stage's `[(name, parameter), ...]` to torch's parameter
                 groups.
-            clip_grad_norm: The largest gradient norm: of the whole model where all stages update
-                together, of each stage by itself where they do not.
+            clip_grad_norm: The largest gradient norm: of the whole model if all stages update
+                together, else of each stage.
             autocast: torch.bfloat16 or torch.float16, for the branches; the streams stay float32.
-            memory_budget: What a device may hold, as "2GiB" or in bytes. Stages for which that
-                suffices keep the graphs of their micro-batches and compute nothing twice, with the
-                latest parameters in backward as ever; `trainer.memory_plan` says which. The
-                optimizer is built once more, for a few small parameters, to see how much state it
-                keeps. A trainer that keeps graphs cannot be saved before it is flushed.
-            backend: How the steps of a full pipeline are run. "eager": action by action;
-                "cudagraphs": each step captured as one CUDA graph, on a rank as one for its forward
-                and one for its backward passes, which reports bad gradients some steps late (they
-                are never applied); "inductor": the same, and the code around convolutions and
-                matrix products compiled; "static": as "cudagraphs", but called instead of
-                captured, on any device, for debugging; "auto": CUDA graphs on a GPU, else eager.
+            memory_budget: Memory of a device, as "2GiB" or in bytes. Stages with enough memory keep
+                the autograd graphs of their micro-batches and compute nothing twice; backward uses
+                the latest parameters as before. `trainer.memory_plan` shows these stages. The
+                optimizer is built once more, on small parameters, to count its state. A trainer
+                that keeps graphs must be flushed before it is saved.
+            backend: How the steps of a full pipeline run. "eager": action by action; "cudagraphs":
+                each step as a CUDA graph (on ranks: one for forward, one for backward passes). It
+                reports bad gradients some steps late and never applies them; "inductor": the same
+                with compiled code around convolutions and matrix products; "static": as
+                "cudagraphs", but without graphs, on any device, for debugging; "auto":
+                "cudagraphs" on a GPU, else "eager".
             device: Where to train. Default: where the model is. On ranks only a rank's own stages
                 are moved there.
-            seed: Of everything random in the stages.
+            seed: For all random numbers of the stages.
             options: All other settings, see `TrainerOptions`.
 
         Raises:

@@ -30,8 +30,8 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
     "plan": plan,
 }
 _EPILOG: Final = """\
-exit codes: 0 done; 1 the answer is no, or a run failed; 2 the command or its input is invalid;
-130 interrupted. Errors go to stderr, results to stdout.
+exit codes: 0 done; 1 negative result (nothing reversible, nothing fits) or failed run; 2 invalid
+command or input; 130 interrupted. Errors go to stderr, results to stdout.
 
 examples:
   revcompile inspect resnet50 --stages 18

@@ -1,4 +1,4 @@
-"""List every block and every sum of a model: made reversible, or refused with a reason.
+"""List what in a model becomes reversible, and why the rest does not.
 
 Exit code 1 if nothing in the model can be made reversible.
 """

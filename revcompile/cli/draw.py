@@ -1,7 +1,7 @@
 """Draw a model's stages, or its schedule beside others.
 
---out net.svg is a picture, --out net.html a page in which each stage opens into its blocks, its
-graph and its code; --schedule timeline.svg shows who computes when.
+--out net.svg writes a picture, --out net.html a page with the blocks, graph and code of each stage.
+--schedule timeline.svg writes a timeline of what each stage computes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Show a model's stages: what each computes, sends and keeps, and why it is reversible or not.
 
-The model is built on the meta device, so that even large ones take no memory.
+The model is built on the meta device and takes no memory (hf: models are built on the CPU).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Measure a training step on this machine: memory and time of plain, checkpointed, reversible.
+"""Measure memory and time of a plain, a checkpointed and a reversible training step.
 
-A step is a forward and a backward pass. Memory is the most that is allocated at once, parameters
-and gradients included. Checkpointed is what timm and transformers offer; other models are measured
-without it.
+A step is a forward and a backward pass. Memory is the peak, parameters and gradients included.
+Checkpointing is that of timm or transformers; other models have no such row.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ _BAR = 30
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument(
-        "--batch-size", type=count, default=8, metavar="B", help="samples in a step"
-    )
-    parser.add_argument("--device", default="cpu", help="e.g. cuda")
-    parser.add_argument("--steps", type=count, default=3, help="how many are timed")
+    parser.add_argument("--batch-size", type=count, default=8, metavar="B", help="samples per step")
+    parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
+    parser.add_argument("--steps", type=count, default=3, help="number of timed steps")
 
 
 def run(args: argparse.Namespace) -> Answer:

@@ -37,9 +37,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a timm or torchvision name (timm:NAME, torchvision:NAME to insist), hf:TYPE (a model "
-        "type of transformers, e.g. hf:gpt2, from its default configuration), or "
-        "package.module:factory, a function that returns a model or (model, example inputs)",
+        help="a timm or torchvision name (or timm:NAME, torchvision:NAME), hf:TYPE (a model type "
+        "of transformers in its default configuration, e.g. hf:gpt2), or "
+        "package.module:factory (a function that returns a model or (model, example inputs))",
     )
     parser.add_argument(
         "--input",
@@ -71,16 +71,16 @@ def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> N
         "--in-flight-per-stage",
         type=float,
         metavar="N",
-        help="micro-batches in flight for each later stage: 1 (default) or more; 2 is the paper's",
+        help="micro-batches in flight for each later stage, 1 or more (default: the method's)",
     )
     parser.add_argument(
-        "--weights", choices=[kind.value for kind in Weights], help="which weights backward uses"
+        "--weights", choices=[kind.value for kind in Weights], help="which weights passes use"
     )
     parser.add_argument(
         "--microbatch-size",
         type=count,
         metavar="B",
-        help="samples per micro-batch, for sizes in bytes",
+        help="samples per micro-batch, for sizes of messages and memory",
     )
 
 

@@ -1,14 +1,16 @@
-"""Predict throughput, memory and lateness of gradients on a cluster, for PETRA and its rivals.
+"""Forecast throughput, memory and delay of PETRA and other methods on a cluster.
 
-The baselines (plain data parallel, GPipe, 1F1B, interleaved 1F1B and zero-bubble) train the
-original model, PETRA the rewired one; all with the same precision, optimizer and samples per
-update. Each is cut by the same rule into one stage per device (interleaved: two). Devices beyond
-that hold replicas, whose gradients are averaged. PETRA is shown three times: all stages rebuild
-their activations; the last stages keep theirs, as far as that fits 1F1B's memory; and as far as it
-fits the device. Memory is that of the device that needs the most: parameters, gradients, optimizer,
-activations in flight, messages. busy: share of the time in which devices compute. bubbles: they
-wait for other stages. links: they wait for messages or averaging on top of that. late: by how many
-updates gradients are late at most.
+The other methods (data parallel, GPipe, 1F1B, interleaved 1F1B and zero-bubble) train the original
+model, PETRA the rewired one. Precision, optimizer, samples per update and the rule for cuts are the
+same. A device has one stage (interleaved: two). Further devices hold replicas, whose gradients are
+averaged. PETRA has three rows: all stages rebuild their activations; the last stages keep their
+graphs, within the memory of 1F1B; and within the memory of the device.
+
+  busy     share of the time in which devices compute
+  bubbles  share in which they wait for other stages
+  links    share in which they wait for messages or averaging besides
+  memory   peak of the device that needs the most
+  late     the largest delay of gradients, in updates
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _NUMBERS: Final = ("samples/s", "busy", "bubbles", "links", "memory", "late")
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    cluster = parser.add_argument_group("the cluster (defaults: H200s, as far as one reaches that)")
+    cluster = parser.add_argument_group("the cluster (defaults: what an H200 reaches)")
     cluster.add_argument("--devices", type=count, required=True, metavar="N", help="how many")
     cluster.add_argument("--link", type=bandwidth, default="100Gbps", help="between two devices")
     cluster.add_argument("--latency", type=seconds, default="10us", help="of a link")
@@ -43,13 +45,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--flops", type=rate, help="FLOPs per second (default: 400T in bf16, 200T in fp32)"
     )
     cluster.add_argument("--memory-bandwidth", type=rate, default="3.3T", help="bytes per second")
-    cluster.add_argument("--memory-budget", type=size, default="141GB", help="of a device")
+    cluster.add_argument("--memory-budget", type=size, default="141GB", help="memory of a device")
     training = parser.add_argument_group("the training")
     training.add_argument(
         "--microbatch-size", type=count, default=32, help="samples per micro-batch"
     )
     training.add_argument(
-        "--stages", type=count, help="of a pipeline (default: as many as use all devices)"
+        "--stages", type=count, help="stages of a pipeline (default: as many as use all devices)"
     )
     training.add_argument(
         "--accumulation-steps", type=count, help="micro-batches per update (default: 4 per stage)"
@@ -57,8 +59,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--in-flight-per-stage",
         type=float,
-        help="PETRA's micro-batches in flight for each later stage, 1 or more (default: what links "
-        "need)",
+        help="PETRA's micro-batches in flight for each later stage, 1 or more (default: as many as "
+        "links need)",
     )
     training.add_argument(
         "--optimizer",
@@ -75,7 +77,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--cost",
         choices=("analytic", "measured"),
         default="analytic",
-        help="analytic: work is counted; measured: timed on this machine, in fp32",
+        help="analytic: from FLOPs and bytes; measured: timed on this machine, in fp32",
     )
     parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw throughput over memory")

@@ -29,15 +29,20 @@ def muon_groups(
 ) -> Callable[[NamedParameters], list[dict[str, Any]]]:
     """`param_groups=` for a trainer: which parameters `DelayAwareMuon` updates by Muon, and how.
 
-    AdamW gets vectors (of any number of dimensions), embeddings (what `no_weight_decay()` of a timm
-    model names, and what has a first dimension of 1, included), matrices of which one side is less
-    than an eighth of the other (adapters, classifiers of few classes, large vocabularies), and the
-    output layer: what the model's `get_classifier()` (timm) or `get_output_embeddings()` (Hugging
-    Face) returns; name that of a model of your own in `adamw`. Matrices that compute queries, keys
-    and values as one are updated as three: those of layers that are called `qkv`, `to_qkv`,
-    `qkv_proj`, `Wqkv` or `c_attn` and have three outputs for each input, and of
-    `nn.MultiheadAttention`. Those whose outputs are known to be ordered by head stay one matrix; if
-    those of your own layer are, set `chunks` of its group to 1.
+    AdamW updates:
+
+    - vectors
+    - embeddings, parameters with a first dimension of 1, and what `no_weight_decay()` of a timm
+      model names
+    - matrices with one side less than an eighth of the other: adapters, classifiers of few
+      classes, large vocabularies
+    - the output layer: what `get_classifier()` (timm) or `get_output_embeddings()` (Hugging Face)
+      returns; for your own model, name it in `adamw`
+
+    Fused matrices of queries, keys and values are updated as three: in `nn.MultiheadAttention`, and
+    in layers called `qkv`, `to_qkv`, `qkv_proj`, `Wqkv` or `c_attn` with three outputs per input.
+    Layers of timm and transformers that order outputs by head stay one matrix; if your own
+    layer does, set `chunks` of its group to 1.
 
     Args:
         model: the model the parameters belong to.

@@ -51,8 +51,8 @@ class DelayAwareMuon(DelayAwareAdamW):
 
     Args:
         params: parameters, or groups of them; a group may set `use_muon=True` or `False`, and
-            `chunks=3` for matrices that are three in one, along their longer side (`max_drift`
-            limits them as one).
+            `chunks=3` for three matrices fused along their longer side (`max_drift` limits them as
+            one).
         lr: learning rate of matrices.
         adamw_lr: learning rate of everything else.
         momentum: of matrices; the step is Nesterov's.
@@ -60,8 +60,7 @@ class DelayAwareMuon(DelayAwareAdamW):
         weight_decay: decoupled, times the learning rate, for matrices and everything else.
         feedback: error feedback for each update of delay; 0 switches it off.
         max_drift: how far a matrix may move during the delay of its gradients, relative to its
-            norm, what error feedback adds not counted; None: any distance. Without delay there is
-            no limit.
+            norm and without error feedback; None: no limit. There is none without delay either.
         ns_steps: Newton-Schulz iterations.
         eps: added to AdamW's denominators.
         capturable: keep counters on the device, as CUDA graphs need it.

@@ -57,13 +57,13 @@ class Choice:
 class MemoryPlan:
     """What every stage keeps under a memory budget.
 
-    `print(plan)` shows it; `plan.keeps` are the choices, `plan.memory(device)` is the prediction.
+    `print(plan)` shows it; `plan.keeps` has the choices, `plan.memory(device)` the estimate.
     """
 
     memory_budget: int
-    """Bytes a device."""
+    """Bytes per device."""
     microbatch_size: int
-    """Samples a micro-batch."""
+    """Samples per micro-batch."""
     stage_to_rank: tuple[int, ...]
     """The device of each stage."""
     chosen: tuple[Choice, ...]

@@ -55,7 +55,7 @@ class StageReport:
 
     @property
     def method(self) -> Method:
-        """What programs, delays and memory are shown for, and trainers use unless they are told."""
+        """The method of the programs, delays and memory shown here; the default of trainers."""
         return self._method
 
     @method.setter
@@ -98,15 +98,14 @@ class StageReport:
         weights: WeightsName | None = None,
         accumulation_steps: int = 1,
     ) -> tuple[StageMemory, ...]:
-        """What each stage holds at its peak, in bytes.
+        """Peak memory of each stage, in bytes.
 
-        Parameters that are frozen now have no gradients, stashed copies or optimizer state, and
-        below the first piece that has something to train nothing is kept, unless there are batch
-        norms.
+        Frozen parameters have no gradients, stashed copies or optimizer state. Without batch norms,
+        pieces before the first trainable parameter keep nothing.
 
         Args:
             microbatch_size: Samples in a micro-batch. Default: the example's.
-            kept_input_dtype, weights, accumulation_steps: As the trainer will be given them.
+            kept_input_dtype, weights, accumulation_steps: As for the trainer.
         """
         method = choose(self.method, weights=weights)
         whole_number("net.memory", "accumulation_steps", accumulation_steps, 1)
@@ -164,7 +163,7 @@ class StageReport:
         memory_budget: int | str | None = None,
         kept_input_dtype: torch.dtype | None = None,
     ) -> str:
-        """The stages as a table: blocks, parameters, work, boundary, window, delay, memory.
+        """The stages as a table: blocks, parameters, work, messages, in flight, delay, memory.
 
         Args:
             microbatch_size: Samples in a micro-batch. Default: the example's.
@@ -179,7 +178,7 @@ class StageReport:
         return table if plan is None else f"{table}\n{plan}"
 
     def explain(self, path: str) -> Explanation:
-        """What became of a module: how it was found, by which rule rewired, and where it runs.
+        """How a module was found, by which rule it was rewired, and where it runs.
 
         >>> import torch, revcompile
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -199,10 +198,10 @@ class StageReport:
     def draw(
         self, path: str | Path, *, microbatch_size: int | None = None, name: str | None = None
     ) -> Path:
-        """Draw the stages: `net.svg` to look at, `net.html` to open stage by stage.
+        """Draw the stages: `net.svg` is a picture, `net.html` a page with details of each stage.
 
         Args:
-            path: The file to write, by its ending .svg or .html.
+            path: The file to write, a .svg or .html.
             microbatch_size: Samples in a micro-batch. Default: the example's.
             name: The title. Default: the model's class.
         """
@@ -210,7 +209,7 @@ class StageReport:
         return drawing.draw(self._view("net.draw", microbatch_size, name=name)[0], path)
 
     def draw_schedule(self, path: str | Path, *, accumulation_steps: int | None = None) -> Path:
-        """Draw when each stage computes, by `net.method` beside others: `timeline.svg`."""
+        """Draw a timeline of the stages, with `net.method` beside other methods, as an .svg."""
         path = new_file("net.draw_schedule", path, "timeline.svg")
         costs, name = drawing.costs_of(self._partition), self._partition.rewired.name
         methods = drawing.beside_others(self.method)
@@ -235,14 +234,15 @@ class StageReport:
         kept_input_dtype: torch.dtype | None = None,
         stage_to_rank: Sequence[int] | None = None,
     ) -> MemoryPlan:
-        """What each stage can keep within a budget per device: bytes, or text like "2GiB".
+        """What each stage keeps within a memory budget per device, as a trainer plans it.
 
         Args:
-            memory_budget: As for the trainer, which makes such a plan by itself. So are
-                microbatch_size, accumulation_steps, in_flight_per_stage and kept_input_dtype.
-            optimizer_copies: Numbers of optimizer state for each parameter: 1 for SGD with
-                momentum, 2 for Adam.
-            stage_to_rank: The device of each stage. Default: one stage on each device.
+            memory_budget: Bytes, or text like "2GiB".
+            microbatch_size, accumulation_steps, in_flight_per_stage, kept_input_dtype: As for the
+                trainer.
+            optimizer_copies: Values of optimizer state per parameter: 1 for SGD with momentum, 2
+                for Adam.
+            stage_to_rank: The device of each stage. Default: one stage per device.
 
         >>> import torch, revcompile
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)

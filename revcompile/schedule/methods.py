@@ -1,4 +1,4 @@
-"""The methods' table: every way to train is an order, what is kept, and which weights are used."""
+"""The table of methods: each is an order, what is kept, and which weights backward uses."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class Keep(enum.Enum):
 
 
 class Weights(enum.Enum):
-    """Which parameters the backward pass uses, and which the forward pass.
+    """Which parameters the forward and the backward pass use.
 
-    Let t be a stage's delay in updates, y its parameters and u its last update, by which they were
-    lowered (learning rate and weight decay included).
+    t is the delay of a stage in updates, y its latest parameters, u what the last update subtracted
+    from them (learning rate and weight decay included).
     """
 
     LATEST = "latest"
-    """Both passes use the latest parameters, so backward not those of its forward pass (PETRA)."""
+    """Both passes use y of their own time (PETRA)."""
     STASHED = "stashed"
-    """Backward uses those of its forward pass: as many copies as t, rounded up."""
+    """Backward uses the parameters of its forward pass: t copies, rounded up."""
     PREDICTED = "predicted"
-    """Forward uses y - t u, about where parameters will be in backward, which uses y: one copy."""
+    """Forward uses y - t u, a prediction of y in backward; backward uses y: one copy."""
 
 
 class Order(enum.Enum):
-    """In which order a stage does its forward and backward passes."""
+    """The order of a stage's forward and backward passes."""
 
     LOCKED = "locked"
     """One micro-batch in the whole pipeline at a time."""
@@ -49,22 +49,22 @@ class Order(enum.Enum):
     ONE_F_ONE_B = "1f1b"
     """One forward, one backward in turn; the pipeline is drained (flushed) before an update."""
     CONTINUOUS = "continuous"
-    """One forward, one backward in turn, never drained; `Method.in_flight_per_stage` apart."""
+    """One forward, one backward in turn, never drained; see `Method.in_flight_per_stage`."""
     SYNTHETIC = "synthetic"
     """Backward at once, with a predicted gradient (DNI)."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the methods' table.
+    """One row of the table of methods.
 
     `in_flight_per_stage` is for the continuous order: stage j of J has one micro-batch in flight,
-    and so many more for each of the J-1-j stages behind it, rounded up.
+    and this many more for each of the J-1-j later stages, rounded up.
 
-        1    a stage does one forward, then one backward pass: gradients come back as soon as they
-             can, and stage j of J is J-1-j updates late (with an update every micro-batch)
-        2    in the PETRA paper all stages do a forward and a backward pass in every time step, and
-             messages move one stage a step: to the last stage and back takes 2(J-1-j) steps
+        1    a stage alternates forward and backward passes; gradients come back as early as
+             possible, J-1-j updates late at stage j (with an update every micro-batch)
+        2    the PETRA paper: in each time step all stages do a forward and a backward pass, and
+             messages move by one stage; to the last stage and back takes 2(J-1-j) steps
 
     Both keep every stage equally busy.
     """

@@ -276,7 +276,7 @@ _NUMBERS: Final = ("scale", "good", "overflow", "skipped")
 class LossScale:
     """How the loss is scaled: the settings of torch.amp.GradScaler, with its defaults.
 
-    Without `dynamic` the scale is constant, and a gradient that is not finite is an error.
+    With `dynamic=False` the scale is constant, and a gradient that is not finite is an error.
 
     >>> LossScale(init_scale=1024.0).growth_interval
     2000

@@ -53,7 +53,7 @@ class Backend(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """Settings of `net.trainer(..., options=TrainerOptions(...))` that are seldom needed.
+    """Settings of `net.trainer(..., options=TrainerOptions(...))` that few runs need.
 
     >>> import revcompile
     >>> revcompile.TrainerOptions(synchronous_updates=100).timeout
@@ -61,31 +61,31 @@ class TrainerOptions:
     """
 
     in_flight_per_stage: float | None = None
-    """Stage j of J has `1 + in_flight_per_stage * (J-1-j)` micro-batches in flight, for methods
-    that never drain. 1: the least delay; 2: as in the PETRA paper, twice the delay. More hides slow
-    links. Default: the method's."""
+    """For methods that never drain: stage j of J has `1 + in_flight_per_stage * (J-1-j)`
+    micro-batches in flight. 1: the least delay; 2: as in the PETRA paper, twice the delay. More
+    hide the latency of links. Default: the method's."""
     synchronous_updates: int = 0
-    """Updates without delay at the start: the pipeline is drained before each, as with "1f1b"."""
+    """First updates without delay: the pipeline drains before each, as with "1f1b"."""
     loss_scale: LossScale | float | Literal["dynamic"] | None = None
     """"dynamic" (as torch.amp.GradScaler, the default with float16), a fixed number, or a
-    `LossScale`. Micro-batches whose gradients overflow are left out."""
+    `LossScale`. Micro-batches whose gradients overflow are skipped."""
     microbatch_size: int | None = None
     """Samples in a micro-batch, for `memory_budget`. Default: the example's."""
     kept_input_dtype: torch.dtype | None = None
-    """How stages that are not reversible keep their float32 inputs until backward: rounded to
-    torch.bfloat16 or torch.float16 (half the memory), or None: unchanged."""
+    """The dtype in which blocks that are not reversible keep their float32 inputs until backward:
+    torch.bfloat16 or torch.float16 (half the memory). Default: unchanged."""
     gradient_message_dtype: torch.dtype | None = None
-    """torch.bfloat16: float32 gradients are rounded to it where one stage sends them to the stage
-    before. Values of streams, which are rebuilt, stay exact."""
+    """torch.bfloat16: stages send float32 gradients to the stage before in this dtype. Values of
+    streams stay exact, because they are rebuilt from. Default: unchanged."""
     measure_reconstruction_every: int | None = None
     """Measure the reconstruction error of every n-th micro-batch."""
     stage_to_rank: Sequence[int] | None = None
-    """The rank of each stage. Default: contiguous, balanced by cost. With more ranks than stages
-    the whole pipeline is replicated, and gradients are averaged at every update."""
+    """The rank of each stage. Default: consecutive stages, balanced by work. With 2, 3, ... times
+    as many ranks, the pipeline is replicated, and gradients are averaged at every update."""
     timeout: float = 600.0
     """Seconds without an answer after which a rank gives up."""
     loss_on_all_ranks: bool = False
-    """Send the loss of each step to every rank, not only to that of the last stage."""
+    """Send the loss of each step to every rank; else only the rank of the last stage has it."""
 
     def __post_init__(self) -> None:
         who = "TrainerOptions"

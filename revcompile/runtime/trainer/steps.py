@@ -42,7 +42,7 @@ class Metrics:
     updates: tuple[int, ...]
     lr: float | None
     throughput: float
-    """Samples per second of training so far; `evaluate`, `save`, `load`, capturing do not count."""
+    """Samples per second so far, without the time of `evaluate`, `save`, `load` and capturing."""
     loss_tensor: Tensor | None = field(default=None, repr=False)
     output: Any = field(default=None, repr=False)
     reconstruction: Mapping[int, float] = field(default_factory=dict)
@@ -52,24 +52,24 @@ class Metrics:
 
     @property
     def loss(self) -> float:
-        """The micro-batch's loss; nan on other ranks than the last stage's.
+        """The micro-batch's loss; nan except on the rank of the last stage.
 
-        `trainer.pop_mean_loss()` and `TrainerOptions(loss_on_all_ranks=True)` tell all ranks.
+        `trainer.pop_mean_loss()` or `TrainerOptions(loss_on_all_ranks=True)` give it to all ranks.
         """
         return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of the loss before it was differentiated, where it is known."""
+        """The factor by which the loss was scaled; None on ranks that do not know it."""
         return None if self.scale is None else float(self.scale)
 
     @property
     def skipped(self) -> int:
-        """Micro-batches that overflowed at a stage of this process and were left out, so far."""
+        """Micro-batches so far that a stage of this process skipped, because they overflowed."""
         return int(self.overflowed)
 
     def scalars(self) -> dict[str, float]:
-        """The figures that are known here, by name, for a logger. Waits for the device."""
+        """The numbers that this rank has, by name, for a logger. Waits for the device."""
         found = {"loss": self.loss_tensor, "lr": self.lr, "loss_scale": self.loss_scale}
         numbers = {name: float(value) for name, value in found.items() if value is not None}
         stages = {f"reconstruction/{i}": error for i, error in self.reconstruction.items()}

@@ -51,18 +51,17 @@ class Trainer(TrainerState):
     `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
     moment, `save` and `load` write and read checkpoints.
 
-    A micro-batch that is bad counts, and is left out of the mean of its update: one that cannot be
-    used, on which the model or the loss fails, or whose loss or gradient is not finite (a gradient:
-    by the stage that meets it and those before it). After the step, an error names it; training may
-    go on. Captured steps report it some steps later. Other errors in a step stop the trainer.
+    A bad micro-batch is skipped: one on which the model or the loss fails, or whose loss or
+    gradient is not finite (a gradient: its stage and the stages before it skip it). It counts as a
+    step, but not in the mean of its update. An error after the step names it, and training can
+    continue. Captured steps report it some steps later. Other errors in a step stop the trainer.
 
     On several ranks every rank calls the same methods in the same order. `step` needs inputs on the
-    rank of the first stage and targets on that of the last one; other ranks may pass nothing. Where
-    both are given they are compared: targets that are not those of the inputs stop all ranks
-    (`loader` gives every rank the same batches). The loss is known on the rank of the last stage
-    (`pop_mean_loss` tells all, `loss_on_all_ranks` every step), and a bad micro-batch is
-    reported on the rank that met it. A rank holds only the weights its stages use;
-    `net.to_module()` collects all of them.
+    rank of the first stage and targets on the rank of the last; other ranks may pass nothing. If
+    the two ranks get different targets, all ranks stop (`loader` gives every rank the same
+    batches). The rank of the last stage has the loss; `pop_mean_loss` gives its mean to all ranks,
+    `loss_on_all_ranks` every loss. The rank that meets a bad micro-batch reports it. A rank holds
+    only the weights of its stages; `net.to_module()` collects all weights.
     """
 
     def __init__(self, task: Task, placement: Placement) -> None:
@@ -113,7 +112,7 @@ class Trainer(TrainerState):
 
     @property
     def microbatches_seen(self) -> int:
-        """Micro-batches that were given to `step`, those before a `load` included."""
+        """Micro-batches given to `step`, including those before the checkpoint that was loaded."""
         return self._schedule.injected
 
     # -- training -----------------------------------------------------------------------------
@@ -122,9 +121,8 @@ class Trainer(TrainerState):
         """Train on one micro-batch: `trainer.step(x, y)`. Every rank calls it.
 
         Args:
-            inputs: what the model takes: a tensor, a tuple of positional arguments, or a dict of
-                keyword arguments.
-            target: what the loss takes as its second argument.
+            inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+            target: the second argument of the loss.
 
         Both are copied: their memory may be refilled as soon as `step` returns.
 
@@ -133,8 +131,8 @@ class Trainer(TrainerState):
 
         Raises:
             InputError: The micro-batch cannot be used, or the model or the loss failed on it: it
-                was left out. Or the model was changed.
-            NonFiniteError: A loss or gradient is not finite: its micro-batch was left out.
+                was skipped. Or the model was changed.
+            NonFiniteError: A loss or gradient is not finite: its micro-batch was skipped.
         """
         self._check_usable()
         self._resume_training()
@@ -177,8 +175,8 @@ class Trainer(TrainerState):
         """Drain the pipeline: all gradients come back and are applied. Every rank calls it.
 
         Raises:
-            NonFiniteError: Of one on its way back, which was left out; the pipeline is drained.
-                On all ranks, whichever has met it.
+            NonFiniteError: A gradient is not finite: its micro-batch was skipped, and the pipeline
+                is drained. All ranks raise it.
         """
         self._check_usable()
         self._resume_training()
@@ -272,8 +270,8 @@ class Trainer(TrainerState):
         the last stage: for inputs and targets. An error on one rank is raised on all.
 
         Args:
-            loader: batches of `(inputs, target)`; with `loss=None`, as the model returns its own
-                loss, batches as `step` takes them.
+            loader: batches of `(inputs, target)`; of inputs, if the model returns its own loss
+                (`loss=None`).
             metrics: functions of `(output, target)` that return a mean over the batch, by name.
         """
         means = RunningMeans(metrics)
@@ -309,10 +307,10 @@ class Trainer(TrainerState):
                 self._follow_settings()
 
     def pop_mean_loss(self) -> float:
-        """Mean loss of the steps since the last call, which it forgets. Every rank calls it.
+        """Mean loss of the steps since the last call. Every rank calls it, and gets the mean.
 
-        Every rank gets it; nan if there were no steps. Losses that are not finite, whose
-        micro-batches were left out, are not in it. It is not part of a checkpoint.
+        It is nan if there were no steps. Losses that are not finite do not count. Checkpoints do
+        not contain it.
         """
         totals = self._loss_head.totals
         of_ranks = self._placement.gather([0.0, 0.0] if totals is None else totals.tolist())
@@ -322,7 +320,7 @@ class Trainer(TrainerState):
         return float(total / count) if count else float("nan")
 
     def trace(self, path: str | Path) -> Trace:
-        """Record what every stage does from now on, as a Chrome trace with a row for each.
+        """Record the actions of every stage as a Chrome trace with a row per stage.
 
         Write `with trainer.trace("run.json"): ...`, or call `stop()` of the result. Open the file
         at ui.perfetto.dev. Meanwhile steps run action by action, not captured. Every rank calls it;
@@ -347,17 +345,17 @@ class Trainer(TrainerState):
         skip: int = 0,
         **options: Any,
     ) -> Loader:
-        """An epoch of `(inputs, target)` in an order that the trainer's seed and the epoch fix.
+        """An epoch of `(inputs, target)`, shuffled by the trainer's seed and the epoch.
 
         The ranks of one pipeline get the same batches; ranks that need no data read none.
 
         Args:
-            data: a dataset, which is shuffled, or a DataLoader that shuffles its dataset or reads
-                it in order. Its dataset, batch size, collation and workers are taken over.
-            batch_size: samples a batch; a DataLoader's own if not given.
+            data: a dataset, which is shuffled, or a DataLoader, whose dataset, order (shuffled or
+                not), batch size, collation and workers are used.
+            batch_size: samples per batch. Default: the DataLoader's.
             epoch: every epoch has another order, so make a new loader for each.
-            skip: batches to skip, because a resumed run has had them already.
-            options: those of torch's DataLoader.
+            skip: batches to skip, because a resumed run has trained on them.
+            options: options of torch's DataLoader.
         """
         return make_loader(
             data,
@@ -380,26 +378,25 @@ class Trainer(TrainerState):
     def save(self, folder: str | Path, *, keep: int = 2, drain: bool = False) -> Path:
         """Write a checkpoint beside the older ones in a folder. Every rank calls it.
 
-        It holds exactly this moment, micro-batches in flight included: saving changes nothing in
-        the training, and a run that loads it continues to the bit, on any number of ranks with the
-        same stages and method. Methods that keep graphs cannot be saved with micro-batches in
-        flight: those need `drain`, unless they have just updated (`gpipe`, `1f1b`).
+        It includes the micro-batches in flight. Saving does not affect training. A run that loads
+        the checkpoint with the same stages and method, on any number of ranks, is bit-identical to
+        one that never stopped. Graphs that stages keep cannot be saved: use `drain` while
+        micro-batches are in flight (`gpipe` and `1f1b` have none after an update).
 
-        Whatever interrupts a save, the checkpoints before it stay whole. If one rank cannot write,
-        all raise, there is no new checkpoint, and training can go on.
+        If a save is interrupted, older checkpoints stay intact. If one rank cannot write, all
+        raise, there is no new checkpoint, and training can continue.
 
         Args:
             folder: where checkpoints are; all ranks must see it.
-            keep: how many of the newest checkpoints stay.
-            drain: flush first, which trains on with what is in flight and empties the pipeline:
-                that checkpoint loads into other stages and methods too.
+            keep: how many of the newest checkpoints to keep.
+            drain: flush first. The checkpoint then also loads into other stages and methods.
 
         Returns:
             The path of the new checkpoint.
 
         Raises:
             NonFiniteError: With `drain`, after the checkpoint is written: a micro-batch in flight
-                was left out, as in `flush`.
+                was skipped, as in `flush`.
         """
         self._check_usable()
         self._throughput.pause()
@@ -425,9 +422,9 @@ class Trainer(TrainerState):
     def load(self, place: str | Path) -> None:
         """Continue from a checkpoint, or from the newest one in a folder. Every rank calls it.
 
-        With micro-batches in flight it needs the stages and method it was saved with, after
-        `save(..., drain=True)` any; otherwise it is refused and nothing is changed, on any rank.
-        The random generators of torch and Python continue too, if there are as many ranks.
+        A checkpoint with micro-batches in flight needs the same stages and method, one of
+        `save(..., drain=True)` any. If it does not fit, no rank changes anything. With the same
+        number of ranks, the random generators of torch and Python continue too.
         """
         self._check_usable(to_load=True)
         self._throughput.pause()
@@ -467,7 +464,7 @@ class Trainer(TrainerState):
         return self._state(self.model.state_dict(), clone_tree)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; one with nothing in flight fits other stages too.
+        """Continue from a `state_dict`; with nothing in flight it also fits other stages.
 
         Only in one process; on ranks use `load`.
         """
@@ -490,9 +487,9 @@ class Trainer(TrainerState):
         self._stop_reason = None
 
     def close(self) -> None:
-        """End the training; every rank does, at the latest when its process ends.
+        """End the training: this trainer cannot be used any more. Every rank calls it.
 
-        The trainer cannot be used any more; on ranks, its threads and sockets are gone.
+        It ends the threads and sockets of a rank, which otherwise end with the process.
         """
         self._stop_reason = _CLOSED
         self._placement.close()
