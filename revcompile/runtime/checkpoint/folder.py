@@ -43,7 +43,7 @@ from revcompile.runtime.checkpoint.tree import (
 )
 
 Gather = Callable[[Any], Sequence[Any]]
-"""Every rank's value, on every rank."""
+"""Every rank's value, on every rank: they are plain, as JSON can hold them."""
 
 _FORMAT: Final = "revcompile checkpoint"
 _VERSION: Final = 3

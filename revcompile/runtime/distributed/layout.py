@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -279,10 +280,16 @@ def _bounded(make: Callable[[], Made], ranks: Sequence[int], timeout: timedelta)
 
 
 def gather_plain(value: Any, group: Any) -> list[Any]:
-    """Every rank's value (numbers, strings, containers), on every rank."""
-    gathered: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(gathered, value, group=group)
-    return gathered
+    """Every rank's value (plain, as JSON can hold it), on every rank."""
+    encoded = json.dumps(value).encode()
+    world = distributed.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    distributed.all_gather(lengths, torch.tensor([len(encoded)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.frombuffer(bytearray(encoded.ljust(longest)), dtype=torch.uint8)
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    distributed.all_gather(gathered, padded, group=group)
+    return [json.loads(text.numpy().tobytes()) for text in gathered]
 
 
 # -- what all ranks have to train ------------------------------------------------------------------
