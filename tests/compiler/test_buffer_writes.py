@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import stored
 from torch import Tensor, nn
+from training import trained
 
 import revcompile
 from revcompile.errors import CaptureError, InputError
@@ -75,7 +76,7 @@ def made(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor]]:
     return kind().double(), [torch.randn(5, 8, dtype=torch.float64) for _ in range(3)]
 
 
-def trained(net: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
+def stepped(net: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
     """The summed gradients after some steps, and the buffers."""
     for x in batches:
         net(x).square().sum().backward()
@@ -90,7 +91,7 @@ def test_reversible_steps_move_buffers_once(kind: type[nn.Module]) -> None:
     model, batches = made(kind)
     net = revcompile.reversify(model, batches[0], check="full", policy="same_parameters")
     assert len(net.rewired.couplings) == 4
-    wanted, got = (trained(each, batches) for each in (stored(net), net))
+    wanted, got = (stepped(each, batches) for each in (stored(net), net))
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
     assert any(got[name].any() for name, _ in net.named_buffers())
 
@@ -101,15 +102,8 @@ def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: s
     model, batches = made(kind)
     net = revcompile.petrafy(model, 2, example_inputs=batches[0])
     reference = net.to_module().train()
-    trainer = net.trainer(
-        method=method,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        loss=lambda out, _: out.square().mean(),
-        accumulation_steps=len(batches),
-    )
-    for x in batches:
-        trainer.step(x, torch.zeros(5))
-    trainer.flush()
+    data = [(x, torch.zeros(5, 3).double()) for x in batches]
+    trained(net, data, method=method, accumulation_steps=len(batches))
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for x in batches:
         (reference(x).square().mean() / len(batches)).backward()

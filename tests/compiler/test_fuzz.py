@@ -88,6 +88,8 @@ FOUND: Final[dict[str, Net]] = {
     "ties of a running maximum": Net(
         "tokens", (plain("rectified", "shared", how="max pool"), BLOCK), stages=3
     ),
+    "ties of topk": Net("rows", (plain("rectified", how="relu"), BLOCK)),
+    "experts": Net("rows", (plain("decided", how="topk", tied=True), BLOCK)),
     "rounded": Net(
         "rows",
         (

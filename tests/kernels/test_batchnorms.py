@@ -12,6 +12,7 @@ import torch
 from helpers import assert_exact, gradients, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training import trained
 
 import revcompile
 from revcompile.ir.precision_rewrites import fuse_bn_relu
@@ -198,20 +199,16 @@ def test_stages_move_running_statistics_once(
     torch.manual_seed(0)
     x, target = torch.randn(2, 8, 6, 6).to(memory_format=LAST), torch.randn(2, 8, 6, 6)
     net = revcompile.petrafy(_Convs().to(memory_format=LAST), 2, x, check="off")
-    trained = []
+    settings, found = {"autocast": torch.bfloat16, "backend": backend}, []
     for is_on in (True, False):
         monkeypatch.setattr(batchnorms, "_pays", lambda *given, is_on=is_on: is_on)
-        trainer = copy.deepcopy(net).trainer(
-            lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-            F.mse_loss,
-            autocast=torch.bfloat16,
-            backend=backend,
-        )
-        for _ in range(6):
-            trainer.step(x, target)
-        trainer.flush()
-        trained.append(dict(trainer.model.state_dict()))
+        trainer = trained(copy.deepcopy(net), [(x, target)] * 6, sgd, **settings)
+        found.append(dict(trainer.model.state_dict()))
     assert kernels.count("bn_relu_forward") == 2 * kernels.count("bn_relu_backward") == 2 * 6 * 6
-    assert [trained[0][name] for name in trained[0] if "num_batches" in name] == [6] * 6
-    for name, value in trained[1].items():
-        assert torch.allclose(trained[0][name], value, atol=1e-2), name
+    assert [found[0][name] for name in found[0] if "num_batches" in name] == [6] * 6
+    for name, value in found[1].items():
+        assert torch.allclose(found[0][name], value, atol=1e-2), name
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)

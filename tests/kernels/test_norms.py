@@ -17,6 +17,7 @@ from helpers import assert_exact, gradients
 from paths import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training import same, trained
 
 import revcompile
 from revcompile.ir.precision_rewrites import cast_down
@@ -138,23 +139,14 @@ def test_a_stage_normalises_so_in_both_directions(
 ) -> None:
     x, y = torch.randn(2, 3, 16, 16), torch.zeros(2).long()
     net = revcompile.petrafy(_vit(num_classes=3), num_stages=2, example_inputs=x, check="off")
-    trained = []
+    settings: dict[str, Any] = {"loss": F.cross_entropy, "autocast": torch.bfloat16}
+    found = []
     for is_on in (True, False):
         monkeypatch.setattr(norms, "_pays", lambda x, is_on=is_on: is_on)
-        trainer = copy.deepcopy(net).trainer(_sgd, F.cross_entropy, autocast=torch.bfloat16)
-        for _ in range(6):
-            trainer.step(x, y)
-        trainer.flush()
-        trained.append([p.detach().clone() for p in trainer.model.parameters()])
-    assert (
-        kernels.count("layer_norm_forward") == 2 * 6 * 4
-        and kernels.count("layer_norm_backward added") == 6 * 4
-    )
-    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+        found.append(trained(copy.deepcopy(net), [(x, y)] * 6, **settings).model.state_dict())
+    assert kernels.count("layer_norm_forward") == 2 * 6 * 4
+    assert kernels.count("layer_norm_backward added") == 6 * 4
+    assert same(*found)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from helpers import gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import same, trained
 
 import revcompile
 from revcompile.ir import coupling_ops, precision_rewrites
@@ -17,8 +19,7 @@ from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
 from revcompile.runtime.reversible import block as chain_sums
-
-BF16 = torch.bfloat16
+from revcompile.runtime.reversible.block import BlockWeights
 
 
 class _Widened(TorchDispatchMode):
@@ -177,7 +178,7 @@ def test_stages_read_sums_as_they_were_copied(
     net = revcompile.petrafy(_Stack(first), 2, X, check="off")
     parts = net._partition.parts
     assert [sum(piece.reversible for piece in part.pieces) for part in parts] == [2, 1]
-    trained, casts, widened = [], [], []
+    found, casts, widened = [], [], []
     for kind in ("plain", "rewritten", "copied"):
         if kind == "plain":
             rewrite = precision_rewrites.cast_streams
@@ -187,20 +188,58 @@ def test_stages_read_sums_as_they_were_copied(
         else:
             monkeypatch.setattr(coupling_ops, "add_or_subtract", _copied)
             monkeypatch.setattr(sums, "add_gradients", _copied_gradient)
-        trainer = copy.deepcopy(net).trainer(
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1), F.mse_loss, autocast=BF16
-        )
         with _Widened(X.shape) as seen:
-            for _ in range(6):
-                trainer.step(X, X)
-            trainer.flush()
-        trained.append(trainer.model.state_dict())
+            trainer = trained(copy.deepcopy(net), [(X, X)] * 6, autocast=torch.bfloat16)
+        found.append(trainer.model.state_dict())
         casts.append(seen.casts_down)
         widened.append(seen.count)
-    for other in trained[1:]:
-        assert all(torch.equal(value, other[name]) for name, value in trained[0].items())
+    assert same(found[0], found[1]) and same(found[0], found[2])
     is_read_cast = first is not nn.ReLU
     assert widened[0] - widened[1] == 6 * 3 * is_read_cast
     assert casts[0] == casts[1]
     # In each pass the second of the first stage's two blocks, and the gradient of the first.
     assert casts[1] - casts[2] == 6 * (2 * is_read_cast + 1)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """A block whose first layer is called twice, and whose other weights are converted together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.both, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.down.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        return x + self.down(torch.relu(self.up(self.both(torch.relu(self.both(x))))))
+
+
+def test_weights_are_converted_together_to_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = revcompile.reversify(Twice(), torch.randn(2, 8), check="off").train()
+    x, found, counts = torch.randn(4, 8), [], []
+    converted = BlockWeights.converted
+
+    def counted(weights: BlockWeights, *given: Any) -> dict[int, Tensor]:
+        counts.append(len(copies := converted(weights, *given)))
+        return copies
+
+    for function in (counted, lambda *_: {}):
+        monkeypatch.setattr(BlockWeights, "converted", function)
+        net.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(x).square().sum()
+        loss.backward()
+        found.append({name: p.grad for name, p in net.named_parameters()})
+    assert counts == [4, 4], "of forward and of the rebuild"
+    together, by_autocast = found
+    assert together["down.weight"] is None
+    assert all(g.dtype == torch.float32 for g in together.values() if g is not None)
+    for name, gradient in by_autocast.items():
+        assert gradient is together[name] or torch.equal(gradient, together[name]), name
+    assert type(net.up.weight) is nn.Parameter, "the layers have their own weights again"

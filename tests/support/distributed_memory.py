@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
 
 import torch
-from distributed_worker import batches, compiled, fed, final, optimizer, trainer_of
+from distributed_worker import batches, compiled, fed, final, optimizer, outcome, trainer_of
 from torch.nn import functional as F
 from training import settings_of
-
-from revcompile.errors import InputError
 
 
 def holdings(rank: int, options: dict[str, Any]) -> Any:
@@ -63,8 +62,5 @@ def absent(rank: int, options: dict[str, Any]) -> Any:
     state, errors = final(net, trainer), []
     for each in (net, compiled(run.model, run.stages - 1, run.device)[0]):
         each.model.to("meta")
-        try:
-            each.trainer(optimizer, F.cross_entropy)
-        except InputError as error:
-            errors.append(str(error))
+        errors.append(outcome(functools.partial(each.trainer, optimizer, F.cross_entropy)))
     return state, errors

@@ -24,7 +24,7 @@ from training import settings_of
 
 import revcompile
 from revcompile import TrainerOptions
-from revcompile.errors import InputError, NonFiniteError, RankError
+from revcompile.errors import InputError, NonFiniteError, RankError, RevcompileError
 from revcompile.optim import ErrorFeedback
 from revcompile.runtime.distributed import rank_weights
 from revcompile.runtime.trainer.trainer import Trainer
@@ -174,6 +174,14 @@ def final(net: Any, trainer: Trainer) -> dict[str, Tensor]:
 # -- what ranks do --------------------------------------------------------------------------------
 
 
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or what is said if it is refused."""
+    try:
+        return call()
+    except RevcompileError as error:
+        return str(error)
+
+
 def train_all(rank: int, options: dict[str, Any]) -> Any:
     return [trained(one, **options.get("trainer", {})) for one in options["runs"]]
 
@@ -199,10 +207,8 @@ def report(rank: int, options: dict[str, Any]) -> Any:
     mean, samples, refused = trainer.pop_mean_loss(), trainer.metrics.samples, []
     hooked = [net.model.blocks[0].register_forward_hook(print)] if rank == 1 else []
     for use in (lambda: fed(trainer, data[0]), trainer.flush):
-        try:
-            use()
-        except InputError as error:
-            refused.append(str(error).partition(",")[0])
+        if isinstance(said := outcome(use), str):
+            refused.append(said.partition(",")[0])
     for handle in hooked:
         handle.remove()
     trainer.flush()
@@ -213,13 +219,10 @@ def report(rank: int, options: dict[str, Any]) -> Any:
 def differ(rank: int, options: dict[str, Any]) -> Any:
     """Rank 1 wants something else each time; returns the errors of the ranks."""
     odd = rank == 1
-    errors = []
+    errors: list[Any] = []
 
     def refused(make: Callable[[], Any]) -> None:
-        try:
-            make()
-        except InputError as error:
-            errors.append(str(error))
+        errors.append(outcome(make))
 
     refused(lambda: trainer_of(Run(stages=2 + odd)))
     refused(lambda: trainer_of(Run(model="words" if odd else "vit")))
@@ -235,7 +238,7 @@ def differ(rank: int, options: dict[str, Any]) -> Any:
     refused(lambda: trainer_of(Run(stage_to_rank=(0, 0, 0, 0))))
     refused(lambda: trainer_of(Run(stage_to_rank=(0, 1, 2, 3))))
     refused(lambda: trainer_of(Run(stages=1)))
-    return [*errors, trained(Run(steps=2))["losses"][0]]
+    return [*(e for e in errors if isinstance(e, str)), trained(Run(steps=2))["losses"][0]]
 
 
 def refuse(rank: int, options: dict[str, Any]) -> Any:
@@ -248,11 +251,7 @@ def refuse(rank: int, options: dict[str, Any]) -> Any:
     before = {name: value + rank for name, value in start.items()}
     net.model.load_state_dict(before)
     make = optimizer if rank == 0 else len
-    error = ""
-    try:
-        net.trainer(make, F.cross_entropy, weights=run.weights)
-    except InputError as refusal:
-        error = str(refusal)
+    error = outcome(lambda: net.trainer(make, F.cross_entropy, weights=run.weights))
     is_same = True
     for module in (net.model, net.to_module()):
         state = module.state_dict()

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -159,6 +159,17 @@ def trainer_of(
 
 def feed(trainer: Trainer, data: list[Batch]) -> list[float]:
     return [refilling(trainer.step, *batch).loss for batch in data]
+
+
+def trained(
+    net: revcompile.StagedModel, data: Iterable[Batch], optimizer: Any = plain_sgd, **settings: Any
+) -> Trainer:
+    """A trainer after all of the data, drained; squares are its loss unless it is given one."""
+    trainer = trainer_of(net, optimizer, **{"loss": F.mse_loss, **settings})
+    for batch in data:
+        trainer.step(*batch)
+    trainer.flush()
+    return trainer
 
 
 def reported(trainer: Trainer, data: list[Batch]) -> list[tuple[int | None, int | None]]:

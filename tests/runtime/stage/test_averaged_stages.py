@@ -11,7 +11,7 @@ from helpers import worst
 from nets import Arranged, PreNorm
 from torch import Tensor
 from torch.nn import functional as F
-from training import settings_of
+from training import plain_sgd, trained
 
 import revcompile
 from revcompile import TrainerOptions
@@ -33,25 +33,18 @@ def staged(dtype: torch.dtype = torch.float64, **options: Any) -> revcompile.Sta
     return revcompile.petrafy(model, 3, x, policy="pretrained", **({"check": "off"} | options))
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def trained(method: str, **options: Any) -> dict[str, Tensor]:
+def weights_after(method: str, **options: Any) -> dict[str, Tensor]:
     net = staged()
-    trainer = net.trainer(sgd, F.mse_loss, method=method, seed=3, **settings_of(**options))
-    for x, y in batches():
-        trainer.step(x, y)
-    trainer.flush()
+    trained(net, batches(), method=method, seed=3, **options)
     return dict(net.to_module().named_parameters())
 
 
 def test_rebuilding_equals_keeping_graphs_and_recomputing() -> None:
     with torch.no_grad():
-        assert worst(trained("backprop"), trained("reversible_backprop"))[0] < 1e-10
-        stashed = trained("petra")
-        assert worst(trained("pipedream"), stashed)[0] < 1e-10
-        assert worst(trained("petra", weights="stashed"), stashed)[0] == 0
+        assert worst(weights_after("backprop"), weights_after("reversible_backprop"))[0] < 1e-10
+        stashed = weights_after("petra")
+        assert worst(weights_after("pipedream"), stashed)[0] < 1e-10
+        assert worst(weights_after("petra", weights="stashed"), stashed)[0] == 0
 
 
 def test_captured_steps_are_the_same_training() -> None:
@@ -60,7 +53,7 @@ def test_captured_steps_are_the_same_training() -> None:
     found = []
     for backend in ("eager", "static"):
         net = staged()
-        trainer = net.trainer(sgd, F.mse_loss, backend=backend, seed=3)
+        trainer = net.trainer(plain_sgd, F.mse_loss, backend=backend, seed=3)
         for x, y in zip(xs, ys, strict=True):
             trainer.step(x, y)
         assert trainer._runner.is_active == (backend == "static")
@@ -72,7 +65,7 @@ def test_captured_steps_are_the_same_training() -> None:
 @pytest.mark.parametrize("backend", ["eager", "static"])
 def test_streams_that_grow_too_large_are_an_error_that_says_what_to_do(backend: Any) -> None:
     net = staged(torch.float32)
-    trainer = net.trainer(sgd, F.mse_loss, backend=backend)
+    trainer = net.trainer(plain_sgd, F.mse_loss, backend=backend)
     x, y = (tensor.float() for tensor in batches()[0])
     for _ in range(9):
         trainer.step(x, y)
@@ -87,7 +80,7 @@ def test_streams_that_grow_too_large_are_an_error_that_says_what_to_do(backend: 
 
 def test_the_original_is_evaluated_and_comes_back() -> None:
     net = staged(torch.float32)
-    trainer = net.trainer(sgd, F.mse_loss)
+    trainer = net.trainer(plain_sgd, F.mse_loss)
     x, y = (tensor.float() for tensor in batches()[0])
     trainer.step(x, y)
     trainer.flush()
@@ -101,7 +94,10 @@ def test_streams_are_rebuilt_to_the_bit_and_few_bits_are_kept() -> None:
     net = staged(torch.float32)
     for cast in (None, torch.bfloat16):
         trainer = net.trainer(
-            sgd, F.mse_loss, autocast=cast, options=TrainerOptions(measure_reconstruction_every=1)
+            plain_sgd,
+            F.mse_loss,
+            autocast=cast,
+            options=TrainerOptions(measure_reconstruction_every=1),
         )
         for x, y in batches():
             metrics = trainer.step(x.float(), y.float())
@@ -114,7 +110,7 @@ def test_streams_are_rebuilt_to_the_bit_and_few_bits_are_kept() -> None:
 @pytest.mark.parametrize("weights", ["latest", "predicted"])
 def test_other_weights_than_those_of_forward_are_refused(weights: Any) -> None:
     with pytest.raises(InputError, match="multiply that difference in every block"):
-        staged().trainer(sgd, F.mse_loss, weights=weights)
+        staged().trainer(plain_sgd, F.mse_loss, weights=weights)
 
 
 def test_rearranged_streams() -> None:

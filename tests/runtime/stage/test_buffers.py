@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from training import same, weights
 
 from revcompile.errors import InputError
+from revcompile.runtime.stage.slots import Ring
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import FULL, even, is_active, made
 
@@ -65,3 +67,44 @@ def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
 def test_other_buffers_do_not_exist(given: Any) -> None:
     with pytest.raises(InputError, match=f"kept_input_dtype={given!r}; use torch.bfloat16"):
         made("eager", kept_input_dtype=given)
+
+
+# -- slots in a ring ------------------------------------------------------------------------------
+
+
+FORMS: dict[str, Tensor] = {
+    "dense": torch.randn(3, 4),
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "a number": torch.tensor(0.5),
+    "odd bytes": torch.arange(3, dtype=torch.uint8),
+    "bfloat16": torch.randn(4, 2).bfloat16(),
+    "integers": torch.arange(5),
+    "true or false": torch.tensor([True, False, True]),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "empty": torch.zeros(0, 3),
+    "with gaps": torch.randn(4, 6)[:, :3],
+    "not aligned": torch.randn(7)[1:],
+}
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_values_come_back_in_their_order(form: str, is_on_device: bool) -> None:
+    tensor, ring = FORMS[form], Ring((FORMS[form], "size"), 3)
+    values = [(tensor.roll(number), "size") for number in range(7)]
+    for number, value in enumerate(values):
+        if is_on_device:
+            ring.ends = torch.tensor([number % 3]), torch.tensor([(number - 2) % 3])
+        assert ring.put(number, value)
+        assert equal(ring.slot(number).value, value)
+        if number >= 2:
+            popped: Any = ring.take(number - 2)
+            assert equal(popped, values[number - 2])
+            assert popped[0].shape == tensor.shape and popped[0].dtype == tensor.dtype
+            if tensor.dim() == 4:
+                assert popped[0].stride() == tensor.stride()
+
+
+def equal(a: tuple[Tensor, str], b: tuple[Tensor, str]) -> bool:
+    same_bits = a[0].contiguous().view(-1).tolist() == b[0].contiguous().view(-1).tolist()
+    return same_bits and a[1] == b[1]

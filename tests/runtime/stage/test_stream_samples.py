@@ -7,43 +7,27 @@ import torch
 from nets import Residual
 from torch import nn
 from torch.nn import functional as F
-from training import settings_of
+from training import trained
 
 import revcompile
-from revcompile import TrainerOptions
 from revcompile.errors import InversionError
-
-
-def _staged(stages: int) -> revcompile.StagedModel:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(4, 8), *(Residual(nn.Linear(8, 8)) for _ in range(6)), nn.Linear(8, 2)
-    )
-    return revcompile.petrafy(model, stages, torch.randn(3, 4))
-
-
-def _train(net: revcompile.StagedModel, method: str, scale: float, **settings: object) -> None:
-    trainer = net.trainer(
-        lambda p: torch.optim.SGD(p, lr=0.01),
-        F.cross_entropy,
-        method=method,
-        **settings_of(**settings),
-    )
-    with torch.no_grad():  # after compilation, which has compared gradients on its example
-        for name, parameter in net.model.named_parameters():
-            if "branch" in name:
-                parameter.mul_(scale)
-    for _ in range(4):
-        trainer.step(torch.randn(3, 4), torch.tensor([0, 1, 0]))
-    trainer.flush()
+from tests.recorded import standing_still
 
 
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "reversible_backprop"])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_streams_that_are_rebuilt_wrongly_are_refused(stages: int, method: str) -> None:
-    net = _staged(stages)
+    torch.manual_seed(0)
+    blocks = [Residual(nn.Linear(8, 8)) for _ in range(6)]
+    model = nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 2))
+    net = revcompile.petrafy(model, stages, torch.randn(3, 4))
+    with torch.no_grad():  # after compilation, which has compared gradients on its example
+        for name, parameter in net.model.named_parameters():
+            if "branch" in name:
+                parameter.mul_(1000.0)
+    data = [(torch.randn(3, 4), torch.tensor([0, 1, 0])) for _ in range(4)]
     with pytest.raises(InversionError, match=r"stage \d reconstructs its input only"):
-        _train(net, method, 1000.0)
+        trained(net, data, method=method, loss=F.cross_entropy)
 
 
 def test_rounded_buffers_are_no_error() -> None:
@@ -52,15 +36,9 @@ def test_rounded_buffers_are_no_error() -> None:
     chains = [[Residual(nn.Linear(8, 8)) for _ in range(3)] for _ in range(2)]
     model = nn.Sequential(*chains[0], nn.Linear(8, 8), nn.Tanh(), *chains[1])
     net = revcompile.petrafy(model, 4, torch.randn(3, 8))
-    trainer = net.trainer(
-        lambda p: torch.optim.SGD(p, lr=0.0),
-        F.cross_entropy,
-        method="petra_stashed",
-        options=TrainerOptions(kept_input_dtype=torch.bfloat16),
-    )
-    for _ in range(6):
-        trainer.step(torch.randn(3, 8), torch.tensor([0, 1, 0]))
-    trainer.flush()
+    data = [(torch.randn(3, 8), torch.tensor([0, 1, 0])) for _ in range(6)]
+    settings = {"loss": F.cross_entropy, "kept_input_dtype": torch.bfloat16}
+    trained(net, data, standing_still, method="petra_stashed", **settings)
 
 
 def test_small_inputs_that_averaged_couplings_round_are_no_error(
@@ -74,10 +52,5 @@ def test_small_inputs_that_averaged_couplings_round_are_no_error(
         model[0].weight.mul_(0.01)  # to multiples of 2 ** -13
     tokens = torch.randint(9, (16,))
     net = revcompile.petrafy(model, 3, tokens, policy="pretrained")
-    trainer = net.trainer(
-        lambda p: torch.optim.SGD(p, lr=0.01), F.cross_entropy, method="petra_stashed"
-    )
-    for _ in range(6):
-        trainer.step(tokens, tokens % 2)
-    trainer.flush()
+    trained(net, [(tokens, tokens % 2)] * 6, method="petra_stashed", loss=F.cross_entropy)
     assert not [w for w in recwarn if "reconstructs" in str(w.message)]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from training import Net, batches, feed, fresh, plain_sgd, trainer_of
+from training import Net, batches, feed, fresh, plain_sgd, trained, trainer_of
 
 import revcompile
 from revcompile.errors import InputError, RevcompileWarning, TrainerStoppedError
@@ -166,10 +165,7 @@ class Named(nn.Module):
 def test_modules_may_have_any_name() -> None:
     names = ["in", "it's", 'a "b"', "back\\slash", "{x}", "None", "self"]
     net = revcompile.petrafy(Named(names), 2, torch.randn(4, 6), cost="measured")
-    trainer = net.trainer(plain_sgd, F.mse_loss)
-    for _ in range(3):
-        trainer.step(torch.randn(4, 6), torch.zeros(4, 6))
-    trainer.flush()
+    trained(net, [(torch.randn(4, 6), torch.zeros(4, 6))] * 3)
     for stage in net.stages:
         compile(stage.code, "code", "exec")
     for name in names:

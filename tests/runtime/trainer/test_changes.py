@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from distributed_worker import fed, final, launch
+from distributed_worker import fed, final, launch, outcome
 from nets import Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -481,32 +481,26 @@ def test_a_rate_of_zero_may_rise() -> None:
 def course(row: Row, backend: str) -> dict[str, Any]:
     """A change in flight, or after a flush if it is refused then; what was refused, the weights."""
     net, trainer, optimizers = made(backend, "petra")
-    told: list[str] = []
-
-    def refused(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except RevcompileError as error:
-            told.append(str(error))
-
+    told: list[Any] = []
     for batch in data(9):
         fed(trainer, batch)
     undo = row.change(net.model, optimizers)
     if row.refused_in_flight is not None:
-        refused(trainer.flush)
+        told.append(outcome(trainer.flush))
     if row.refused is not None or row.refused_in_flight is not None:
         if undo is not None:
             undo()
         trainer.flush()
         undo = row.change(net.model, optimizers)
     if row.refused is not None:
-        refused(lambda: fed(trainer, data(1, row.inputs)[0]))
+        told.append(outcome(lambda: fed(trainer, data(1, row.inputs)[0])))
         if undo is not None:
             undo()
     for batch in data(10, row.inputs if row.refused is None else same):
         fed(trainer, batch)
     trainer.flush()
-    return {"told": told, "state": final(net, trainer)}
+    said = [text for text in told if isinstance(text, str)]
+    return {"told": said, "state": final(net, trainer)}
 
 
 ON_RANKS: Final = [name for name in TABLE if name != "loaded weights"]
