@@ -47,7 +47,7 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     "compiler/test_determinism.py": (),
     "compiler/test_families.py": ("test_vit",),
     "compiler/test_fuzz.py::test_random_nets_are_right_or_refused": ("0-6",),
-    "compiler/test_fuzz.py::test_findings_are_made_small_and_written": (),
+    "compiler/test_fuzz.py::test_findings_are_small_and_written": (),
     "compiler/test_rewire.py::test_parameters_and_segments_of_the_paper": ("resnet18-timm",),
     "compiler/test_rewire.py::test_blocks_that_start_as_their_shortcuts_train": ("resnet18",),
     "inspect/test_browser.py": (),
@@ -69,8 +69,8 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     ),
     "repository/test_docs.py::test_a_command_can_be_given": (),
     "repository/test_docs.py::test_a_tutorial_runs": (),
-    "repository/test_docs.py::test_the_code_of_a_page_runs_in_order": ("README.md",),
-    "repository/test_docs.py::test_the_recipe_for_signals_saves_and_goes_on": (),
+    "repository/test_docs.py::test_code_of_a_page_runs": ("README.md",),
+    "repository/test_docs.py::test_the_recipe_for_signals": (),
     "repository/test_examples.py": (),
     "repository/test_models.py": (
         "test_models_have_the_parameters_of_their_papers",
@@ -80,7 +80,7 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     "runtime/distributed/test_distributed.py": (
         "test_two_ranks_train_as_one_process_with_every_method",
         "test_a_lost_micro_batch_changes_nothing",
-        "test_the_others_stop_and_name_the_rank_that_ended[2-killed-rank 2 (stage 2) is gone]",
+        "test_others_name_the_rank_that_ended[2-killed-rank 2 (stage 2) is gone]",
         "test_ranks_that_differ_are_refused",
         "test_the_difference_names_the_ranks",
         "test_a_layout_that_does_not_fit_is_refused",

@@ -213,9 +213,7 @@ def transcribed(
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("method", NO_DELAY)
 @pytest.mark.parametrize("name", EVERY)
-def test_without_delay_every_update_is_autograd_s(
-    name: str, method: str, accumulation_steps: int
-) -> None:
+def test_without_delay_it_is_autograd(name: str, method: str, accumulation_steps: int) -> None:
     expected, module = plain(name, accumulation_steps)
     trainer, actual = engine(name, method, batches(name), accumulation_steps=accumulation_steps)
     assert_same(expected, actual, stage_of(name))
@@ -456,9 +454,7 @@ def noisy_gradients(
     ("method", "in_flight_per_stage"),
     [*((method, None) for method in NO_DELAY), *itertools.product(DISTINCT, ORDERS)],
 )
-def test_backward_sees_the_mask_of_its_own_forward(
-    method: str, in_flight_per_stage: float | None
-) -> None:
+def test_backward_sees_its_own_mask(method: str, in_flight_per_stage: float | None) -> None:
     net, tape = noisy(True)
     tape.drawn, tape.given = {}, None
     k = 3 if method in ("gpipe", "1f1b") else 1
@@ -480,9 +476,7 @@ def test_backward_sees_the_mask_of_its_own_forward(
 @pytest.mark.parametrize(
     ("method", "in_flight_per_stage"), list(itertools.product(DISTINCT, ORDERS))
 )
-def test_masks_depend_on_seed_stage_and_microbatch_only(
-    method: str, in_flight_per_stage: float
-) -> None:
+def test_masks_depend_on_seed_and_place_only(method: str, in_flight_per_stage: float) -> None:
     expected = noisy_gradients(False, "backprop", None)
     assert_same(expected, noisy_gradients(False, method, in_flight_per_stage), lambda name: -1)
 

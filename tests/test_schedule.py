@@ -186,9 +186,7 @@ def test_delays_of_the_table_are_those_of_the_lists(name: str, stages: int) -> N
 
 @pytest.mark.parametrize("in_flight_per_stage", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 3, 8])
-def test_delay_counts_updates_not_microbatches(
-    in_flight_per_stage: float, accumulation_steps: int
-) -> None:
+def test_delay_counts_updates(in_flight_per_stage: float, accumulation_steps: int) -> None:
     method = choose("petra", in_flight_per_stage=in_flight_per_stage)
     lists = actions(method, 6, 60, accumulation_steps)
     for stage, listed in enumerate(lists):
@@ -252,9 +250,7 @@ def test_every_schedule_comes_to_its_end(name: str, accumulation_steps: int, sta
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
 @pytest.mark.parametrize("name", ["petra", "dsp", "backprop"])
-def test_tied_messages_that_wait_are_sent_and_not_received(
-    name: str, accumulation_steps: int
-) -> None:
+def test_tied_messages_that_wait_are_not_received(name: str, accumulation_steps: int) -> None:
     """Between any two steps, as their lists have it; the pipeline is drained after some of them."""
     ties = [Tie(0, 1), Tie(0, 2), Tie(1, 2)]
     for drained in range(12):
@@ -276,9 +272,7 @@ def test_tied_messages_that_wait_are_sent_and_not_received(
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_a_microbatch_meets_one_version_of_a_tied_parameter(
-    name: str, accumulation_steps: int
-) -> None:
+def test_a_microbatch_meets_one_tied_version(name: str, accumulation_steps: int) -> None:
     owner, *_, holder = actions(name, 4, 20, accumulation_steps, [Tie(0, 3)])
     for m in range(20):
         forward = Action(Op.FORWARD, m)
@@ -290,9 +284,7 @@ def test_a_microbatch_meets_one_version_of_a_tied_parameter(
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("ties", [[], [Tie(0, 2)]], ids=["untied", "tied"])
-def test_a_drained_pipeline_starts_again_where_the_numbers_ended(
-    name: str, ties: list[Tie]
-) -> None:
+def test_a_drained_pipeline_starts_again_at_its_numbers(name: str, ties: list[Tie]) -> None:
     schedule = Schedule(name, stages=3, accumulation_steps=2, ties=ties)
     steps(schedule, 5)
     assert schedule.injected == 5

@@ -399,9 +399,7 @@ class WithLambda(nn.Module):
         (WithLambda, "capture: 1 has a function as its attribute run, which holds 1 ("),
     ],
 )
-def test_parts_that_a_copy_would_share_with_the_model(
-    wrap: Callable[[nn.Module], nn.Module], words: str
-) -> None:
+def test_parts_that_a_copy_would_share(wrap: Callable[[nn.Module], nn.Module], words: str) -> None:
     model = nn.Sequential(zoo.Mlp(), wrap(nn.Linear(8, 8)))
     text = message(InputError, lambda: capture(model, zoo.rows(2)))
     assert words in text and "0x" not in text

@@ -96,9 +96,7 @@ class EvenBatch(Reused):
 @pytest.mark.parametrize(
     ("kind", "sizes"), [(SequenceFirst, [(6, 4), (6, 3)]), (EvenBatch, [(4, 6), (6, 6), (2, 6)])]
 )
-def test_a_size_of_one_block_that_the_next_one_reads(
-    kind: type[nn.Module], sizes: list[tuple[int, int]]
-) -> None:
+def test_a_size_the_next_block_reads(kind: type[nn.Module], sizes: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
     _train(kind().double(), *sizes)
 
@@ -160,9 +158,7 @@ class Dropped(Mixed):
     ],
     ids=["bernoulli", "bernoulli_", "dropout"],
 )
-def test_a_size_behind_random_numbers_does_not_depend_on_them(
-    draw: Callable[[int], Tensor],
-) -> None:
+def test_a_size_behind_random_numbers_is_free(draw: Callable[[int], Tensor]) -> None:
     torch.manual_seed(0)
     batches = [torch.randn(size, 6, WIDTH, dtype=torch.float64) for size in (4, 4, 3)]
     net = revcompile.petrafy(Dropped(draw).double(), 3, batches[0], check="off")

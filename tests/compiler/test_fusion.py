@@ -92,9 +92,7 @@ def _run(
 @pytest.mark.parametrize(
     ("kernel", "step", "padding", "size"), [(7, 2, 3, 12), (3, 2, 1, 8), (4, 4, 0, 8), (5, 3, 1, 9)]
 )
-def test_convolutions_of_few_channels_are_folded(
-    kernel: int, step: int, padding: int, size: int
-) -> None:
+def test_few_channels_are_folded(kernel: int, step: int, padding: int, size: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, size, 2 * size if size % 2 == 0 else size, dtype=torch.float64)
     conv = nn.Conv2d(3, 5, kernel, step, padding).double()

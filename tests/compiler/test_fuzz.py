@@ -215,9 +215,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("wrong", "reversify") in kinds(examine(GOOD, ["petra"]))
 
 
-def test_findings_are_made_small_and_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_findings_are_small_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Reversible, *args: Any, **kwargs: Any) -> Any:
         raise KeyError("h")
 

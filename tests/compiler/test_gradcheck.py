@@ -84,9 +84,7 @@ class Selecting(nn.Module):
         return x
 
 
-def test_gradients_of_stages_that_differ_by_ties_are_explained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_that_differ_by_ties_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     right, calls = gradcheck._staged_gradients, list[str]()
 
     def second_is_wrong(*args: Any) -> Any:
@@ -132,9 +130,7 @@ def test_ties_of_max_pooling_are_explained(pool: Callable[[Tensor], Tensor]) -> 
     revcompile.reversify(Pooling(pool), torch.randn(2, 4, 8), leaf_modules=leaves)
 
 
-def test_a_long_comparison_is_left_out_with_a_line_in_the_summary(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_comparison_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "gradients were not compared on the example, which would take longer than compiling"
     assert line not in revcompile.reversify(Noisy(), torch.randn(5, 8)).summary()
     monkeypatch.setattr(gradcheck, "_WORK_PER_NODE", 0.0)

@@ -200,9 +200,7 @@ class _Padded(nn.Conv2d):
 
 @pytest.mark.parametrize(("norm", "channels"), [(nn.BatchNorm2d, 16), (_Centered, 8)])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_subclass_is_widened_if_it_computes_as_its_torch_layer(
-    device: str, norm: type[nn.BatchNorm2d], channels: int
-) -> None:
+def test_subclasses_are_widened(device: str, norm: type[nn.BatchNorm2d], channels: int) -> None:
     with torch.device(device):
         model = _Ends([_Padded(3, 8, 3), norm(8)], _conv(), [_conv()])
         net = revcompile.reversify(model, torch.randn(2, 3, 8, 8))
@@ -332,9 +330,7 @@ class ReadFarAway(Skips):
 
 @pytest.mark.parametrize("policy", ["paper", "same_parameters"])
 @pytest.mark.parametrize("kind", [SharedLayer, LateStart, ReadFarAway])
-def test_a_skip_and_a_second_stream_compute_nothing_twice(
-    kind: type[nn.Module], policy: str
-) -> None:
+def test_skips_and_second_streams_are_exact(kind: type[nn.Module], policy: str) -> None:
     staged = revcompile.petrafy(
         kind().double(), 3, torch.randn(3, 4).double(), policy=policy, check="full"
     )

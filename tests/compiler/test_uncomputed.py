@@ -68,9 +68,7 @@ def test_a_tensor_that_the_graph_does_not_leave_in_an_attribute_is_not_there() -
 
 @pytest.mark.parametrize("is_dict", [True, False])
 @pytest.mark.parametrize("is_filled", [True, False])
-def test_a_cache_that_is_filled_in_eval_mode_is_computed_in_every_call(
-    is_dict: bool, is_filled: bool
-) -> None:
+def test_a_cache_of_eval_mode_is_computed_in_every_call(is_dict: bool, is_filled: bool) -> None:
     model = nn.Sequential(Caching(is_dict), Caching(is_dict)).train(not is_filled)
     with torch.no_grad():
         model(X)

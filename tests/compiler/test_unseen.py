@@ -167,9 +167,7 @@ class Late(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["assigned", "data", "written"])
-def test_a_buffer_that_is_written_late_is_an_error_and_then_right(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffer_written_late_is_an_error_first(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Chain(Late(how), nn.Linear(6, 6), nn.Linear(6, 6))
     net = revcompile.reversify(model, X, leaf_modules=[Late])
     assert len(net.rewired.couplings) == 3

@@ -181,9 +181,7 @@ PAIRS: list[tuple[str, Callable[..., Tensor], nn.Module, bool]] = [
 @pytest.mark.parametrize(
     ("read", "norm", "expected"), [case[1:] for case in PAIRS], ids=[case[0] for case in PAIRS]
 )
-def test_only_a_batch_norm_that_a_relu_alone_reads(
-    read: Callable[..., Tensor], norm: nn.Module, expected: bool
-) -> None:
+def test_pairs_that_are_fused(read: Callable[..., Tensor], norm: nn.Module, expected: bool) -> None:
     net = revcompile.reversify(_Pair(read, norm), torch.randn(2, 8, 6, 6), check="off")
     (coupling,) = net.rewired.couplings
     before = str(coupling.branch)

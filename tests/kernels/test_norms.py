@@ -134,9 +134,7 @@ def test_a_streams_own_gradient_is_added_once(count: int, kernels: list[str]) ->
         assert_exact(net, x, limit=2e-2)  # sums in another order, rounded to bfloat16
 
 
-def test_a_stage_normalises_so_in_both_directions(
-    kernels: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_in_both_directions(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.randn(2, 3, 16, 16), torch.zeros(2).long()
     net = revcompile.petrafy(_vit(num_classes=3), num_stages=2, example_inputs=x, check="off")
     settings: dict[str, Any] = {"loss": F.cross_entropy, "autocast": torch.bfloat16}

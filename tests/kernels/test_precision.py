@@ -171,9 +171,7 @@ def test_sums_of_streams_that_grow_are_undone_to_the_bit(size: float) -> None:
 
 
 @pytest.mark.parametrize("first", [nn.Identity, _Functional, nn.ReLU])
-def test_stages_read_sums_as_they_were_copied(
-    first: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_read_copied_sums(first: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = revcompile.petrafy(_Stack(first), 2, X, check="off")
     parts = net._partition.parts
@@ -218,9 +216,7 @@ class Twice(nn.Module):
         return x + self.down(torch.relu(self.up(self.both(torch.relu(self.both(x))))))
 
 
-def test_weights_are_converted_together_to_the_same_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_are_converted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     net = revcompile.reversify(Twice(), torch.randn(2, 8), check="off").train()
     x, found, counts = torch.randn(4, 8), [], []
     converted = BlockWeights.converted

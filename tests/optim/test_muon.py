@@ -65,9 +65,7 @@ def test_equal_shapes_are_orthogonalised_as_alone() -> None:
     ids=["muon", "adamw", "sgd"],
 )
 @pytest.mark.parametrize("delay", [1.0, 2.5])
-def test_feedback_moves_weights_ahead_by_the_delay(
-    make: Callable[[Any], Optimizer], delay: float
-) -> None:
+def test_feedback_moves_weights_ahead(make: Callable[[Any], Optimizer], delay: float) -> None:
     """w = y - t u, with y the weights without feedback (updates must not depend on w)."""
 
     def without_decay(params: Any) -> Optimizer:

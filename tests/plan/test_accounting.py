@@ -30,9 +30,7 @@ def test_the_first_stage_keeps_what_it_is_fed() -> None:
     ("name", "accumulation_steps", "in_flight"),
     [("ddg", 1, 3), ("1f1b", 1, 1), ("1f1b", 2, 2), ("1f1b", 8, 3)],
 )
-def test_a_stage_that_keeps_its_graph_has_one_for_every_micro_batch_in_flight(
-    name: str, accumulation_steps: int, in_flight: int
-) -> None:
+def test_graphs_that_are_in_flight(name: str, accumulation_steps: int, in_flight: int) -> None:
     net, buffers = fresh(Plain, 4), []
     for method in ("backprop", name):
         net.method = choose(method)

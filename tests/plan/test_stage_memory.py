@@ -126,9 +126,7 @@ def partly_frozen(stages: int, when: str) -> StagedModel:
 @pytest.mark.parametrize(
     ("stages", "when"), [(4, "before it is cut"), (4, "afterwards"), (3, "afterwards")]
 )
-def test_frozen_parameters_have_no_gradients_nor_copies_nor_optimizer_state(
-    method: str, stages: int, when: str
-) -> None:
+def test_frozen_parameters_take_no_more_memory(method: str, stages: int, when: str) -> None:
     """Below the first block that has something to train nothing is kept or sent back.
 
     That block begins a stage, or is in the middle of one of three.

@@ -260,9 +260,7 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
         ),
     ],
 )
-def test_calls_of_a_staged_model(
-    staged: StagedModel, call: Callable[[StagedModel], Any], said: str
-) -> None:
+def test_calls_of_a_net(staged: StagedModel, call: Callable[[StagedModel], Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         call(staged)
 
@@ -274,9 +272,7 @@ def test_calls_of_a_staged_model(
         (lambda model: model.append(Detached()), "has a path to the result"),
     ],
 )
-def test_a_model_with_nothing_to_train_is_refused(
-    change: Callable[[nn.Module], Any], why: str
-) -> None:
+def test_nothing_to_train_is_refused(change: Callable[[nn.Module], Any], why: str) -> None:
     model = nn.Sequential(Block(), Block())
     change(model)
     net = revcompile.petrafy(model, 2, X)

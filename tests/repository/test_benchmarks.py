@@ -69,9 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SMALLEST)
-def test_it_runs_in_its_smallest_form(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_smallest_form_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(name, monkeypatch, *SMALLEST[name], *MORE.get(name, ()))
     assert found["rows"] and found["torch"] == torch.__version__
     if name == "peers":

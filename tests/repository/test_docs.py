@@ -118,9 +118,7 @@ def same_signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("same_signals")
 @pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
-def test_the_code_of_a_page_runs_in_order(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = blocks(page, "python")
     for package in ("transformers", "tensorboard"):
         if any(f"import {package}" in code or f"{package} import" in code for _, code in found):
@@ -133,9 +131,7 @@ def test_the_code_of_a_page_runs_in_order(
 
 
 @pytest.mark.usefixtures("same_signals")
-def test_the_recipe_for_signals_saves_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_for_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = [code for _, code in blocks(ROOT / "docs/guides/checkpoints.md", "python")]
     (recipe,) = (code for code in codes if "signal.SIGTERM" in code)
     monkeypatch.chdir(tmp_path)

@@ -109,9 +109,7 @@ def test_what_is_wrong_with_the_data_is_a_line(
         example("train_compiled").main(["--data", "imagefolder", *data])
 
 
-def test_finetune_vit_starts_where_the_original_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finetune_vit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = example("finetune_vit")
     found = module.digits(None, 32)
     few = {"train": Subset(found.train, range(320)), "test": Subset(found.test, range(160))}
@@ -136,9 +134,7 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_finetune_huggingface_by_its_trainer_and_with_adapters(
-    language_model: str, tmp_path: Path
-) -> None:
+def test_finetune_huggingface_with_adapters(language_model: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(language_model)

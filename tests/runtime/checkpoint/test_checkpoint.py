@@ -174,9 +174,7 @@ def step_in(folder: Path) -> int:
     return checkpoint.step
 
 
-def test_the_newest_checkpoints_stay_whatever_the_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_checkpoints_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 5: a run that continued from an earlier one
     for step, clock in ((10, 5e8), (20, 4e8), (30, 9e8), (5, 1e8)):
         monkeypatch.setattr(time, "time", lambda clock=clock: clock)
@@ -318,9 +316,7 @@ def without_index(checkpoint: Path) -> None:
         (without_index, r"checkpoint.json: "),
     ],
 )
-def test_damage_is_named_not_worked_around(
-    tmp_path: Path, damage: Callable[[Path], None], said: str
-) -> None:
+def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
     older, newer = put(tmp_path, 1), put(tmp_path, 2)
     damage(newer)
     with pytest.raises(InputError, match=f"step_00000002 cannot be used: {said}.*_00000001"):
@@ -405,9 +401,7 @@ def run_ranks(world: int, work: Callable[[int, Gather], Any]) -> list[Any]:
     return found
 
 
-def test_when_one_rank_fails_all_do_and_nothing_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_one_rank_fails_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def save(step: int, rank: int, gather: Gather) -> Path:
         tree = {"model": {f"{rank}": torch.ones(3)}}
         return save_checkpoint(tmp_path, tree, step=step, rank=rank, gather=gather)

@@ -171,9 +171,7 @@ def test_a_lost_micro_batch_changes_nothing(tmp_path: Path) -> None:
         (3, "failed in net.module", "rank 3 (stage 3) stopped: ZeroDivisionError: some bug"),
     ],
 )
-def test_the_others_stop_and_name_the_rank_that_ended(
-    tmp_path: Path, doomed: int, how: str, said: str
-) -> None:
+def test_others_name_the_rank_that_ended(tmp_path: Path, doomed: int, how: str, said: str) -> None:
     results, codes = launched(
         tmp_path, 4, "end", doomed=doomed, how=how, method="petra", timeout=60, limit=50
     )

@@ -55,9 +55,7 @@ def loses(one: DistributedTransport, peer: int) -> None:
     one.on_lost(one.ranks.named(peer))(CLOSED)
 
 
-def test_a_rank_whose_copy_followed_names_the_rank_that_was_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_whose_copy_followed_names_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     ranks = [rank(number, store, monkeypatch) for number in (2, 0, 1)]
     for one, peer in zip(ranks, (3, 2, 0), strict=True):
@@ -67,9 +65,7 @@ def test_a_rank_whose_copy_followed_names_the_rank_that_was_lost(
         assert one.close()
 
 
-def test_a_rank_whose_connections_are_all_open_hears_of_it_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_with_open_connections_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     failing, waiting = (rank(number, store, monkeypatch) for number in (2, 1))
     failing.abort("rank 2 (stages 0, 1) stopped: ZeroDivisionError: some bug")
@@ -79,9 +75,7 @@ def test_a_rank_whose_connections_are_all_open_hears_of_it_too(
     assert failing.close() and waiting.close()
 
 
-def test_a_rank_that_ends_for_an_error_nobody_caught_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_ends_for_an_uncaught_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     failing, waiting = (rank(number, store, monkeypatch) for number in (2, 1))
     monkeypatch.setattr(placement, "_open", [failing])
@@ -92,9 +86,7 @@ def test_a_rank_that_ends_for_an_error_nobody_caught_says_so(
     assert waiting.close()
 
 
-def test_without_a_store_and_without_a_word_the_lost_rank_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_store_the_lost_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     one = rank(3, Gone(), monkeypatch)
     monkeypatch.setattr(failures, "GRACE", 0.01)
     loses(one, 1)

@@ -176,9 +176,7 @@ GENERATOR = torch.Generator().manual_seed(0)
     ("loader", "what"),
     [("unseeded", "targets"), ("distributed_sampler", "targets"), ("targets_apart", "inputs")],
 )
-def test_ranks_that_read_other_samples_are_stopped_before_anything_is_trained(
-    tmp_path: Path, loader: str, what: str
-) -> None:
+def test_ranks_that_read_other_samples_are_stopped(tmp_path: Path, loader: str, what: str) -> None:
     results = launch(tmp_path, 2, own_loader, loader=loader, limit=60)
     text = f"trainer.step, micro-batch 0: rank 1 (stage 1) was given other {what} than rank 0"
     for kind, (losses, said, unchanged) in zip(("RankError", "InputError"), results, strict=True):

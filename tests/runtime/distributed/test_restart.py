@@ -86,9 +86,7 @@ _DEVICES: Final = [
 
 @pytest.mark.parametrize("seed", range(-(-KILLS // 4)))
 @pytest.mark.parametrize("device", _DEVICES)
-def test_after_kills_at_any_moment_every_step_is_the_undisturbed_runs(
-    tmp_path: Path, device: str, seed: int
-) -> None:
+def test_after_kills_at_any_moment(tmp_path: Path, device: str, seed: int) -> None:
     """Also while a checkpoint is written, which is done after every second step."""
     chance = random.Random(seed)
     accumulated, ranks = chance.choice([1, 2, 3]), 2 if device == "cuda" else chance.choice([2, 4])

@@ -328,9 +328,7 @@ def test_the_warning_points_to_where_the_trainer_is_made() -> None:
     assert [warning.filename for warning in seen] == [__file__]
 
 
-def test_what_turns_out_not_to_be_capturable_goes_on_as_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_captured_goes_on_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "EagerReplay", Refusing)
     found = []
     for backend in ("eager", "static"):
@@ -367,9 +365,7 @@ def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=str,
 )
-def test_fusion_regions_compute_what_programs_do(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-) -> None:
+def test_fusion_is_exact(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     def plain(*args: Any, **options: Any) -> CapturedSteps:
         return CapturedSteps(*args, **{**options, "fuse": Fusion(lambda function: function).fuse})
 

@@ -41,9 +41,7 @@ def _is_capturing(device: torch.device) -> bool:
     return True
 
 
-def test_gradients_of_a_recorded_step_with_stochastic_depth(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_of_a_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=3, drop_path_rate=0.5
     )

@@ -199,9 +199,7 @@ def test_a_mode_of_the_original_is_kept() -> None:
         ("of_state", "first.weight", 0),
     ],
 )
-def test_rewired_weights_are_not_applied_by_another_path(
-    method: str, weight: str, arguments: int
-) -> None:
+def test_rewired_weights_by_another_path(method: str, weight: str, arguments: int) -> None:
     inputs = [torch.randn(3, 4)] * arguments
     with pytest.raises(
         OriginalMethodError, match=f"Blocks.{method} computes with {weight}"

@@ -110,9 +110,7 @@ def test_samples_are_few_and_everywhere(shape: tuple[int, ...]) -> None:
     assert samples_of(stream).untyped_storage()._cdata == stream.untyped_storage()._cdata
 
 
-def test_what_an_asynchronous_device_finds_stops_the_next_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_asynchronous_device_stops_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconstruction, "_is_asynchronous", lambda device: True)
     right, wrong = torch.ones(4, 4), torch.zeros(4, 4)
     check = ReconstructionCheck("chain", "auto", 50)

@@ -139,9 +139,7 @@ def test_small_gradients_survive_float16() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_a_micro_batch_that_overflows_is_left_out_like_a_bad_one(
-    stage: int, accumulation_steps: int
-) -> None:
+def test_a_micro_batch_that_overflows_is_left_out(stage: int, accumulation_steps: int) -> None:
     found = []
     for scale in (None, "dynamic"):
         net = fresh(Net)

@@ -41,9 +41,7 @@ def test_rounded_buffers_are_no_error() -> None:
     trained(net, data, standing_still, method="petra_stashed", **settings)
 
 
-def test_small_inputs_that_averaged_couplings_round_are_no_error(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_rounded_small_inputs_are_no_error(recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(9, 8), *(Residual(nn.Linear(8, 8)) for _ in range(4)), nn.Linear(8, 2)

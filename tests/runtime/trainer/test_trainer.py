@@ -146,9 +146,7 @@ def test_pytrees_in_and_out(method: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [*({"method": m} for m in METHODS), {"backend": "static"}])
-def test_callers_may_write_to_a_batch_and_to_outputs_after_the_step(
-    settings: dict[str, Any],
-) -> None:
+def test_callers_may_write_to_batches_and_outputs(settings: dict[str, Any]) -> None:
     """Also by numpy, unseen by autograd. The mask is an input of the last stage and an output."""
     inputs, _ = words_batch(0)
     given = (inputs["words"],), {"mask": inputs["mask"]}

@@ -125,9 +125,7 @@ class SharedByAll(Plain):
     ("choice", "synchronous_updates"),
     [("latest", 0), ("stashed", 0), ("predicted", 0), ("predicted", 2)],
 )
-def test_a_shared_weight_on_its_way_is_not_applied_twice(
-    choice: str, synchronous_updates: int
-) -> None:
+def test_a_shared_weight_on_its_way_arrives_once(choice: str, synchronous_updates: int) -> None:
     """What a stage makes of a new value depends on the value before it, which is saved too."""
     data = batches(7)
     whole, resumed = fresh(SharedByAll), fresh(SharedByAll)
@@ -219,9 +217,7 @@ def test_what_modules_add_to_their_state_comes_back(tmp_path: Path) -> None:
         ({"method": "backprop"}, 1),  # tied weights on their way
     ],
 )
-def test_a_state_with_something_unfinished_stays_with_its_stages(
-    settings: dict[str, Any], count: int
-) -> None:
+def test_an_unfinished_state_stays_with_its_stages(settings: dict[str, Any], count: int) -> None:
     trainer = trainer_of(fresh(Net, 4), **settings)
     feed(trainer, batches(count))
     net = fresh(Net, 2)
@@ -364,9 +360,7 @@ def test_tables_show_the_method_that_is_trained() -> None:
     assert trainer_of(net, method="petra", in_flight_per_stage=2).delays == (6, 4, 2, 0)
 
 
-def test_throughput_is_that_of_training_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_throughput_is_of_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step takes a second, the rest more."""
     now = [0.0]
     monkeypatch.setattr("revcompile.runtime.trainer.steps.perf_counter", lambda: now[0])
@@ -540,9 +534,7 @@ class RootLast(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["petra", "pipedream", "backprop"])
-def test_at_the_last_stage_a_gradient_that_is_not_finite_is_as_a_loss_that_is_not(
-    method: str,
-) -> None:
+def test_a_bad_gradient_of_the_last_stage_is_as_a_bad_loss(method: str) -> None:
     x, y = batches(1, seed=3)[0]
     found = []
     for bad in (0.0, torch.nan):
