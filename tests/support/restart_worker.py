@@ -55,12 +55,7 @@ class Course:
 def train(course: Course, folder: Path, note: Note) -> None:
     """Go on from the newest checkpoint, if there is one, to the end, and save once more."""
     data, unseen = batches(course.run), held_out(course.run)
-    _, trainer = trainer_of(
-        course.run,
-        lr_schedule=schedule,
-        timeout=60.0,
-        backend=course.backend,
-    )
+    _, trainer = trainer_of(course.run, lr_schedule=schedule, timeout=60.0, backend=course.backend)
     torch.manual_seed(1 + trainer.replica)
     random.seed(1)
     if (folder / "latest").exists():

@@ -121,7 +121,7 @@ def test_only_the_first_rank_needs_to_have_the_weights(tmp_path: Path) -> None:
 
 
 def test_all_start_with_the_weights_of_rank_0_and_can_know_the_loss(tmp_path: Path) -> None:
-    results, _ = launch(tmp_path, 2, "report")
+    results = launch(tmp_path, 2, "report")
     losses = trained(Run(steps=5))["losses"]
     for found in results:
         assert found["losses"] == losses
