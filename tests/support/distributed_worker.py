@@ -446,6 +446,9 @@ def in_new_process(function: Callable[[Path], Any], folder: Path, limit: float =
 
 
 def _save_result(function: Callable[[Path], Any], folder: Path, file: Path) -> None:
+    # After a fork torch makes its pool of threads anew, which two threads must not do at once: the
+    # first backward pass starts threads that would.
+    torch.set_num_threads(1)
     torch.save(function(folder), file)
 
 
