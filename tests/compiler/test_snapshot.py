@@ -114,6 +114,19 @@ def test_equal_values_are_no_change() -> None:
     assert snapshot.first_change() is not None
 
 
+@pytest.mark.parametrize("kind", [Kind.MODULE, Kind.MEMBERS])
+def test_a_change_after_one_that_was_undone(kind: Kind) -> None:
+    """`del` of a list makes another dict of its modules."""
+    layers = nn.ModuleList([nn.Linear(2, 2)])
+    snapshot = TreeSnapshot(below(layers), (kind,))
+    layers.append(nn.Identity())
+    del layers[-1]
+    assert snapshot.first_change() is None
+    layers.append(nn.Identity())
+    layers[0] = nn.Linear(2, 2)
+    assert snapshot.first_change() is not None
+
+
 def test_what_was_expected_is_there_for_a_while() -> None:
     net = Net()
     snapshot = TreeSnapshot(below(net), (Kind.SETTING, Kind.BUFFER))

@@ -503,8 +503,7 @@ def course(row: Row, backend: str) -> dict[str, Any]:
     return {"told": said, "state": final(net, trainer)}
 
 
-ON_RANKS: Final = [name for name in TABLE if name not in ("loaded weights", "member")]
-"""A rank watches its own layers, and no container."""
+ON_RANKS: Final = [name for name in TABLE if name != "loaded weights"]
 
 
 def changed(rank: int, options: dict[str, Any]) -> dict[str, Any]:
