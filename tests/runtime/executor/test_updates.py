@@ -91,9 +91,10 @@ def trained(name: str, backend: str, case: str, device: str = "cpu") -> tuple[An
         OPTIMIZERS[name], F.cross_entropy, backend=backend, **settings_of(**CASES[case])
     )
     data = marked()
-    assert reported(trainer, data[:-7]) == [(0, BAD)]
+    bad = reported(trainer, data[:-7])
     middle = trainer.state_dict()
-    assert reported(trainer, data[-7:]) == []
+    bad += reported(trainer, data[-7:])  # a GPU tells some steps later
+    assert bad == [(0, BAD)]
     assert trainer._runner.is_active == (backend != "eager")
     trainer.flush()
     return weights(net), middle, trainer.state_dict()
