@@ -9,7 +9,7 @@ equally many blocks. PETRA trains the rewired model, cut by revcompile. The samp
 the same. With two cores for each rank, a rank is bound to its two, and computes with `--threads`.
 
     ms       per micro-batch, of the slowest rank; rounds of the methods take turns, the median
-    compute  the share of it in which the rank that computes most does so (its main thread)
+    compute  the share of that time in which the main thread of the busiest rank runs
     memory   the most that a rank has taken of the operating system for this training
 
 Methods: gpipe, 1f1b, interleaved, zbv (torch's); petra (everything is rebuilt), petra-kept (all

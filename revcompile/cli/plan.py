@@ -217,17 +217,19 @@ def _advice(planner: Planner, rows: Sequence[Forecast]) -> str:
     how = f"{row.method} of the original model"
     if row.keeps:
         kept = row.keeps.count("graph")
-        parts = [f"['nothing'] * {row.stages - kept}"] * (kept < row.stages)
-        parts += [f"['graph'] * {kept}"] * bool(kept)
+        counts = {"nothing": row.stages - kept, "graph": kept}
+        keep = " + ".join(f"[{name!r}] * {count}" for name, count in counts.items() if count)
         budget = ""
         if kept:
             budget = f", memory_budget='{math.ceil(planner.trainer_budget(row) / 2**20)}MiB'"
         how = (
-            f"petrafy(model, {row.stages}, keep={' + '.join(parts)}) and net.trainer(..., "
+            f"petrafy(model, {row.stages}, keep={keep}) and net.trainer(..., "
             f"options=TrainerOptions(in_flight_per_stage={row.in_flight_per_stage:g}){budget})"
         )
-    late = f"gradients up to {formatting.plural(row.delay, 'update')} late" * bool(row.delay)
+    late = "no late gradient"
+    if row.delay:
+        late = f"gradients up to {formatting.plural(row.delay, 'update')} late"
     return (
         f"Recommended: {how}: {formatting.amount(row.throughput)} samples/s for "
-        f"{formatting.size(row.memory)} per device and {late or 'no late gradient'}."
+        f"{formatting.size(row.memory)} per device and {late}."
     )

@@ -299,7 +299,8 @@ def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:
     match kind:
         case Kind.MODULE | Kind.PARAMETER | Kind.BUFFER:
             members, plain = own[_TABLES[kind]], tensors if kind is Kind.BUFFER else {}
-            reading.entries += _table_of_modules(own) if kind is Kind.MODULE else ()
+            if members:  # `del` of a `ModuleList` makes another dict
+                reading.entries.append((own, _TABLES[kind], members))
             reading.entries += [(members, name, value) for name, value in read(members).items()]
             reading.entries += [(own, name, value) for name, value in read(plain).items()]
             return read(members) | read(plain)
@@ -331,19 +332,14 @@ def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:
             reading.entries.append((own, "forward", own.get("forward", Presence.ABSENT)))
             return {"": own.get("forward")}
         case Kind.MEMBERS:
-            reading.entries += _table_of_modules(own)
-            reading.look(len, [own[table] for table in _TABLES.values()])
-            return {"": [tuple(own[table]) for table in _TABLES.values()]}
+            tables = {name: own[name] for name in _TABLES.values()}
+            reading.entries += [(own, name, table) for name, table in tables.items()]
+            reading.look(len, tables.values())
+            return {"": list(map(tuple, tables.values()))}
         case _:
             reading.look(_next_id, [] if reading.found else [RemovableHandle])
             reading.look(len, [own[table] for table in HOOKS if own[table]])
             return {"": hooks_of(module)}
-
-
-def _table_of_modules(own: dict[str, Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """The dict of a module's children as an entry: `del` of a `ModuleList` makes another one."""
-    name = _TABLES[Kind.MODULE]
-    return [(own, name, own[name])] if own[name] else []
 
 
 def hooks_of(module: nn.Module) -> list[int]:

@@ -127,6 +127,16 @@ def test_a_change_after_one_that_was_undone(kind: Kind) -> None:
     assert snapshot.first_change() is not None
 
 
+def test_a_member_of_a_list_that_was_empty() -> None:
+    layers = nn.ModuleList()
+    snapshot = TreeSnapshot(below(layers), (Kind.MEMBERS,))
+    layers.append(nn.Identity())
+    del layers[-1]
+    assert snapshot.first_change() is None
+    layers.append(nn.Identity())
+    assert snapshot.first_change() is not None
+
+
 def test_what_was_expected_is_there_for_a_while() -> None:
     net = Net()
     snapshot = TreeSnapshot(below(net), (Kind.SETTING, Kind.BUFFER))
