@@ -128,6 +128,8 @@ def digests(trainer: Trainer) -> dict[str, str]:
 
 def undisturbed(course: Course, folder: Path) -> list[dict[str, Any]]:
     """In this process: what was noted."""
+    # As on the ranks: products rounded to TF32 differ by more than the losses may.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     lines: list[dict[str, Any]] = []
     train(replace(course, end=None), folder, lines.append)
     return lines
