@@ -1,42 +1,39 @@
 """Pipelines that drain at every update: the passes of each device, their time and memory.
 
-Stages are dealt out in turn: stage s is on device s % devices. Interleaved 1F1B has several stages
-on each device. Zero-bubble splits a backward pass: B is the gradient of the inputs, which is sent
-at once; W, that of the weights, fills bubbles later. Two devices and four micro-batches:
+GPipe and 1F1B (PipeDream-flush) are in the order of `generate`. Two orders are of pipelines that
+others run: interleaved 1F1B (Megatron-LM) has several stages on each device, stage s on device
+s % devices; zero-bubble (ZB-H1 of Zero Bubble Pipeline Parallelism) splits a backward pass: I is
+the gradient of the inputs, which is sent at once; W, that of the weights, fills bubbles later. Two
+devices and four micro-batches:
 
     1f1b          device 0   F0 F1 B0 F2 B1 F3 B2 B3
                   device 1   F0 B0 F1 B1 F2 B2 F3 B3
-    zero-bubble   device 0   F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
-                  device 1   F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
-
-The orders are those of the papers: GPipe; PipeDream-flush (1F1B); Megatron-LM (interleaved 1F1B);
-Zero Bubble Pipeline Parallelism (ZB-H1).
+    zero-bubble   device 0   F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3
+                  device 1   F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from revcompile.errors import InputError
+from revcompile.schedule.action import Op
 from revcompile.schedule.dryrun import Costs
+from revcompile.schedule.generate import actions
+from revcompile.schedule.methods import Method
 
-_WARM_UP: Final[dict[str, Callable[[int, int, int], int]]] = {
-    "locked": lambda later, devices, chunks: 0,
-    "gpipe": lambda later, devices, chunks: -1,
-    "1f1b": lambda later, devices, chunks: later,
-    "interleaved": lambda later, devices, chunks: 2 * later + (chunks - 1) * devices,
-    "zero-bubble": lambda later, devices, chunks: later,
-}
-"""Forward passes before the first backward pass, -1: all; by the number of later devices."""
-DRAINED: Final = tuple(_WARM_UP)
-_WEIGHT_SHARE: Final = 0.5
-"""Of a backward pass, what the gradients of weights take."""
+OTHERS: Final = ("interleaved", "zero-bubble")
+"""Orders that the methods' table does not have."""
+_SHARES: Final = {"B": 1.0, "I": 0.5, "W": 0.5}
+"""Of a backward pass."""
+_STEPS: Final = {"F": 1, "B": -1, "I": -1, "W": 0}
+"""To the stage that a pass sends its result to."""
 
 
 class Pass(NamedTuple):
-    """A pass of one stage: F, B or W."""
+    """A pass of one stage: F, B, I or W."""
 
     kind: str
     stage: int
@@ -44,7 +41,7 @@ class Pass(NamedTuple):
 
 
 def drained_passes(
-    order: str, stages: int, devices: int, microbatches: int
+    order: str | Method, stages: int, devices: int, microbatches: int
 ) -> tuple[tuple[Pass, ...], ...]:
     """What each device does for one update, in order.
 
@@ -53,13 +50,21 @@ def drained_passes(
     F0 F1 B0 B1
     F0 B0 F1 B1
     """
+    if order not in OTHERS:
+        kinds = {Op.FORWARD: "F", Op.BACKWARD: "B"}
+        lists = actions(order, stages, microbatches, microbatches)
+        return tuple(
+            tuple(Pass(kinds[a.op], stage, a.index) for a in done if a.op in kinds)
+            for stage, done in enumerate(lists)
+        )
     chunks, total = stages // devices, microbatches * stages // devices
     if stages % devices or (chunks > 1 and microbatches % devices):
         raise InputError(
             f"{order}: {stages} stages and {microbatches} micro-batches on {devices} devices; "
             "use multiples of the number of devices"
         )
-    lists = []
+    splits = order == "zero-bubble"
+    of_devices = []
     for device in range(devices):
         forward, backward = (
             [
@@ -68,55 +73,54 @@ def drained_passes(
                 for chunk in (range(chunks) if kind == "F" else reversed(range(chunks)))
                 for within in range(min(devices, microbatches - block * devices))
             ]
-            for kind in "FB"
+            for kind in ("F", "I" if splits else "B")
         )
-        warm_up = _WARM_UP[order](devices - 1 - device, devices, chunks)
-        warm_up = total if warm_up < 0 else min(warm_up, total)
-        late = device if order == "zero-bubble" else None  # how many passes B is ahead of W
+        later = devices - 1 - device
+        warm_up = min(later if splits else 2 * later + (chunks - 1) * devices, total)
+        weights = [each._replace(kind="W") for each in backward] if splits else []
         passes = forward[:warm_up]
         for done in range(total):
             passes += [*forward[warm_up + done : warm_up + done + 1], backward[done]]
-            if late is not None and done >= late:
-                passes.append(backward[done - late]._replace(kind="W"))
-        if late:
-            passes += [each._replace(kind="W") for each in backward[-late:]]
-        lists.append(tuple(passes))
-    return tuple(lists)
+            passes += weights[max(done - device, 0) : max(done - device + 1, 0)]
+        of_devices.append((*passes, *weights[max(total - device, 0) :]))
+    return tuple(of_devices)
 
 
-def update_time(order: str, costs: Costs, devices: int, microbatches: int) -> float:
-    """How long after the first micro-batch of an update that of the next update can enter."""
-    stages = len(costs.forward)
-    lists = drained_passes(order, stages, devices, microbatches)
-    queues = [deque(passes) for passes in lists]
-    clock, started = [0.0] * devices, dict[int, float]()
-    arrived: dict[Pass, float] = {}
-    link_free: dict[tuple[int, str], float] = {}
-    weights = _WEIGHT_SHARE if order == "zero-bubble" else 0.0
+def update_time(lists: Sequence[Sequence[Pass]], costs: Costs) -> float:
+    """How long after the first micro-batch of an update that of the next update can enter.
+
+    Args:
+        lists: What each device does for the update.
+        costs: Those of stages, of their updates, and of messages from one device to another.
+    """
+    stages, queues = len(costs.forward), [deque(passes) for passes in lists]
+    device_of = {one.stage: device for device, passes in enumerate(lists) for one in passes}
+    clock, started = [0.0] * len(lists), dict[int, float]()
+    arrived: dict[tuple[int, int, int], float] = {}
+    link_free: dict[tuple[int, int], float] = {}
     while any(queues):
         for device, queue in enumerate(queues):
             while queue:
                 kind, stage, microbatch = queue[0]
-                step = {"F": 1, "B": -1, "W": 0}[kind]
-                source = Pass(kind, stage - step, microbatch)
-                if step and 0 <= source.stage < stages:
-                    if source not in arrived:
+                step = _STEPS[kind]
+                if step and 0 <= stage - step < stages:
+                    if (stage, step, microbatch) not in arrived:
                         break
-                    clock[device] = max(clock[device], arrived[source])
-                one = queue.popleft()
+                    clock[device] = max(clock[device], arrived[stage, step, microbatch])
+                queue.popleft()
                 started.setdefault(device, clock[device])
-                share = {"B": 1 - weights, "W": weights}.get(kind)
                 clock[device] += (
-                    costs.forward[stage] if share is None else share * costs.backward[stage]
+                    costs.forward[stage] if kind == "F" else _SHARES[kind] * costs.backward[stage]
                 )
-                if step and 0 <= stage + step < stages:
+                target = stage + step
+                if step and 0 <= target < stages:
                     links = costs.link_forward if step > 0 else costs.link_backward
-                    time = links[min(stage, stage + step)] if devices > 1 else 0.0
-                    sent = max(clock[device], link_free.get((device, kind), 0.0))
-                    link_free[device, kind] = sent + max(time - costs.latency, 0.0)
-                    arrived[one] = sent + time
+                    time = links[min(stage, target)] if device_of[target] != device else 0.0
+                    sent = max(clock[device], link_free.get((device, step), 0.0))
+                    link_free[device, step] = sent + max(time - costs.latency, 0.0)
+                    arrived[target, step, microbatch] = sent + time
     for stage, update in enumerate(costs.update):
-        clock[stage % devices] += update
+        clock[device_of[stage]] += update
     return max(end - started[device] for device, end in enumerate(clock))
 
 
@@ -126,9 +130,8 @@ def peak_in_flight(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
     >>> peak_in_flight(drained_passes("1f1b", 4, 4, microbatches=8)[0], [1, 1, 1, 1])
     4
     """
-    last = "W" if any(one.kind == "W" for one in passes) else "B"
     held = most = 0
     for kind, stage, _ in passes:
-        held += {"F": sizes[stage], last: -sizes[stage]}.get(kind, 0)
+        held += {"F": sizes[stage], "B": -sizes[stage], "W": -sizes[stage]}.get(kind, 0)
         most = max(most, held)
     return most

@@ -20,11 +20,11 @@ from typing import Final
 import numpy as np
 
 from revcompile.schedule.delay import window
-from revcompile.schedule.drained import DRAINED, update_time
+from revcompile.schedule.drained import OTHERS, drained_passes, update_time
 from revcompile.schedule.dryrun import Costs
 from revcompile.schedule.methods import Method, Order, choose
 
-_DRAINING: Final = {Order.LOCKED: "locked", Order.GPIPE: "gpipe", Order.ONE_F_ONE_B: "1f1b"}
+_DRAINING: Final = (Order.LOCKED, Order.GPIPE, Order.ONE_F_ONE_B)
 _ALPHA_STEPS: Final = 20
 """Values of in_flight_per_stage tried between two whole numbers."""
 _MOST_IN_FLIGHT: Final = 1024
@@ -36,7 +36,7 @@ def period(
     """Forecast: time between two micro-batches once the pipeline is full.
 
     Args:
-        method: A row of the methods' table, its name, or a name of `DRAINED`.
+        method: A row of the methods' table, its name, or a name of `OTHERS`.
         costs: Times of stages and links. A backward pass that computes forward again, or rebuilds,
             includes the time of that.
         accumulation_steps: Micro-batches per update.
@@ -49,11 +49,11 @@ def period(
     >>> [period(name, costs, accumulation_steps=8) for name in ("gpipe", "1f1b", "zero-bubble")]
     [4.125, 4.125, 3.375]
     """
-    order = method if isinstance(method, str) and method in DRAINED else ""
-    chosen = choose("1f1b" if order else method)
-    if order := order or _DRAINING.get(chosen.order, ""):
-        on = devices or len(costs.forward)
-        return update_time(order, costs, on, accumulation_steps) / accumulation_steps
+    stages = len(costs.forward)
+    if method in OTHERS or choose(method).order in _DRAINING:
+        lists = drained_passes(method, stages, devices or stages, accumulation_steps)
+        return update_time(lists, costs) / accumulation_steps
+    chosen = choose(method)
     work = max(stage_work(costs, accumulation_steps))
     if chosen.order is Order.CONTINUOUS:
         work = max(work, _critical_cycle(chosen, costs, accumulation_steps))
@@ -66,8 +66,10 @@ def _critical_cycle(method: Method, costs: Costs, accumulation_steps: int) -> fl
     links = np.add((0.0, *costs.link_forward), (0.0, *costs.link_backward))
     reached = np.cumsum(np.add(costs.forward, costs.backward) + links)  # up to and with a stage
     for i in range(stages):
-        before = (reached[i - 1] if i else 0.0) + links[i] - costs.update[i] / accumulation_steps
-        time = max(time, float(np.max((reached[i:] - before) / (windows[i] - windows[i:] + 1))))
+        before = (reached[i - 1] if i else 0.0) + links[i]
+        in_cycle = windows[i] - windows[i:] + 1
+        updating = costs.update[i] / np.maximum(in_cycle, accumulation_steps)
+        time = max(time, float(np.max((reached[i:] - before) / in_cycle + updating)))
     return time
 
 
