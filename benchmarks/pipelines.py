@@ -4,21 +4,24 @@
     torchrun --nproc-per-node 8 -m benchmarks.pipelines --model vit --methods 1f1b petra-kept
     torchrun --nproc-per-node 8 -m benchmarks.pipelines --train input.txt --updates 300
 
-A GPT or ViT of 16 pre-norm blocks. torch's schedules train the original model, cut into stages of
-equally many blocks. PETRA trains the rewired model, cut by revcompile. The samples of an update are
-the same. With two cores for each rank, a rank is bound to its two, and computes with `--threads`.
+A GPT, or timm's ViT with patches of 4 x 4, of 16 blocks. torch's schedules train the original
+model, cut into stages of equally many blocks. PETRA trains the rewired model, cut by revcompile.
+The samples of an update are the same. With two cores for each rank, a rank is bound to its two, and
+computes with `--threads`.
 
-    ms       per micro-batch, of the slowest rank; rounds of the methods take turns, the median
-    compute  the share of that time in which the main thread of the busiest rank runs
-    memory   the most that a rank has taken of the operating system for this training
+    ms        per micro-batch, of the slowest rank; rounds of the methods take turns, the median
+    forecast  from mean times of passes and messages that are measured in every round (`alone`)
+    uneven    the same, but each micro-batch takes the time that one has taken, not the mean
+    compute   the share of that time in which the main thread of the busiest rank runs
+    memory    the most that a rank has taken of the operating system for this training
 
 Methods: gpipe, 1f1b, interleaved, zbv (torch's); petra (everything is rebuilt), petra-kept (all
 graphs are kept). petra:2 has two micro-batches in flight per stage, petra-kept:1.5 has one and a
 half.
 
 With `--train` the methods train a character-level GPT one after the other, each with every
-optimizer of `--optimizers`. Printed is how long each takes to the loss that the first one reaches,
-as a mean of the last 20 updates; the others train a quarter longer.
+optimizer of `--optimizers`. Printed is how long each takes to the loss that the first method
+reaches with that optimizer, as a mean of the last 20 updates; the others train a quarter longer.
 """
 
 from __future__ import annotations
@@ -37,16 +40,27 @@ from statistics import fmean, median
 from typing import Any, Final, Protocol
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
 
 import revcompile
+from benchmarks.alone import (
+    Passes,
+    costs_of,
+    message_time,
+    played,
+    time_petra,
+    time_torch,
+    torch_passes,
+)
 from benchmarks.harness import parser_of, save, show
 from benchmarks.text import GPT, Sizes, next_character_loss
 from revcompile import TrainerOptions
 from revcompile.optim import DelayAwareMuon, muon_groups
-from tests.support.stacks import PATCH, transformer_stack
+from revcompile.schedule import drained_passes, period
+from revcompile.schedule.drained import update_time
 
 TORCH: Final = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -55,6 +69,8 @@ TORCH: Final = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
 VOCABULARY: Final = 256
+CLASSES: Final = 10
+PATCH: Final = 4
 MEAN_OF: Final = 20
 """Updates whose mean loss is compared."""
 LONGER: Final = 1.25
@@ -67,6 +83,15 @@ class Job(Protocol):
 
     def update(self, batches: Batches) -> list[float]:
         """Train on the micro-batches of an update; on the last rank their losses."""
+
+    def fill(self, batches: Batches) -> None:
+        """Fill the pipeline, if it is one that stays full; ranks need not end this together."""
+
+    def passes(self, batches: Batches) -> Passes:
+        """Seconds of this rank's passes, all ranks alone; nothing is in flight afterwards."""
+
+    def forecast(self, ranks: Sequence[Passes]) -> tuple[float, float]:
+        """Seconds per micro-batch: of mean passes, and of passes as uneven as they were."""
 
     def close(self) -> None:
         """End it."""
@@ -85,11 +110,37 @@ class Embedding(nn.Module):
         return out
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+class Patches(nn.Module):
+    """The layers of a ViT before its blocks."""
+
+    def __init__(self, model: VisionTransformer) -> None:
+        super().__init__()
+        self.patch_embed, self.positions = model.patch_embed, model.pos_embed
+
+    def forward(self, images: Tensor) -> Tensor:
+        """`(batch, 3, side, side)` to `(batch, tokens, width)`."""
+        out: Tensor = (self.patch_embed(images) + self.positions).contiguous()  # as gloo needs it
+        return out
+
+
+class Classifier(nn.Module):
+    """Those after them."""
+
+    def __init__(self, model: VisionTransformer) -> None:
+        super().__init__()
+        self.fc_norm, self.head = model.fc_norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, tokens, width)` to `(batch, classes)`."""
+        out: Tensor = self.head(self.fc_norm(x.mean(1)))
+        return out
+
+
+def layers_of(model: Any) -> list[nn.Module]:
     """The model as a sequence: what is before its blocks, the blocks, the rest."""
     if isinstance(model, GPT):
         return [Embedding(model), *model.blocks, nn.Sequential(model.norm, model.head)]
-    return [model.stem, *model.blocks, model.head]  # type: ignore[list-item, misc]
+    return [Patches(model), *model.blocks, Classifier(model)]
 
 
 class TorchJob:
@@ -109,16 +160,24 @@ class TorchJob:
         parts = [blocks[index * size : (index + 1) * size] for index in range(stages)]
         parts[0].insert(0, first)
         parts[-1].append(last)
-        modules = [nn.Sequential(*parts[index]) for index in mine]
+        self._modules = modules = {index: nn.Sequential(*parts[index]) for index in mine}
         made = [
             pipelining.PipelineStage(module, index, stages, torch.device("cpu"))
-            for module, index in zip(modules, mine, strict=True)
+            for index, module in modules.items()
         ]
+        self._loss = loss_of(args)
         self._schedule = schedule(
-            made if is_multi else made[0], args.accumulation_steps, loss_fn=loss_of(args)
+            made if is_multi else made[0], args.accumulation_steps, loss_fn=self._loss
         )
+        if is_multi:
+            order = self._schedule.pipeline_order
+            self._lists = tuple(torch_passes(order[each]) for each in range(world))
+        else:
+            name = "gpipe" if schedule is pipelining.ScheduleGPipe else "1f1b"
+            self._lists = drained_passes(name, stages, stages, args.accumulation_steps)
+        self._embed = first
         names = {parameter: name for name, parameter in model.named_parameters()}
-        mine_named = [(names[p], p) for module in modules for p in module.parameters()]
+        mine_named = [(names[p], p) for module in modules.values() for p in module.parameters()]
         make, groups = optimizer_of(args, optimizer, model)
         self._optimizer = make([p for _, p in mine_named] if groups is None else groups(mine_named))
         self._microbatches = args.accumulation_steps
@@ -132,7 +191,42 @@ class TorchJob:
         kwargs = {"target": targets, "losses": losses} if self._is_last else {}
         self._schedule.step(*((inputs,) if self._is_first else ()), **kwargs)
         self._optimizer.step()
-        return [float(loss) for loss in losses]
+        return [float(loss.detach()) for loss in losses]
+
+    def fill(self, batches: Batches) -> None:
+        pass
+
+    def passes(self, batches: Batches) -> Passes:
+        inputs, targets = next(batches)
+        with torch.no_grad():
+            stream = self._embed(inputs)
+
+        def update() -> None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+        distributed.barrier()
+        found = time_torch(
+            self._lists[distributed.get_rank()],
+            self._modules,
+            {stage: stream if stage else inputs for stage in self._modules},
+            (lambda output: self._loss(output, targets)) if self._is_last else None,
+            update,
+        )
+
+        def send(peer: int) -> None:
+            distributed.send(stream, peer)
+
+        def receive(peer: int) -> None:
+            distributed.recv(stream, peer)
+
+        return found._replace(message=message_time(send, receive))
+
+    def forecast(self, ranks: Sequence[Passes]) -> tuple[float, float]:
+        mean, uneven = (
+            update_time(self._lists, costs_of(ranks, is_uneven)) for is_uneven in (False, True)
+        )
+        return mean / self._microbatches, uneven / self._microbatches
 
     def close(self) -> None:
         pass
@@ -158,13 +252,29 @@ class PetraJob:
         )
 
     def update(self, batches: Batches) -> list[float]:
+        return self._steps(batches, self._microbatches)
+
+    def fill(self, batches: Batches) -> None:
+        self._steps(batches, self._trainer._schedule.windows[0])
+
+    def _steps(self, batches: Batches, count: int) -> list[float]:
         trainer, losses = self._trainer, []
-        for inputs, targets in islice(batches, self._microbatches):
+        for inputs, targets in islice(batches, count):
             metrics = trainer.step(
                 inputs if trainer.is_first else None, targets if trainer.is_last else None
             )
             losses += [metrics.loss] if trainer.is_last else []
         return losses
+
+    def passes(self, batches: Batches) -> Passes:
+        return time_petra(self._trainer, next(batches), self._microbatches)
+
+    def forecast(self, ranks: Sequence[Passes]) -> tuple[float, float]:
+        method, microbatches = self._trainer.method, self._microbatches
+        return (
+            period(method, costs_of(ranks), microbatches),
+            played(method, costs_of(ranks, is_uneven=True), microbatches),
+        )
 
     def close(self) -> None:
         self._trainer.close()
@@ -173,8 +283,22 @@ class PetraJob:
 def make_model(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     if args.model == "vit":
-        return transformer_stack(args.blocks, args.width)
+        return VisionTransformer(
+            img_size=side_of(args),
+            patch_size=PATCH,
+            num_classes=CLASSES,
+            global_pool="avg",
+            embed_dim=args.width,
+            depth=args.blocks,
+            num_heads=args.width // 64,
+            class_token=False,
+        )
     return GPT(VOCABULARY, Sizes(args.blocks, args.width, args.width // 64, args.tokens))
+
+
+def side_of(args: argparse.Namespace) -> int:
+    """Pixels of an image's edge."""
+    return PATCH * math.isqrt(args.tokens)
 
 
 def loss_of(args: argparse.Namespace) -> Callable[[Tensor, Tensor], Tensor]:
@@ -189,8 +313,9 @@ def data_of(args: argparse.Namespace) -> Batches:
         text = torch.frombuffer(bytearray(args.train.read_bytes()), dtype=torch.uint8).long()
     while True:
         if args.model == "vit":
-            inputs = torch.randn(args.batch, args.tokens, PATCH, generator=generator)
-            yield inputs, torch.randint(10, (args.batch,), generator=generator)
+            side = side_of(args)
+            inputs = torch.randn(args.batch, 3, side, side, generator=generator)
+            yield inputs, torch.randint(CLASSES, (args.batch,), generator=generator)
         else:
             begin = torch.randint(len(text) - args.tokens, (args.batch, 1), generator=generator)
             taken = text[begin + torch.arange(args.tokens + 1)]
@@ -257,9 +382,16 @@ def measure_times(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     batches = data_of(args)
     times: dict[str, list[float]] = {method: [] for method in jobs}
     shares: dict[str, list[float]] = {method: [] for method in jobs}
-    for number in range(args.rounds + 1):  # the first one only fills pipelines
+    forecasts: dict[str, list[tuple[float, float]]] = {method: [] for method in jobs}
+    parts: dict[str, list[Any]] = {method: [] for method in jobs}
+    for number in range(args.rounds + 1):  # the first one only warms up
         for method, job in jobs.items():
+            if number:
+                ranks = gathered(job.passes(batches))
+                forecasts[method].append(job.forecast(ranks))
+                parts[method].append([each._asdict() for each in ranks])
             distributed.barrier()
+            job.fill(batches)
             wall, main = time.perf_counter(), time.thread_time()
             for _ in range(args.updates_per_round if number else 1):
                 job.update(batches)
@@ -278,6 +410,9 @@ def measure_times(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "ms": median(each),
             "from": min(each),
             "to": max(each),
+            "forecast": 1e3 * median(mean for mean, _ in forecasts[method]),
+            "uneven": 1e3 * median(uneven for _, uneven in forecasts[method]),
+            "passes": parts[method],
             "compute": median(shares[method]),
         }
 
@@ -285,14 +420,20 @@ def measure_times(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     # Before there is memory of other trainings, which a new one would take.
     memory = {m: measure_memory(args, m) if args.memory else math.nan for m in args.methods}
-    rows = [row | {"memory": memory[row["method"]]} for row in measure_times(args)]
+    no_times = dict.fromkeys(("ms", "from", "to", "forecast", "uneven", "compute"), math.nan)
+    rows = list(measure_times(args)) if args.rounds else [{"method": m} | no_times for m in memory]
     for row in rows:
-        row["speed"] = rows[0]["ms"] / row["ms"]
-    columns = ("method", "ms", "from", "to", f"{args.methods[0]} / this", "compute", "memory")
+        row |= {"speed": rows[0]["ms"] / row["ms"], "memory": memory[row["method"]]}
+    first = f"{args.methods[0]} / this"
+    columns = ("method", "ms", "from", "to", "forecast", "uneven", first, "compute", "memory")
     cells = [
         (
             row["method"],
             *(f"{row[key]:.1f}" for key in ("ms", "from", "to")),
+            *(
+                f"{row[key]:.1f} ({row[key] / row['ms'] - 1:+.0%})"
+                for key in ("forecast", "uneven")
+            ),
             f"{row['speed']:.2f}",
             f"{row['compute']:.0%}",
             f"{row['memory']:.0f} MiB",
@@ -335,28 +476,27 @@ def train(
 
 def race(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
+    columns = ("method", "to loss", "takes", "ms per update", "last loss")
+    cells: list[tuple[str, ...]] = []
     for optimizer in args.optimizers:
+        aim = math.nan
         for method in args.methods:
-            updates = round(args.updates * (LONGER if rows else 1))
+            is_first = method == args.methods[0]
+            updates = args.updates if is_first else round(LONGER * args.updates)
             curve = train(args, method, optimizer, updates)
-            rows.append({"method": method, "optimizer": optimizer, "curve": curve})
-    aim = rows[0]["curve"][-1][1]
-    cells = []
-    for row in rows:
-        reached = (at for at, loss in row["curve"][MEAN_OF:] if loss <= aim)
-        row["seconds"] = next(reached, None)
-        seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
-        whole, last = row["curve"][-1]
-        cells.append(
-            (
-                f"{row['method']}, {row['optimizer']}",
-                seconds,
-                f"{1e3 * whole / len(row['curve']):.0f}",
-                f"{last:.4f}",
+            whole, last = curve[-1]
+            aim = last if is_first else aim
+            seconds = next((at for at, loss in curve[MEAN_OF - 1 :] if loss <= aim), None)
+            rows.append({"method": method, "optimizer": optimizer, "curve": curve, "aim": aim})
+            rows[-1]["seconds"] = seconds
+            takes = "-" if seconds is None else f"{seconds:.1f} s"
+            each = 1e3 * whole / len(curve)
+            cells.append(
+                (f"{method}, {optimizer}", f"{aim:.4f}", takes, f"{each:.0f}", f"{last:.4f}")
             )
-        )
+            if distributed.get_rank() == 0:
+                print(*cells[-1], sep="  ", flush=True)
     if distributed.get_rank() == 0:
-        columns = ("method", f"to loss {aim:.4f}", "ms per update", "last loss")
         show(title(args), columns, cells)
     return rows
 
@@ -386,7 +526,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         store = distributed.HashStore()  # type: ignore[attr-defined]
         distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    if (os.cpu_count() or 1) >= 2 * world and hasattr(os, "sched_setaffinity"):
+    if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) >= 2 * world:
         os.sched_setaffinity(0, {2 * rank, 2 * rank + 1})
     torch.set_num_threads(args.threads)
     rows = race(args) if args.train else compare(args)
