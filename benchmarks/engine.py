@@ -15,7 +15,8 @@ training adds to the parameters. `moved` is
 how many of the allocator's counters change over 100 steps. `start` is the time until all steps are
 captured, compilation included; torch keeps what it has compiled on disk, for the next process.
 
-The order `backprop` is plain backpropagation of the same rewired model.
+The order `backprop` is plain backpropagation of the same rewired model, `kept` is `1f1b` with
+graphs kept as far as `--memory-budget` allows.
 """
 
 from __future__ import annotations
@@ -136,8 +137,10 @@ class Bench:
             method="backprop" if row.order == "backprop" else "petra",
             autocast=torch.bfloat16 if self.options.dtype == "bf16" else None,
             backend=row.backend,
+            memory_budget=self.options.memory_budget if row.order == "kept" else None,
             options=TrainerOptions(
-                in_flight_per_stage={"1f1b": 1, "paper": 2}.get(row.order),
+                in_flight_per_stage={"1f1b": 1, "kept": 1, "paper": 2}.get(row.order),
+                microbatch_size=self.case.batch,
                 kept_input_dtype=torch.bfloat16 if self.options.buffers == "bf16" else None,
                 gradient_message_dtype=torch.bfloat16 if self.options.messages == "bf16" else None,
             ),
@@ -239,6 +242,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         add(f"--{name}", choices=("as they are", "bf16"), default="as they are")
     add("--backends", nargs="+", default=["eager", "cudagraphs"])
     add("--orders", nargs="+", default=["1f1b"])
+    add("--memory-budget", default="auto", help="of a device, for the order `kept`")
     add("--lr", type=float, default=1e-3)
     add("--steps", type=int, default=20)
     add("--rounds", type=int, default=5)

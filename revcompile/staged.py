@@ -32,7 +32,7 @@ from revcompile.errors import InputError
 from revcompile.inspect.formatting import plural
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Partition
-from revcompile.plan.budget import plan_memory, state_copies
+from revcompile.plan.budget import free_memory, plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
 from revcompile.plan.report import StageReport
 from revcompile.runtime.checkpoint.training import export_weights, load_into
@@ -242,9 +242,10 @@ class StagedModel(StageReport):
             clip_grad_norm: The largest gradient norm: of the whole model if all stages update
                 together, else of each stage.
             autocast: torch.bfloat16 or torch.float16, for the branches; the streams stay float32.
-            memory_budget: Memory of a device, as "2GiB" or in bytes. Stages with enough memory keep
-                the autograd graphs of their micro-batches and compute nothing twice; backward uses
-                the latest parameters as before. `trainer.memory_plan` shows these stages. The
+            memory_budget: Memory of a device, as "2GiB" or in bytes; "auto": four fifths of what a
+                CUDA device has free (on ranks, the one with the least). Stages with enough memory
+                keep the autograd graphs of their micro-batches and compute nothing twice; backward
+                uses the latest parameters as before. `trainer.memory_plan` shows these stages. The
                 optimizer is built once more, on small parameters, to count its state. A trainer
                 that keeps graphs must be flushed before it is saved.
             backend: How the steps of a full pipeline run. "eager": action by action; "cudagraphs":
@@ -303,7 +304,10 @@ class StagedModel(StageReport):
                 autocast,
             )
             devices = self._device_of_each_stage(options.stage_to_rank)
-            budget = parse_memory_budget(memory_budget)
+            if memory_budget == "auto":
+                budget = free_memory(self.model, target, options.timeout)
+            else:
+                budget = parse_memory_budget(memory_budget)
             plan = plan_memory(self._partition, budget, workload, devices)
         programs = self._programs(chosen, plan.keeps if plan else None)
         fuse = Fusion().fuse if settings.backend is Backend.INDUCTOR else None

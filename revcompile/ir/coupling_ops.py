@@ -217,11 +217,24 @@ def _differentiated(
     Without its checks in Python, which take as long as differentiating a small layer.
     """
     if has_torch_function((*outputs, *inputs)):
-        return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
+        return torch.autograd.grad(outputs, inputs, seeds, _retains.get(), allow_unused=True)
     grads: tuple[Tensor | None, ...] = _engine.run_backward(
-        outputs, seeds, False, False, inputs, True, accumulate_grad=False
+        outputs, seeds, _retains.get(), False, inputs, True, accumulate_grad=False
     )
     return grads
+
+
+_retains: Final[ContextVar[bool]] = ContextVar("_retains", default=False)
+
+
+@contextmanager
+def retaining() -> Iterator[None]:
+    """Have autograd graphs stay that are differentiated inside."""
+    token = _retains.set(True)
+    try:
+        yield
+    finally:
+        _retains.reset(token)
 
 
 def laid_out_like(value: Tensor, gradient: _Gradient) -> _Gradient:

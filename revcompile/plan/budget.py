@@ -17,14 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from datetime import timedelta
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.errors import InputError
+from revcompile.ir.module_tree import device_of_model
 from revcompile.ir.program import Partition, StageMemory
+from revcompile.runtime.distributed.layout import gather_plain, join, new_group, world_size
+from revcompile.runtime.distributed.rank_weights import last_device
 from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups
 from revcompile.runtime.stage.update import COUNTERS, Updater
 from revcompile.schedule import Keep, Order, Weights
@@ -32,6 +36,8 @@ from revcompile.units import format_size
 
 _MAX_SUMS: Final = 4096
 """Sums carried along from stage to stage."""
+_USED: Final = 0.8
+"""Of a device's free memory "auto" plans with so much; workspaces and gaps take some."""
 _EVEN: Final = 1.03
 """Up to here devices' work is called balanced."""
 _KEEPS: Final = (Keep.NOTHING, Keep.INPUT, Keep.GRAPH)
@@ -164,6 +170,49 @@ def plan_memory(
         math.fsum(recomputed) or 1.0,
         partition.keeps,
     )
+
+
+def free_memory(model: nn.Module, device: torch.device | None, timeout: float) -> int:
+    """`memory_budget="auto"`: bytes that a device has free for this model, less a margin.
+
+    On ranks the least of all: what a stage keeps decides what its neighbours send.
+
+    Args:
+        device: Where to train. Default: where the model is.
+        timeout: Seconds in which all ranks have to call it.
+
+    Raises:
+        InputError: A device does not report its memory.
+    """
+    limit, reports = timedelta(seconds=timeout), list[Any]()
+    if (world := world_size()) > 1:
+        device = join(model, device or last_device(model), limit)
+        group = new_group(range(world), "gloo", limit)
+        reports = gather_plain(_report(model, device), group)
+        distributed.destroy_process_group(group)
+    else:
+        reports = [_report(model, device or device_of_model(model))]
+    devices = [report and report[0] for report in reports]
+    if None in devices:
+        raise InputError(
+            'memory_budget="auto": the device does not report its memory, as CUDA devices do; give '
+            'a size like memory_budget="8GiB"'
+        )
+    # Ranks may share a device.
+    least = min(free // devices.count(device) for device, free in reports)
+    return int(_USED * least)
+
+
+def _report(model: nn.Module, device: torch.device) -> tuple[str, int] | None:
+    """Which device it is, and its free bytes, with those of the model's own tensors."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    own = {id(t): t for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
+    cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    held = sum(t.nbytes for t in own.values() if t.get_device() == index)
+    free = torch.cuda.mem_get_info(index)[0] + cached + held
+    return str(torch.cuda.get_device_properties(index).uuid), free
 
 
 def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...], ...]:

@@ -22,6 +22,7 @@ import tests.plan.test_stage_memory as models
 from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
+from revcompile.plan import budget
 from revcompile.plan.budget import Choice, MemoryPlan, _Device, choices, plan_memory, state_copies
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
@@ -111,6 +112,35 @@ def test_methods_that_say_what_is_kept_take_no_budget() -> None:
 def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
     with pytest.raises(InputError, match="memory_budget="):
         models.staged("vgg").memory_plan(memory)
+
+
+# -- what a device reports -------------------------------------------------------------------------
+
+
+def test_auto_on_a_device_that_reports_nothing_asks_for_a_size() -> None:
+    with pytest.raises(InputError, match=r'"auto": the device does not .* memory_budget="8GiB"'):
+        training.trainer_of(training.fresh(training.Plain), memory_budget="auto")
+
+
+def test_auto_leaves_a_fifth_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "_report", lambda *_: ("gpu", 10_000_000))
+    trainer = training.trainer_of(training.fresh(training.Plain), memory_budget="auto")
+    assert trainer.memory_plan.memory_budget == 8_000_000
+    assert "4 stages, graphs of stages [0, 1, 2] kept, petra" in repr(trainer)
+
+
+def test_ranks_plan_with_the_least_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two share the first GPU."""
+    reports = [("a", 1000), ("a", 900), ("b", 500)]
+    monkeypatch.setattr(budget, "world_size", lambda: 3)
+    monkeypatch.setattr(budget, "join", lambda *_: CPU)
+    monkeypatch.setattr(budget, "new_group", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda _: None)
+    monkeypatch.setattr(budget, "gather_plain", lambda *_: reports)
+    assert budget.free_memory(nn.Linear(1, 1), None, 1.0) == 0.8 * 450
+    reports.append(None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="does not report its memory"):
+        budget.free_memory(nn.Linear(1, 1), None, 1.0)
 
 
 # -- what people see ------------------------------------------------------------------------------

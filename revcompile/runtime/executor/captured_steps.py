@@ -94,7 +94,10 @@ class CapturedSteps:
         device = self._device = executors[0].stage.device
         self._streams: StepStreams | None = None
         self._scheduler = LocalScheduler(self.executors)
-        self._statistics = RunningStatistics([e.stage.statistics for e in self.executors])
+        # In a step a kept graph moves those of another micro-batch than it differentiates.
+        self._statistics = RunningStatistics(
+            [list if e.program.keeps_graphs_in_flight else e.stage.statistics for e in executors]
+        )
         flags = len(self._stages) + self._boundary.has_next
         self._flag_rows = torch.zeros(steps_at_once(device), flags, device=device)
         """The flags of the last steps, which the host has not seen."""
@@ -178,6 +181,11 @@ class CapturedSteps:
         is_there = True
         for stage in (executor.stage for executor in self.executors):
             held = list(stage.in_flight.values())
+            if stage.saves_elsewhere:
+                raise CaptureUnsupported(
+                    f"stage {stage.program.index} keeps graphs that save more than tensors, as "
+                    "attention with dropout does; leave out memory_budget="
+                )
             is_there &= all(each.is_in(stage.ring) for each in held)
             if held and held[-1].ring is None:
                 stage.ring = None
@@ -207,6 +215,9 @@ class CapturedSteps:
         # Stages that share parameters exchange them in the order of one stream.
         if self._is_continuous and self._device.type == "cuda" and not self._schedule.ties:
             self._streams = StepStreams(self._device, self._schedule.stages - 1)
+            # Autograd differentiates on the streams of the forward pass.
+            kept = {e.index for e in self.executors if e.program.keeps_graphs_in_flight}
+            self._streams.staying |= kept
             if 0 in self._by_stage:
                 first = self.executors[0].program.inputs[0].type, batch.local.leaves[0]
                 self._streams.staying |= large_stages([e.program for e in self.executors], *first)

@@ -245,7 +245,7 @@ class StageExecutor:
     def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         """Run it; if that fails it is left out, and everything here is as before."""
         if self.is_captured:
-            self._run(microbatch, inputs)
+            self._run_captured(microbatch, inputs)
             return
         buffers = self.stage.snapshot()
         self._last_forward = microbatch, buffers
@@ -268,6 +268,18 @@ class StageExecutor:
         except Exception as error:
             self._skip(microbatch)
             self.forward_errors.append(error)
+
+    def _run_captured(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
+        """Run it; statistics that a kept graph has moved stay if its outputs are finite."""
+        has_moved = self.program.keeps_graphs_in_flight and bool(self.stage.statistics())
+        if has_moved:
+            self._statistics.snapshot()
+        self._run(microbatch, inputs)
+        if has_moved:
+            values = (self.outputs[microbatch] or {}).values()
+            floats = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
+            is_bad = found_inf(floats, torch.zeros_like(self.updates.flag))
+            self._statistics.restore_if(is_bad)
 
     def _skip(self, microbatch: int) -> None:
         """Have a message say that the micro-batch is lost, where its values would have been."""

@@ -21,7 +21,7 @@ from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.optimizers import why_not_capturable_optimizer
 from revcompile.runtime.stage.settings import Backend, Task
 from revcompile.runtime.stage.slots import Flat, empty_on
-from revcompile.schedule import Keep, Order, Schedule
+from revcompile.schedule import Order, Schedule
 
 _log: Final = logging.getLogger("revcompile")
 _MOST_CHANGES: Final = 3
@@ -241,13 +241,11 @@ def why_not_capturable(
     if (count := schedule.accumulation_steps) > _MOST_KINDS:
         return f"accumulation_steps={count}; at most {_MOST_KINDS} kinds of steps are captured"
     for executor in executors:
-        if schedule.windows[executor.index] > 1 and executor.program.keeps_graphs:
-            cause, advice = "which its memory budget allows", "leave out memory_budget="
-            if method.keep is Keep.GRAPH:
-                cause, advice = f"as {method.name!r} does", "use 'pipedream' or 'petra_stashed'"
+        program = executor.program
+        if program.keeps_graphs_in_flight and not program.graphs_outlive_updates:
             return (
-                f"stage {executor.index} keeps graphs of micro-batches in flight, {cause}; "
-                f"{advice} to have steps captured"
+                f"stage {executor.index} keeps graphs of micro-batches in flight with stashed "
+                "weights; use weights='latest' to have steps captured"
             )
         if why := why_not_capturable_optimizer(executor.updater.optimizer):
             return why

@@ -174,7 +174,11 @@ class InFlight:
     """What a stage stores of one micro-batch between its forward and its backward pass."""
 
     kept: tuple[Any, ...]
-    """Values that the backward program takes, as `ActivationStore` stores them."""
+    """Values that the backward program takes, as `ActivationStore` stores them.
+
+    With `SavedTensors`: None for those that belong to a graph, then the tensors it has saved."""
+    graph: tuple[Any, ...] = ()
+    """All of them, where only their own graph reads what it has saved."""
     used: Used = _UNKNOWN
     """The weights of its forward pass."""
     buffers: list[BufferSnapshot] = field(default_factory=list)

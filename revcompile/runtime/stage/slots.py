@@ -233,14 +233,15 @@ class Ring:
 
     def put(self, number: int, tree: Any) -> bool:
         """Copy values to a slot; False if they have another form."""
+        if not self.slot(number).matches(tree):
+            assert self.ends is None, "a captured step keeps values of another form"
+            return False
         if self.ends is not None:
             for rows, leaf in zip(self._rows, Flat.of(tree).leaves, strict=True):
                 if rows is not None:
                     rows.write(self.ends[0], leaf)
-            return True
-        if not (slot := self.slot(number)).matches(tree):
-            return False
-        slot.copy_(tree)
+        else:
+            self.slot(number).copy_(tree)
         return True
 
     def take(self, number: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from revcompile.runtime.stage.activations import (
     StageDraws,
     StreamSamples,
 )
+from revcompile.runtime.stage.saved_tensors import Recorded, SavedTensors, is_repeatable
 from revcompile.runtime.stage.settings import Fuse, Sample, Settings
 from revcompile.runtime.stage.slots import Ring, free_cached
 from revcompile.runtime.stage.tensors import TreeCopy, add_gradients, clone_tree
@@ -54,6 +55,10 @@ class Backward(NamedTuple):
     """Of the parameters."""
     held: InFlight
     sampled: dict[str, Tensor]
+
+
+def _is_of_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 class Stage:
@@ -123,6 +128,13 @@ class Stage:
         if sample is not None and tolerance is not None:
             graphs = [sample(program, graph, self._samples.take) for graph in graphs]
         self._generated = self._fused = self._compiled(graphs)
+        self._saved = SavedTensors() if program.graphs_outlive_updates else None
+        """Takes the place of graphs in flight where these are stored in slots."""
+        self._graph: tuple[Any, ...] = ()
+        """What the last forward pass has kept that lies in a slot; its graph serves all of them."""
+        self._has_recorded = False
+        self.saves_elsewhere = False
+        """Whether a graph has saved something that no slot can hold."""
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
         """Sums over micro-batches, of the parameters that have a gradient."""
@@ -130,7 +142,12 @@ class Stage:
         """Relative error of the input rebuilt last where `measure` was set."""
 
     def fuse(self, fuse: Fuse) -> None:
-        """Have a pass make the programs that run while `runs_fused` is set."""
+        """Have a pass make the programs that run while `runs_fused` is set.
+
+        Not of a stage that keeps graphs: one graph serves all that are in flight.
+        """
+        if self.program.keeps_graphs_in_flight:
+            return
         program, stored = self.program, self.activations
         graphs = program.forward, taking_stored(program, stored.low)
         is_stored_as_read = self.autocast is not None and stored.dtype == self.autocast
@@ -167,6 +184,16 @@ class Stage:
         program = self.program
         weights = self.weights.forward()
         values = [inputs[port.name] for port in program.inputs]
+        latest = self._saved_by_reference()
+        recorded: AbstractContextManager[Recorded | None] = nullcontext()
+        # The first graph keeps what it saves: autograd finds out if that is written to.
+        if self._saved is not None and self._ring_size and self._has_recorded:
+            recorded = self._saved.recorded(values, latest)
+        self._has_recorded = True
+        if self.ring is not None and self.ring.ends is not None:
+            # A captured step. Autograd's node of a parameter stays on the stream it was made on,
+            # and lives as long as a graph that holds it.
+            self._graph = ()
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
         with (
@@ -174,26 +201,34 @@ class Stage:
             self._draws.forward(microbatch, self.device),
             self.hooks.recorded(hooks),
             self._samples.collecting() as sampled,
+            recorded as saved,
         ):
             outputs, kept = self._functions[0](self.root, mix(self.seed, microbatch), *values)
-            held = self._hold(microbatch, self.activations.store(kept))
+            held = self._hold(microbatch, self.activations.store(kept), saved)
         held.used = self.weights.used(weights)
         held.buffers = self._stateful.changed(snapshots, identities)
         if measure:
             held.original = {name: inputs[name] for name in program.sends_back}
-        held.parameter_versions = tuple(p._version for p in self._saved_by_reference())
+        held.parameter_versions = tuple(p._version for p in latest)
         if sampled and not is_capturing(self.device):
             held.samples = self._samples.start(sampled)
         held.hooks = hooks
         return dict(zip((port.name for port in program.outputs), outputs, strict=True))
 
-    def _hold(self, microbatch: int, kept: tuple[Any, ...]) -> InFlight:
+    def _hold(
+        self, microbatch: int, kept: tuple[Any, ...], saved: Recorded | None = None
+    ) -> InFlight:
         """Store values of a micro-batch: in its slot, if there are slots and they fit."""
-        if self._ring_size and self.ring is None:
+        graph, fits = (), not self.program.keeps_graphs_in_flight
+        if saved is not None:
+            graph, fits = kept, saved.is_complete and is_repeatable(kept)
+            self.saves_elsewhere |= not fits
+            kept = (*(None if _is_of_graph(value) else value for value in kept), *saved.tensors)
+        if self._ring_size and self.ring is None and fits:
             self.ring = Ring(kept, self._ring_size)
-        held = InFlight(kept)
-        if self.ring is not None and self.ring.put(microbatch, kept):
-            held = InFlight(self.ring.value(microbatch), ring=self.ring)
+        held = InFlight(kept, graph)
+        if self.ring is not None and fits and self.ring.put(microbatch, kept):
+            held, self._graph = InFlight(self.ring.value(microbatch), ring=self.ring), graph
         self.in_flight[microbatch] = held
         return held
 
@@ -293,6 +328,11 @@ class Stage:
         else:
             held.kept = ()  # frees what is stored
         is_fused = self._functions is not self._generated
+        latest = self._saved_by_reference()
+        graphs: AbstractContextManager[None] = at_versions(latest, held.parameter_versions)
+        if self._saved is not None and (graph := held.graph if held.ring is None else self._graph):
+            graphs = self._saved.read(stored[len(graph) :], latest)
+            stored = tuple(g if _is_of_graph(g) else v for g, v in zip(graph, stored, strict=False))
         kept = self.activations.load(stored, is_fused)
         del stored
         arguments = (
@@ -307,7 +347,7 @@ class Stage:
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
-            at_versions(self._saved_by_reference(), held.parameter_versions),
+            graphs,
             self._samples.collecting(is_exact) as sampled,
         ):
             returned, of_inputs, of_parameters = self._functions[1](self.root, key, *arguments)

@@ -154,7 +154,8 @@ def found_inf(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
         return flag
     if not flag.is_cuda:
         return flag if all(all_finite(gradients)) else flag.fill_(1.0)
-    if not any(gradient.is_complex() or overlaps(gradient) for gradient in gradients):
+    others = {g.dtype for g in gradients} - {torch.float64, torch.float32, torch.float16}
+    if not others and not any(map(overlaps, gradients)):
         unscaled = torch.ones(1, device=flag.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, unscaled)
         return flag

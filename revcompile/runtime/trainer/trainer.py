@@ -98,6 +98,8 @@ class Trainer(TrainerState):
     def __repr__(self) -> str:
         here = [executor.index for executor in self._executors]
         where = f", stages {here} here" if self._placement.world > 1 else ""
+        if kept := [p.index for p in self._programs if p.graphs_outlive_updates]:
+            where += f", graphs of stages {kept} kept"
         return (
             f"Trainer({self._partition.rewired.name}: {len(self._programs)} stages{where}, "
             f"{self.method.name}, accumulation_steps={self._settings.accumulation_steps}, "

@@ -32,6 +32,8 @@ UNDISTURBED: Final = {
     Run(method="petra_stashed", steps=11, stage_to_rank=(0, 1, 1, 1)): {},
     Run(model="words", accumulation_steps=2, clip=0.1, steps=15): {},
     Run(model="detached", steps=12): {},
+    Run(steps=13): {"memory_budget": "1GiB"},
+    Run(model="words", in_flight_per_stage=2, steps=16): {"memory_budget": "1GiB"},
 }
 """The last micro-batch of each is smaller: it goes the ordinary way."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from training import Net, adam, fresh, momentum, settings_of, weights
 
 import revcompile
 from revcompile import TrainerOptions
+from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor import captured_steps
 from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.trainer.trainer import Trainer
@@ -78,20 +79,27 @@ class Small(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def convolved(backend: str) -> list[float]:
+KEPT: dict[str, Any] = {"memory_budget": "auto"}
+
+
+def convolved(backend: str, **settings: Any) -> list[float]:
     torch.manual_seed(0)
     x = torch.randn(8, 3, 16, 16, device="cuda").to(memory_format=torch.channels_last)
     net = revcompile.petrafy(Small().cuda(), 4, x, check="off")
-    trainer = net.trainer(momentum, F.cross_entropy, backend=backend, autocast=torch.bfloat16)
+    settings["autocast"] = torch.bfloat16
+    trainer = net.trainer(momentum, F.cross_entropy, backend=backend, **settings)
     y = torch.arange(8, device="cuda") % 3
-    return [trainer.step(x.roll(step, 0), y.roll(step, 0)).loss for step in range(30)]
+    losses = [trainer.step(x.roll(step, 0), y.roll(step, 0)).loss for step in range(30)]
+    assert trainer._runner.is_replaying == (backend != "eager")
+    return losses
 
 
+@pytest.mark.parametrize("settings", [{}, KEPT], ids=str)
 @pytest.mark.parametrize("backend", ["cudagraphs", "inductor"])
-def test_convolutions_in_bfloat16(backend: str) -> None:
-    losses = convolved("eager")
+def test_convolutions_in_bfloat16(backend: str, settings: dict[str, Any]) -> None:
+    losses = convolved("eager", **settings)
     assert losses[-1] < 0.5 * losses[0]
-    assert convolved(backend) == pytest.approx(losses, abs=0.03)
+    assert convolved(backend, **settings) == pytest.approx(losses, abs=0.03)
 
 
 @pytest.mark.parametrize("backend", ["eager", "cudagraphs"])
@@ -158,6 +166,45 @@ def test_leaving_and_coming_back() -> None:
     assert off_by(*found) < 1e-6
 
 
+def test_kept_graphs_whatever_comes_in_between() -> None:
+    """An odd batch, an evaluation, a flush, weights that move: graphs go back as they were made."""
+    found = []
+    for backend in ("eager", "cudagraphs"):
+        net, trainer = net_and_trainer(backend, **KEPT)
+        data, told, replayed = even(80), [], []
+        for index, (x, y) in enumerate(data):
+            if index in (25, 27, 45):
+                told.append(trainer.step(x[:3], y[:3]).loss)
+            if index == 35:
+                told.append(trainer.evaluate(data[:2]).loss)
+            if index == 50:
+                trainer.flush()
+            if index == 70:
+                weight = trainer.model.get_parameter("stem.weight")
+                weight.data = weight.data.clone()
+            told.append(trainer.step(x, y).loss)
+            replayed.append(trainer._runner.is_replaying)
+        trainer.flush()
+        if backend == "cudagraphs":
+            assert [replayed[index] for index in (24, 44, 49, 69, 70)] == [*(True,) * 4, False]
+        found.append((told, weights(net)))
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-6)
+    assert off_by(found[0][1], found[1][1]) < 1e-6
+
+
+def test_a_bad_batch_moves_nothing_where_graphs_are_kept() -> None:
+    found = []
+    for backend in ("eager", "cudagraphs"):
+        net, trainer = net_and_trainer(backend, **KEPT)
+        for index, (x, y) in enumerate(even(50)):
+            with suppress(NonFiniteError):
+                trainer.step(x * torch.nan if index in (3, 31) else x, y)
+        with suppress(NonFiniteError):
+            trainer.flush()
+        found.append(weights(net))
+    assert off_by(*found) < 1e-6
+
+
 def test_a_loss_that_waits_for_the_device_is_not_captured() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target) * (float(output.detach().sum()) != 1e9)
@@ -196,8 +243,11 @@ def test_a_capture_whose_first_kernels_are_late(
     assert found == pytest.approx(trained("eager")[0], abs=1e-6)
 
 
-def test_the_driver_is_asked_for_no_memory_once_steps_are_captured() -> None:
-    _, trainer = net_and_trainer("cudagraphs")
+@pytest.mark.parametrize("settings", [{}, KEPT], ids=str)
+def test_the_driver_is_asked_for_no_memory_once_steps_are_captured(
+    settings: dict[str, Any],
+) -> None:
+    _, trainer = net_and_trainer("cudagraphs", **settings)
     data = [(x.cuda(), y.cuda()) for x, y in even(8)]
     for index in range(30):
         trainer.step(*data[index % 8])
@@ -211,14 +261,16 @@ def test_the_driver_is_asked_for_no_memory_once_steps_are_captured() -> None:
     assert before["allocated_bytes.all.current"] == after["allocated_bytes.all.current"]
 
 
+@pytest.mark.parametrize("settings", [{}, KEPT], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_branches_in_low_precision(dtype: torch.dtype) -> None:
+def test_branches_in_low_precision(dtype: torch.dtype, settings: dict[str, Any]) -> None:
     """In float16 with a loss that is scaled, and overflows at first."""
     found = []
     for backend in ("eager", "cudagraphs"):
         net = fresh(Loose, dtype=torch.float32)
         net.model.cuda()
-        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, autocast=dtype)
+        given = {"backend": backend, "autocast": dtype, **settings}
+        trainer = net.trainer(momentum, F.cross_entropy, **given)
         data = [(x.float(), y) for x, y in even(40)]
         steps = [trainer.step(*batch) for batch in data]
         assert trainer._runner.is_active == (backend == "cudagraphs")

@@ -21,7 +21,7 @@ from transcription import Row, Transcription
 import revcompile
 import tests.test_equivalence as spine
 from revcompile.errors import InputError
-from revcompile.runtime.stage.settings import Settings, Task
+from revcompile.runtime.stage.settings import Backend, Settings, Task
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
@@ -158,6 +158,13 @@ def test_what_is_in_flight_stays_with_stages_that_keep_the_same() -> None:
     assert training.same(one.model.state_dict(), other.model.state_dict())
 
 
-def test_captured_steps_are_not_for_graphs_in_flight() -> None:
-    with pytest.warns(UserWarning, match="stage 0 keeps graphs .* leave out memory_budget="):
-        training.trainer_of(training.fresh(training.Plain), memory_budget="1GiB", backend="static")
+def test_captured_steps_compute_the_same(keeps: Keeps) -> None:
+    eager, _ = pair(keeps)
+    captured, _ = pair(keeps, backend=Backend.STATIC)
+    data = [batch for batch in training.batches(40) if len(batch[0]) == 4]
+    losses = [[trainer.step(*batch).loss for batch in data] for trainer in (eager, captured)]
+    assert captured._runner.is_active
+    for trainer in (eager, captured):
+        trainer.flush()
+    assert losses[0] == losses[1]
+    assert training.same(eager.model.state_dict(), captured.model.state_dict())

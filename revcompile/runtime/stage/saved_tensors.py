@@ -1,0 +1,161 @@
+"""What autograd saves in a forward pass, stored apart from its graph.
+
+A CUDA graph repeats its kernels on fixed addresses, but a stage that keeps autograd graphs has
+several in flight. These graphs differ only in the tensors they have saved. So the saved tensors go
+to the slot of their micro-batch, and one graph serves all: that of the last forward pass.
+
+    forward of m      records a graph; its saved tensors --> slot of m
+    backward of m-3   runs that graph; its saved tensors <-- slot of m-3
+
+Parameters are not stored: backward reads their latest values.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from revcompile.ir.coupling_ops import retaining
+
+
+class Saved(NamedTuple):
+    """Stands for a saved tensor in a graph."""
+
+    number: int
+    """Of what is stored, or of the parameter."""
+    is_parameter: bool = False
+    view: tuple[torch.dtype, Sequence[int], Sequence[int], int] | None = None
+    """Which part of it: dtype, shape, strides and the offset in elements; None: all."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The tensor."""
+        if self.view is None:
+            return whole
+        dtype, shape, strides, offset = self.view
+        flat = whole if self.is_parameter else whole.view(dtype)
+        return flat.as_strided(shape, strides, flat.storage_offset() + offset)
+
+
+class Recorded:
+    """The tensors that the graph of one forward pass has saved.
+
+    Args:
+        inputs: The values that the pass is given.
+        parameters: Those that are not stored.
+    """
+
+    def __init__(self, inputs: Any, parameters: Sequence[Tensor]) -> None:
+        self.tensors: list[Tensor] = []
+        """What is to be stored: whole storages, as autograd would keep them."""
+        self.is_complete = True
+        """Whether nothing was saved that cannot be stored."""
+        self._numbers: dict[Any, int] = {}
+        self._parameters: dict[int, list[tuple[int, Tensor]]] = {}
+        for number, parameter in enumerate(parameters):
+            address = parameter.untyped_storage().data_ptr()
+            self._parameters.setdefault(address, []).append((number, parameter))
+        # An input may lie in a message among others, whose storage is another one in each step.
+        tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+        self._devices = {x.device for x in (*tensors, *parameters)}
+        self._inputs = {x.untyped_storage().data_ptr() for x in tensors}
+
+    def pack(self, x: Tensor) -> Saved | Tensor:
+        """What a graph keeps instead of a tensor."""
+        # Of the state of a generator, which attention saves, see `is_repeatable`.
+        if x.ndim == 0 and not (x.is_floating_point() or x.is_complex()):
+            return x
+        if x.layout is not torch.strided or x.device not in self._devices:
+            self.is_complete = False
+            return x
+        address, offset = x.untyped_storage().data_ptr(), int(x.storage_offset())
+        for number, parameter in self._parameters.get(address, ()):
+            within = offset - int(parameter.storage_offset())
+            if 0 <= within < parameter.numel() and x.dtype == parameter.dtype:
+                return Saved(number, True, (x.dtype, x.shape, x.stride(), within))
+        if address in self._inputs:
+            key = address, offset, x.dtype, x.shape, x.stride()
+            return Saved(self._number(key, lambda: x))
+        number = self._number(address, lambda: _bytes_of(x))
+        return Saved(number, view=(x.dtype, x.shape, x.stride(), offset))
+
+    def clear(self) -> None:
+        """Let go of all tensors: autograd holds `pack` as long as the graph."""
+        for each in (self.tensors, self._numbers, self._parameters, self._inputs):
+            each.clear()
+
+    def _number(self, key: Any, tensor: Callable[[], Tensor]) -> int:
+        """That of what is stored; what was saved before is not stored again."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.tensors)
+            self.tensors.append(tensor())
+        return self._numbers[key]
+
+
+class SavedTensors:
+    """Those of one stage's graphs: recorded in forward, read in backward."""
+
+    def __init__(self) -> None:
+        self._tensors: Sequence[Tensor] = ()
+        self._parameters: Sequence[Tensor] = ()
+
+    @contextmanager
+    def recorded(self, inputs: Any, parameters: Sequence[Tensor]) -> Iterator[Recorded]:
+        """Around a forward pass."""
+        record = Recorded(inputs, parameters)
+        with saved_tensors_hooks(record.pack, self._unpack):
+            yield record
+        record.clear()
+
+    @contextmanager
+    def read(self, tensors: Iterable[Tensor], parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Around a backward pass, with what the forward pass of its micro-batch has saved."""
+        self._tensors, self._parameters = list(tensors), parameters
+        try:
+            with retaining(), warnings.catch_warnings():
+                # Torch warns once that a graph of a captured step belongs to another stream, for
+                # which it waits.
+                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+                yield
+        finally:
+            self._tensors = self._parameters = ()
+
+    def _unpack(self, saved: Saved | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        return saved.of((self._parameters if saved.is_parameter else self._tensors)[saved.number])
+
+
+def is_repeatable(kept: Iterable[Any]) -> bool:
+    """Whether all that a graph has saved of its micro-batch went through hooks.
+
+    Not so with attention that drops weights at random, which is repeated by the state of a
+    generator, and with functions in Python that store tensors as attributes.
+
+    Args:
+        kept: Values, some of which belong to the graph.
+    """
+    todo = [x.grad_fn for x in kept if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if getattr(node, "_saved_dropout_p", 0.0):
+            return False
+        attributes = getattr(node, "__dict__", {}).values()
+        if any(isinstance(x, Tensor) for x in pytree.tree_leaves(list(attributes))):
+            return False
+        following = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= following
+        todo += following
+    return True
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """All of its storage."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
