@@ -82,5 +82,5 @@ def test_its_smallest_form_runs(name: str, folder: Path, monkeypatch: pytest.Mon
 
 
 def test_every_benchmark_has_a_smallest_form() -> None:
-    shared = {"__init__", "cifar", "figures", "harness", "models", "trainings"}
+    shared = {"__init__", "alone", "cifar", "figures", "harness", "models", "trainings"}
     assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == {*SMALLEST, *shared}
