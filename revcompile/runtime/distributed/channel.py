@@ -18,7 +18,7 @@ import itertools
 import json
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -58,9 +58,10 @@ class Channel:
     def uses_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def exchange(self, tensor: Tensor, sends: bool) -> None:
-        """Send or receive bytes over gloo."""
-        self._start(self.control, tensor, sends).wait(_NO_TIMEOUT)
+    def exchange(self, tensors: Sequence[Tensor], sends: bool) -> None:
+        """Send or receive bytes over gloo: all at once, so the other end need not ask for each."""
+        for work in [self._start(self.control, each, sends) for each in tensors]:
+            work.wait(_NO_TIMEOUT)
 
     def exchange_on_device(self, tensor: Tensor, sends: bool) -> Any:
         """Enqueue a send or a receive over NCCL, after what the current stream does so far."""
@@ -213,8 +214,7 @@ class SendThread(Worker):
             if payload is not None:
                 payload.start()
                 unfinished.append(payload)
-            for packet in packets:
-                self.channel.exchange(packet, sends=True)
+            self.channel.exchange(packets, sends=True)
             while unfinished and unfinished[0].is_sent():
                 unfinished.popleft()
 
@@ -265,7 +265,7 @@ class ReceiveThread(Worker):
         """So many bytes from the other CPU."""
         memory = torch.empty(size, dtype=torch.uint8)
         if size:
-            self.channel.exchange(memory, sends=False)
+            self.channel.exchange([memory], sends=False)
         return memory
 
     def _message(self, header: Header) -> Message:

@@ -73,6 +73,8 @@ class StageExecutor:
     refusal: str | None = None
     """Why micro-batches cannot run here now; they are left out."""
     observer: Trace | None = None
+    _latest: tuple[dict[str, Tensor | None], Mapping[str, Tensor | None]] | None = None
+    """Gradients of parameters that are not added yet, and those of inputs."""
     _last_forward: tuple[int, Sequence[BufferSnapshot]] | None = None
     """The latest micro-batch, and buffers as they were before its forward pass."""
 
@@ -202,7 +204,7 @@ class StageExecutor:
         for messages in self._messages():
             messages.clear()
         self.updates.clear()
-        self._last_forward = None
+        self._latest = self._last_forward = None
 
     def _messages(self) -> tuple[dict[int, Any], ...]:
         return self.inputs, self.outputs, self.incoming, self.outgoing, self.fingerprints
@@ -334,7 +336,15 @@ class StageExecutor:
         back = self._differentiate(message)
         if self.index > 0:
             self.outgoing[action.index] = back
+        if self.index == 0 or self.is_captured:
+            self._add()
         return True
+
+    def _add(self) -> None:
+        """Add the latest gradients of parameters, after those of inputs were sent: others wait."""
+        if self._latest is not None:
+            self.stage.accumulate(*self._latest)
+            self._latest = None
 
     def _differentiate(self, message: Message) -> Message:
         """The message for the stage before; void if the micro-batch is lost here, or was before."""
@@ -362,7 +372,7 @@ class StageExecutor:
             gradients = zero_if(flag, gradients)
         if scale is not None:
             gradients = unscaled(gradients, scale)
-        stage.accumulate(gradients, passed.input_gradients)
+        self._latest = gradients, passed.input_gradients
         if self.updates.is_counted or not is_captured:
             self.updates.count.add_((flag == 0).reshape(()))
         values, of_inputs = passed.values, passed.input_gradients
@@ -403,6 +413,7 @@ class StageExecutor:
 
     def _send_dx(self, action: Action) -> bool:
         self._send(self.index - 1, MessageKind.DY, self.outgoing.pop(action.index))
+        self._add()
         return True
 
     def _train(self, action: Action) -> bool:

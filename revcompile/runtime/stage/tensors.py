@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -45,13 +46,13 @@ def all_finite(tensors: list[Tensor]) -> list[bool]:
     tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     is_cuda = tensors[0].is_cuda
     norms = torch._foreach_norm(tensors, float("inf") if is_cuda else 2)
-    wide = widest_dtype(tensors[0].device)
-    finite: list[bool] = torch.isfinite(torch.stack([norm.to(wide) for norm in norms])).tolist()
     if is_cuda:
+        wide = widest_dtype(tensors[0].device)
+        finite: list[bool] = torch.isfinite(torch.stack([norm.to(wide) for norm in norms])).tolist()
         return finite
     return [
-        fine or bool(torch.isfinite(tensor).all())
-        for fine, tensor in zip(finite, tensors, strict=True)
+        math.isfinite(norm) or bool(torch.isfinite(tensor).all())
+        for norm, tensor in zip(norms, tensors, strict=True)
     ]
 
 

@@ -376,8 +376,8 @@ class CastWeights:
 
 
 def _is_laid_out_as(gradient: Tensor, weight: Tensor) -> bool:
-    if gradient.dtype != weight.dtype:
-        return False
+    if gradient.dtype != weight.dtype or gradient.stride() == weight.stride():
+        return gradient.dtype == weight.dtype
     pairs = zip(gradient.stride(), weight.stride(), weight.shape, strict=True)
     return all(a == b or size == 1 for a, b, size in pairs)
 

@@ -337,3 +337,13 @@ def test_a_trainer_that_nobody_has_any_more_lets_go_of_its_micro_batches() -> No
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_a_gradient_is_sent_before_that_of_parameters_is_added() -> None:
+    """The stage before waits for it."""
+    trainer = trainer_of(fresh(stages=3), accumulation_steps=8)
+    last = trainer._executors[-1]
+    send, seen = last._send, []
+    last._send = lambda *message: (seen.append(dict(last.stage.gradients)), send(*message))
+    feed(trainer, batches(1))
+    assert seen == [{}] and last.stage.gradients
