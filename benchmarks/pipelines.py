@@ -15,9 +15,9 @@ computes with `--threads`.
     compute   the share of that time in which the main thread of the busiest rank runs
     memory    the most that a rank has taken of the operating system for this training
 
-Methods: gpipe, 1f1b, interleaved, zbv (torch's); petra (everything is rebuilt), petra-kept (all
-graphs are kept). petra:2 has two micro-batches in flight per stage, petra-kept:1.5 has one and a
-half.
+Methods: gpipe, 1f1b, interleaved, zbv (torch's; over gloo, torch 2.11 cannot run the last one);
+petra (everything is rebuilt), petra-kept (all graphs are kept). petra:2 has two micro-batches in
+flight per stage, petra-kept:1.5 has one and a half.
 
 With `--train` the methods train a character-level GPT one after the other, each with every
 optimizer of `--optimizers`. Printed is how long each takes to the loss that the first method

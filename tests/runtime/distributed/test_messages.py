@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import pytest
@@ -31,14 +32,15 @@ class Tape:
     def use_own_stream(self, purpose: str) -> None:
         pass
 
-    def exchange(self, packet: Tensor, sends: bool) -> None:
-        if sends:
-            self.sizes.append(len(packet))
-            self.on_its_way.put(packet.clone())
-            return
-        sent = self.on_its_way.get(timeout=60)
-        assert len(packet) == len(sent), "both ends expect the same"
-        packet.copy_(sent)
+    def exchange(self, packets: Sequence[Tensor], sends: bool) -> None:
+        for packet in packets:
+            if sends:
+                self.sizes.append(len(packet))
+                self.on_its_way.put(packet.clone())
+            else:
+                sent = self.on_its_way.get(timeout=60)
+                assert len(packet) == len(sent), "both ends expect the same"
+                packet.copy_(sent)
 
 
 class Ends:
