@@ -37,8 +37,8 @@ def warn_of_delay(trainer: Trainer) -> None:
 
     Remedies are an optimizer that compensates the delay and, in backward, the weights of the
     forward pass. Up to one update of delay neither is needed, and with an optimizer that limits how
-    far matrices move during the delay, backward may use any weights up to seven. The process that
-    has the first stage warns whoever has called its caller.
+    far matrices move during the delay, backward may use any weights up to seven. Above that no
+    remedy is enough. The process that has the first stage warns whoever has called its caller.
     """
     programs, updaters = trainer._programs, [(e.index, e.updater) for e in trainer._executors]
     late = [
@@ -58,19 +58,19 @@ def warn_of_delay(trainer: Trainer) -> None:
         if not hasattr(optimizer, "delay") and not is_predicted
     ]
     is_far = most > _HARMLESS_LIMITED
-    is_limited = any(_limits_drift(optimizer) for _, optimizer in late) and not is_far
+    is_limited = any(_limits_drift(optimizer) for _, optimizer in late)
     has_others = (is_predicted or method.weights is Weights.LATEST) and not is_limited
-    if not plain and not has_others:
+    if not (plain or has_others or is_far):
         return
-    problem, remedy = "and backward uses other weights than forward did", _STASHED
-    if plain:
+    problem = "and backward uses other weights than forward did"
+    remedy = f"{_LIMITED}, or {_STASHED}"
+    if is_far:
+        problem, remedy = "more than any optimizer and weights= make up for", "fewer stages"
+    elif plain:
         compensates = f"which {plain[0]} does not compensate"
         problem = f"{compensates}, {problem}" if has_others else compensates
         optimizers = f"{_LIMITED}, or revcompile.optim.ErrorFeedback({plain[0]}(...))"
-        together = f"{', ' * is_far or ' '}and {_STASHED}" if has_others else ""
-        remedy = f"{optimizers}{together}"
-    elif not is_far:
-        remedy = f"{_LIMITED}, or {_STASHED}"
+        remedy = optimizers + (f" and {_STASHED}" if has_others else "")
     enough = window(method, len(programs), 0, trainer._settings.accumulation_steps) - 1
     warn(
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
