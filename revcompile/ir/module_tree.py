@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -203,34 +203,34 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     return copy.deepcopy(model, memo)
 
 
-_CONTAINERS: Final = (OrderedDict, dict, list, set)
+_CONTAINERS: Final = (OrderedDict, dict, list, set, deque)
 
 
 class Contents:
     """A shallow copy of all attributes of all modules of a model, and of containers among them.
 
-    With `objects` also of the attributes of plain objects among them, such as configurations.
+    Also of the attributes of plain objects among them, such as configurations.
     """
 
-    def __init__(self, model: nn.Module, objects: bool = False) -> None:
-        self._held = {module: list(_tables(module, objects)) for module in model.modules()}
+    def __init__(self, model: nn.Module) -> None:
+        self._held = {module: list(_tables(module)) for module in model.modules()}
 
     def restore(self, part: nn.Module) -> None:
         """Undo all changes in a module and those inside it."""
         for table, held in self._held[part]:
             table.clear()
-            table.extend(held) if isinstance(table, list) else table.update(held)
+            table.extend(held) if isinstance(table, (list, deque)) else table.update(held)
         for child in part.children():  # those that it had then
             self.restore(child)
 
 
-def _tables(module: nn.Module, objects: bool) -> Iterator[tuple[Any, Any]]:
+def _tables(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Everything that can be cleared and filled again, and what is in it now."""
     yield vars(module), dict(vars(module))
     for value in vars(module).values():
-        if isinstance(value, (dict, list, set)):
+        if isinstance(value, (dict, list, set, deque)):
             yield value, value.copy() if type(value) in _CONTAINERS else copy.copy(value)
-        elif objects and not isinstance(value, (nn.Module, torch.Tensor, type)):
+        elif not isinstance(value, (nn.Module, torch.Tensor, type)):
             own = None if callable(value) else getattr(value, "__dict__", None)
             if isinstance(own, dict):
                 yield own, dict(own)

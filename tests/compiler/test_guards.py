@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +134,8 @@ class Counter(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.kind, self.step = kind, 0
         self.history: list[Any] = []
+        self.recent: deque[int] = deque()
+        self.notes = SimpleNamespace(count=0)
         self.state: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,13 +146,19 @@ class Counter(nn.Module):
         elif self.kind == "list":
             self.history.append(1)
             factor = len(self.history)
+        elif self.kind == "deque":
+            self.recent.append(1)
+            factor = len(self.recent)
+        elif self.kind == "object":
+            self.notes.count += 1
+            factor = self.notes.count
         else:
             factor = 1.0 if self.state is None else self.state
             self.state = x.mean()
         return x + self.layer(x) * factor
 
 
-@pytest.mark.parametrize("kind", ["number", "list", "tensor"])
+@pytest.mark.parametrize("kind", ["number", "list", "deque", "object", "tensor"])
 def test_counters_are_refused_at_the_top_and_kept_whole_inside(kind: str) -> None:
     x = torch.randn(3, WIDTH)
     with pytest.raises(CaptureError, match="counts in its attribute"):

@@ -12,6 +12,7 @@ guards. `interception.py` has how the tracer is called.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -591,13 +592,19 @@ def _users(value: Any) -> int | None:
 
 
 def _content(value: Any) -> Any:
-    """Plain values and containers of them by value, others by identity."""
+    """Plain values, and containers of them, by value; others by identity and plain attributes."""
     if issubclass(type(value), PLAIN):
         return type(value), value
-    if type(value) not in (dict, tuple, list, set, frozenset):
-        return id(value), value
-    items = (*value, *value.values()) if type(value) is dict else value
-    return type(value), [_content(i) if issubclass(type(i), PLAIN) else None for i in items]
+    same: Any = type(value)
+    if isinstance(value, dict):
+        items = (*value, *value.values())
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        items = (*value,)
+    else:
+        same, is_layer = (id(value), value), isinstance(value, (nn.Module, torch.Tensor, fx.Proxy))
+        attributes = None if is_layer or callable(value) else getattr(value, "__dict__", None)
+        items = (*attributes.values(),) if isinstance(attributes, dict) else ()
+    return same, [_content(i) if issubclass(type(i), PLAIN) else None for i in items]
 
 
 def _fake_value(value: Any) -> Any:

@@ -129,7 +129,7 @@ def _is_in_place(name: str) -> bool:
 def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
     """Undo and refuse changes of the modules and parameters."""
     before, flags = TreeSnapshot(below(module), _STRUCTURE), _flags(module)
-    contents, problem = Contents(module, objects=True), None
+    contents, problem = Contents(module), None
     try:
         yield
     finally:
