@@ -6,7 +6,6 @@ numbers of slots in rings, which the host writes before each step (`SlotNumbers`
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +20,7 @@ from revcompile.errors import RevcompileError
 from revcompile.ir.coupling_ops import seed_of, seeding
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Route, Transport
+from revcompile.runtime.stage.saved_tensors import on_side_streams
 from revcompile.runtime.stage.slots import Ring
 from revcompile.schedule import Schedule
 from revcompile.units import format_size
@@ -140,9 +140,7 @@ class CudaGraphReplay(EagerReplay):
             seeded.append((passes[key], piece))
             torch.manual_seed(seed_of(key, piece))
 
-        with torch.random.fork_rng([self.device]), seeding(seeder), warnings.catch_warnings():
-            # Torch warns once that stages differentiate on side streams, which is intended.
-            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+        with torch.random.fork_rng([self.device]), seeding(seeder), on_side_streams():
             section()
             end_piece()
         pieces = zip(seeded, has_drawn, strict=True)

@@ -244,8 +244,8 @@ def why_not_capturable(
         program = executor.program
         if program.keeps_graphs_in_flight and not program.graphs_outlive_updates:
             return (
-                f"stage {executor.index} keeps graphs of micro-batches in flight with stashed "
-                "weights; use weights='latest' to have steps captured"
+                f"stage {executor.index} keeps graphs of micro-batches in flight, as "
+                f"{method.name!r} does; use 'pipedream' or 'petra_stashed' to have steps captured"
             )
         if why := why_not_capturable_optimizer(executor.updater.optimizer):
             return why

@@ -178,7 +178,7 @@ class InFlight:
 
     With `SavedTensors`: None for those that belong to a graph, then the tensors it has saved."""
     graph: tuple[Any, ...] = ()
-    """All of them, where only their own graph reads what it has saved."""
+    """All of them, with their own graph; empty: that of a captured step serves."""
     used: Used = _UNKNOWN
     """The weights of its forward pass."""
     buffers: list[BufferSnapshot] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """What autograd saves in a forward pass, stored apart from its graph.
 
 A CUDA graph repeats its kernels on fixed addresses, but a stage that keeps autograd graphs has
-several in flight. These graphs differ only in the tensors they have saved. So the saved tensors go
-to the slot of their micro-batch, and one graph serves all: that of the last forward pass.
+several in flight. What can be captured records the same graph each time, with other saved tensors.
+So these go to the slot of their micro-batch, and the graph of a captured forward pass serves all.
 
     forward of m      records a graph; its saved tensors --> slot of m
     backward of m-3   runs that graph; its saved tensors <-- slot of m-3
@@ -56,6 +56,8 @@ class Recorded:
         """What is to be stored: whole storages, as autograd would keep them."""
         self.is_complete = True
         """Whether nothing was saved that cannot be stored."""
+        self.states = 0
+        """How many integers stay with the graph: states of generators, see `is_repeatable`."""
         self._numbers: dict[Any, int] = {}
         self._parameters: dict[int, list[tuple[int, Tensor]]] = {}
         for number, parameter in enumerate(parameters):
@@ -68,8 +70,10 @@ class Recorded:
 
     def pack(self, x: Tensor) -> Saved | Tensor:
         """What a graph keeps instead of a tensor."""
-        # Of the state of a generator, which attention saves, see `is_repeatable`.
-        if x.ndim == 0 and not (x.is_floating_point() or x.is_complex()):
+        # Attention on a GPU saves the state of a generator, on the host unless it is captured.
+        is_integer = not (x.is_floating_point() or x.is_complex())
+        if x.ndim == 0 and is_integer and (x.is_cuda or x.device not in self._devices):
+            self.states += 1
             return x
         if x.layout is not torch.strided or x.device not in self._devices:
             self.is_complete = False
@@ -118,10 +122,7 @@ class SavedTensors:
         """Around a backward pass, with what the forward pass of its micro-batch has saved."""
         self._tensors, self._parameters = list(tensors), parameters
         try:
-            with retaining(), warnings.catch_warnings():
-                # Torch warns once that a graph of a captured step belongs to another stream, for
-                # which it waits.
-                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+            with retaining(), on_side_streams():
                 yield
         finally:
             self._tensors = self._parameters = ()
@@ -132,7 +133,15 @@ class SavedTensors:
         return saved.of((self._parameters if saved.is_parameter else self._tensors)[saved.number])
 
 
-def is_repeatable(kept: Iterable[Any]) -> bool:
+@contextmanager
+def on_side_streams() -> Iterator[None]:
+    """Without torch's one warning that graphs belong to other streams, for which it waits."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+        yield
+
+
+def is_repeatable(kept: Iterable[Any], states: int) -> bool:
     """Whether all that a graph has saved of its micro-batch went through hooks.
 
     Not so with attention that drops weights at random, which is repeated by the state of a
@@ -140,11 +149,13 @@ def is_repeatable(kept: Iterable[Any]) -> bool:
 
     Args:
         kept: Values, some of which belong to the graph.
+        states: How many integers stay with it. Attention saves up to two; others are data.
     """
     todo = [x.grad_fn for x in kept if isinstance(x, Tensor) and x.grad_fn is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()
+        states -= 2 * ("Attention" in node.name())
         if getattr(node, "_saved_dropout_p", 0.0):
             return False
         attributes = getattr(node, "__dict__", {}).values()
@@ -153,7 +164,7 @@ def is_repeatable(kept: Iterable[Any]) -> bool:
         following = {before for before, _ in node.next_functions if before is not None} - seen
         seen |= following
         todo += following
-    return True
+    return states <= 0
 
 
 def _bytes_of(x: Tensor) -> Tensor:

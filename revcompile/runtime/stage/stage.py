@@ -131,7 +131,8 @@ class Stage:
         self._saved = SavedTensors() if program.graphs_outlive_updates else None
         """Takes the place of graphs in flight where these are stored in slots."""
         self._graph: tuple[Any, ...] = ()
-        """What the last forward pass has kept that lies in a slot; its graph serves all of them."""
+        """What the last forward pass has kept that lies in a slot. The graph of a captured one
+        serves all micro-batches in flight."""
         self._has_recorded = False
         self.saves_elsewhere = False
         """Whether a graph has saved something that no slot can hold."""
@@ -190,9 +191,11 @@ class Stage:
         if self._saved is not None and self._ring_size and self._has_recorded:
             recorded = self._saved.recorded(values, latest)
         self._has_recorded = True
-        if self.ring is not None and self.ring.ends is not None:
-            # A captured step. Autograd's node of a parameter stays on the stream it was made on,
-            # and lives as long as a graph that holds it.
+        if self._saved is not None and is_capturing(self.device):
+            # Autograd's node of a parameter stays on the stream it was made on, and lives as long
+            # as a graph that holds it: from here on the captured graph serves all in flight.
+            for each in self.in_flight.values():
+                each.graph = ()
             self._graph = ()
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
@@ -221,14 +224,15 @@ class Stage:
         """Store values of a micro-batch: in its slot, if there are slots and they fit."""
         graph, fits = (), not self.program.keeps_graphs_in_flight
         if saved is not None:
-            graph, fits = kept, saved.is_complete and is_repeatable(kept)
+            graph, fits = kept, saved.is_complete and is_repeatable(kept, saved.states)
             self.saves_elsewhere |= not fits
             kept = (*(None if _is_of_graph(value) else value for value in kept), *saved.tensors)
         if self._ring_size and self.ring is None and fits:
             self.ring = Ring(kept, self._ring_size)
         held = InFlight(kept, graph)
         if self.ring is not None and fits and self.ring.put(microbatch, kept):
-            held, self._graph = InFlight(self.ring.value(microbatch), ring=self.ring), graph
+            held = InFlight(self.ring.value(microbatch), graph, ring=self.ring)
+            self._graph = graph
         self.in_flight[microbatch] = held
         return held
 
@@ -246,7 +250,7 @@ class Stage:
         if self.ring is not None:
             used = self.weights.used(self.weights.forward())
             kept = self.ring.value(entered)
-            self.in_flight[entered] = InFlight(kept, used=used, ring=self.ring)
+            self.in_flight[entered] = InFlight(kept, self._graph, used=used, ring=self.ring)
             del self.in_flight[left]
         self.gradients = {} if has_updated or self.sums is None else dict(self.sums)
         if has_updated:
@@ -330,7 +334,7 @@ class Stage:
         is_fused = self._functions is not self._generated
         latest = self._saved_by_reference()
         graphs: AbstractContextManager[None] = at_versions(latest, held.parameter_versions)
-        if self._saved is not None and (graph := held.graph if held.ring is None else self._graph):
+        if self._saved is not None and (graph := held.graph or (held.ring and self._graph)):
             graphs = self._saved.read(stored[len(graph) :], latest)
             stored = tuple(g if _is_of_graph(g) else v for g, v in zip(graph, stored, strict=False))
         kept = self.activations.load(stored, is_fused)

@@ -309,7 +309,7 @@ differentiable = functools.partial(torch.optim.NAdam, differentiable=True)
         ("static", {"optimizer": Own}, "Own has no step .* use SGD, .* of torch.optim or"),
         ("static", {"optimizer": differentiable}, "differentiable=True"),
         ("static", {"method": "gpipe"}, "differ from each other"),
-        ("static", {"method": "ddg"}, "keeps graphs .* with stashed weights"),
+        ("static", {"method": "ddg"}, "keeps graphs of micro-batches in flight, as 'ddg' does"),
         ("static", {"accumulation_steps": 17}, "at most 16"),
     ],
 )
@@ -351,6 +351,25 @@ class Attributes(Loose):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(Squared(5, 6), nn.BatchNorm1d(6))
+
+
+class Chosen(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.bias[(x.sum() > 0).long()]
+
+
+class Choosing(Loose):
+    """Saves an index for backward that depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(Chosen(5, 6), nn.BatchNorm1d(6))
+
+
+def test_an_integer_that_a_graph_has_saved_is_that_of_its_micro_batch() -> None:
+    data = even(2 * FULL)
+    assert len({bool(x.sum() > 0) for x, _ in data}) == 2
+    both(lambda t: [t.step(*batch).loss for batch in data], Choosing, memory_budget="1GiB")
 
 
 def test_a_graph_with_tensors_that_no_hook_sees_is_not_captured() -> None:
