@@ -1,11 +1,9 @@
-"""RevNets: residual networks on two streams, of which all blocks but a few can be run backwards.
+"""PETRA's RevNets: a ResNet v1 on two streams.
 
-`revnet18`, `revnet34` and `revnet50` are PETRA's: a ResNet v1 whose stem is twice as wide and
-split into two streams, and whose head reads both. Every branch is as wide as the ResNet's.
-`revnet38`, `revnet110`, `revnet164` and `revnet104` are those of the RevNet paper's Table 2, with
-pre-activation branches, each on half of the table's channels.
+The stem is twice as wide and split into two streams, and the head reads both. Every branch is as
+wide as the ResNet's.
 
->>> net = revnet18(num_classes=10, stem="cifar")
+>>> net = revnet18(num_classes=10)
 >>> net(torch.randn(2, 3, 32, 32)).shape
 torch.Size([2, 10])
 """
@@ -16,192 +14,132 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.branches import (
-    Basic,
-    Bottleneck,
-    Head,
-    Shape,
-    Stem,
-    StemKind,
-    ZeroPad,
-    conv,
-    initialise,
-    norm_relu,
-    pre_activation,
-    projection,
-    stages,
-)
-from models.reversible import Coupling, Pair, RevBlock
+Pair = tuple[Tensor, Tensor]
 
-__all__ = [
-    "BasicTransition",
-    "BottleneckTransition",
-    "RevNet",
-    "RevTransition",
-    "revnet18",
-    "revnet34",
-    "revnet38",
-    "revnet50",
-    "revnet104",
-    "revnet110",
-    "revnet164",
-]
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution that keeps the image's size but for its stride; a norm supplies the bias."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+
+class Basic(nn.Module):
+    """F of ResNet-18 and -34: two 3×3 convolutions. `first` and `rest` are its two halves."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(inputs, outputs, 3, stride), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = _conv(outputs, outputs, 3), nn.BatchNorm2d(outputs)
+
+    def first(self, x: Tensor) -> Tensor:
+        """The first convolution with its norm: already of the output's shape."""
+        out: Tensor = self.bn1(self.conv1(x))
+        return out
+
+    def rest(self, first: Tensor) -> Tensor:
+        """What follows `first`."""
+        out: Tensor = self.bn2(self.conv2(F.relu(first)))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """F(x), short of the activation that follows the sum."""
+        return self.rest(self.first(x))
+
+
+class Bottleneck(nn.Module):
+    """F of ResNet-50: a 3×3 convolution on a quarter of the channels, between two 1×1 ones."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        narrow = outputs // 4
+        self.conv1, self.bn1 = _conv(inputs, narrow, 1), nn.BatchNorm2d(narrow)
+        self.conv2, self.bn2 = _conv(narrow, narrow, 3, stride), nn.BatchNorm2d(narrow)
+        self.conv3, self.bn3 = _conv(narrow, outputs, 1), nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """F(x), short of the activation that follows the sum."""
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)))
+        out: Tensor = self.bn3(self.conv3(x))
+        return out
+
+
+Branch = type[Basic] | type[Bottleneck]
+
+
+class Coupling(nn.Module):
+    """`(a, b) -> (b, a + relu(F(b)))`, PETRA Fig. 2: the activation after the sum joins F."""
+
+    def __init__(self, branch: Branch, channels: int) -> None:
+        super().__init__()
+        self.branch = branch(channels, channels, 1)
+
+    def forward(self, a: Tensor, b: Tensor) -> Pair:
+        """The next pair of streams."""
+        return b, a + F.relu(self.branch(b))
+
+
+class Transition(nn.Module):
+    """`(a, b) -> (s(b), P(a) + relu(F(b)))`: two streams of another shape.
+
+    Of a basic block, `s(b)` is the first half of F; a bottleneck is narrow inside, so each stream
+    is projected.
+    """
+
+    def __init__(self, branch: Branch, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+
+        def projection() -> nn.Module:
+            return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+        self.branch = branch(inputs, outputs, stride)
+        self.downsample = projection()
+        self.downsample_b = projection() if branch is Bottleneck else None
+
+    def forward(self, a: Tensor, b: Tensor) -> Pair:
+        """Two streams of the next stage."""
+        if self.downsample_b is not None:
+            return self.downsample_b(b), self.downsample(a) + F.relu(self.branch(b))
+        assert isinstance(self.branch, Basic)
+        first = self.branch.first(b)
+        return first, self.downsample(a) + F.relu(self.branch.rest(first))
 
 
 class RevNet(nn.Module):
     """A stem split into two streams, blocks from pair to pair, a head that reads both streams."""
 
-    def __init__(self, stem: Stem, layers: list[list[nn.Module]], head: Head) -> None:
+    def __init__(self, branch: Branch, depths: tuple[int, ...], num_classes: int) -> None:
         super().__init__()
-        self.stem = stem
-        self.layers = nn.ModuleList(nn.ModuleList(blocks) for blocks in layers)
-        self.head = head
-        initialise(self)
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """Every block between stem and head, in order."""
-        return [
-            block for layer in self.layers if isinstance(layer, nn.ModuleList) for block in layer
-        ]
+        self.conv1, self.bn1 = _conv(3, 2 * 64, 7, stride=2), nn.BatchNorm2d(2 * 64)
+        self.layers, width = nn.ModuleList(), 64
+        for index, depth in enumerate(depths):
+            inputs, width = width, (64 if branch is Basic else 256) << index
+            first: nn.Module = Coupling(branch, width)
+            if inputs != width:
+                first = Transition(branch, inputs, width, 1 if index == 0 else 2)
+            rest = (Coupling(branch, width) for _ in range(depth - 1))
+            self.layers.append(nn.ModuleList([first, *rest]))
+        self.fc = nn.Linear(2 * width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of a batch of images."""
-        a, b = self.stem(x).chunk(2, dim=1)
-        for block in self.blocks:
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, stride=2, padding=1)
+        a, b = x.chunk(2, dim=1)
+        for block in (block for layer in self.layers for block in layer):  # type: ignore[attr-defined]
             a, b = block(a, b)
-        out: Tensor = self.head(torch.cat((a, b), dim=1))
+        out: Tensor = self.fc(torch.cat((a, b), dim=1).mean((2, 3)))
         return out
 
 
-class BasicTransition(nn.Module):
-    """`(a, b) -> (s(b), P(a) + relu(F(b)))`: `s(b)` is the first half of F, at no extra cost."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.branch = Basic(shape)
-        self.downsample = projection(shape)
-
-    def forward(self, a: Tensor, b: Tensor) -> Pair:
-        """Two streams of the next stage."""
-        first = self.branch.first(b)
-        return first, self.downsample(a) + F.relu(self.branch.rest(first))
-
-
-class BottleneckTransition(nn.Module):
-    """`(a, b) -> (P'(b), P(a) + relu(F(b)))`: F is narrow inside, so each stream is projected."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.branch = Bottleneck(shape)
-        self.downsample = projection(shape)
-        self.downsample_b = projection(shape)
-
-    def forward(self, a: Tensor, b: Tensor) -> Pair:
-        """Two streams of the next stage."""
-        return self.downsample_b(b), self.downsample(a) + F.relu(self.branch(b))
-
-
-def _petra(
-    branch: type[Basic] | type[Bottleneck],
-    transition: type[BasicTransition] | type[BottleneckTransition],
-    depths: tuple[int, ...],
-    num_classes: int,
-    stem: StemKind,
-) -> RevNet:
-    widths = (64, 128, 256, 512) if branch is Basic else (256, 512, 1024, 2048)
-
-    def block(shape: Shape) -> nn.Module:
-        return Coupling(branch(shape), nn.ReLU()) if shape.kept else transition(shape)
-
-    layers = [[block(shape) for shape in stage] for stage in stages(64, widths, depths)]
-    return RevNet(Stem(stem, 2 * 64), layers, Head(2 * widths[-1], num_classes))
-
-
-def revnet18(num_classes: int = 1000, stem: StemKind = "imagenet") -> RevNet:
+def revnet18(num_classes: int = 1000) -> RevNet:
     """12.2 M parameters (PETRA, Table 2)."""
-    return _petra(Basic, BasicTransition, (2, 2, 2, 2), num_classes, stem)
+    return RevNet(Basic, (2, 2, 2, 2), num_classes)
 
 
-def revnet34(num_classes: int = 1000, stem: StemKind = "imagenet") -> RevNet:
+def revnet34(num_classes: int = 1000) -> RevNet:
     """22.3 M parameters (PETRA, Table 2)."""
-    return _petra(Basic, BasicTransition, (3, 4, 6, 3), num_classes, stem)
+    return RevNet(Basic, (3, 4, 6, 3), num_classes)
 
 
-def revnet50(num_classes: int = 1000, stem: StemKind = "imagenet") -> RevNet:
+def revnet50(num_classes: int = 1000) -> RevNet:
     """30.4 M parameters (PETRA, Table 2)."""
-    return _petra(Bottleneck, BottleneckTransition, (3, 4, 6, 3), num_classes, stem)
-
-
-class RevTransition(nn.Module):
-    """`y1 = P1(x1) + F(x2)`, `y2 = P2(x2) + G(y1)`: a `RevBlock` that changes the shape."""
-
-    def __init__(self, f: nn.Module, g: nn.Module, p1: nn.Module, p2: nn.Module) -> None:
-        super().__init__()
-        self.f, self.g, self.p1, self.p2 = f, g, p1, p2
-
-    def forward(self, x1: Tensor, x2: Tensor) -> Pair:
-        """Two streams of the next stage."""
-        y1 = self.p1(x1) + self.f(x2)
-        y2 = self.p2(x2) + self.g(y1)
-        return y1, y2
-
-
-def _rev_shortcut(shape: Shape, kernels: tuple[int, ...]) -> nn.Module:
-    """P of the RevNet paper: without parameters in basic blocks, a bare 1×1 in bottlenecks."""
-    if kernels == (3, 3):
-        return ZeroPad(shape, window=shape.stride)
-    return conv(shape.inputs, shape.outputs, 1, shape.stride)
-
-
-def _gomez(
-    kernels: tuple[int, ...],
-    channels: tuple[int, ...],
-    depths: tuple[int, ...],
-    num_classes: int,
-    stem: StemKind,
-) -> RevNet:
-    """`channels` are Table 2's: of both streams together; a bottleneck's are those inside it.
-
-    The stem is as wide as the first group, and its streams are half of it each.
-    """
-    widening = 4 if kernels == (1, 3, 1) else 1
-    widths = [count * widening // 2 for count in channels]
-
-    def block(shape: Shape, bare: bool) -> nn.Module:
-        f = pre_activation(shape, kernels, bare)
-        g = pre_activation(shape.after, kernels)
-        if shape.kept:
-            return RevBlock(f, g)
-        return RevTransition(f, g, _rev_shortcut(shape, kernels), _rev_shortcut(shape, kernels))
-
-    layers = [
-        [block(shape, bare=stage == place == 0) for place, shape in enumerate(shapes)]
-        for stage, shapes in enumerate(stages(channels[0] // 2, widths, depths))
-    ]
-    both = 2 * widths[-1]
-    return RevNet(Stem(stem, channels[0]), layers, Head(both, num_classes, norm_relu(both)))
-
-
-def revnet38(num_classes: int = 10) -> RevNet:
-    """0.46 M parameters, as many as ResNet-32 (RevNet, Table 2); CIFAR."""
-    return _gomez((3, 3), (32, 64, 112), (3, 3, 3), num_classes, "cifar")
-
-
-def revnet110(num_classes: int = 10) -> RevNet:
-    """1.73 M parameters, as many as ResNet-110 (RevNet, Table 2); CIFAR."""
-    return _gomez((3, 3), (32, 64, 128), (9, 9, 9), num_classes, "cifar")
-
-
-def revnet164(num_classes: int = 10) -> RevNet:
-    """1.75 M parameters, a little more than ResNet-164 (RevNet, Table 2); CIFAR."""
-    return _gomez((1, 3, 1), (32, 64, 128), (9, 9, 9), num_classes, "cifar")
-
-
-def revnet104(num_classes: int = 1000) -> RevNet:
-    """45.4 M parameters, a little more than ResNet-101; ImageNet.
-
-    Table 2 says 45.2 M. Its channels and units, by the rules that give every other count of the
-    table to the last printed digit, make 45.4 M.
-    """
-    return _gomez((1, 3, 1), (128, 256, 512, 832), (2, 2, 11, 2), num_classes, "imagenet")
+    return RevNet(Bottleneck, (3, 4, 6, 3), num_classes)

@@ -1,27 +1,19 @@
 """Rev-ViT: a vision transformer on two streams, every block of which can be run backwards.
 
 Both streams start as the embedded patches. Attention on the second is added to the first, the MLP
-on the first to the second; what the head reads is their mean, which adds no parameter to a plain
-ViT, or both next to each other.
+on the first to the second. The head reads their mean, which adds no parameter to a plain ViT.
 
->>> net = rev_vit(image=32, patch=8, width=48, depth=3, heads=3, num_classes=10)
+>>> net = RevViT(image=32, patch=8, width=48, depth=3, heads=3, num_classes=10)
 >>> net(torch.randn(2, 3, 32, 32)).shape
 torch.Size([2, 10])
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.reversible import RevBlock
-
-__all__ = ["Attention", "FuseKind", "Mlp", "RevViT", "rev_vit"]
-
-FuseKind = Literal["mean", "concat"]
 _EPS = 1e-6  # of layer norms: the ViT paper's, not torch's
 
 
@@ -30,8 +22,6 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"heads: expected a divisor of width={width}, got {heads}")
         self.heads = heads
         self.norm = nn.LayerNorm(width, eps=_EPS)
         self.qkv = nn.Linear(width, 3 * width)
@@ -51,11 +41,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """G of a transformer: normalise, then each token by itself through a wider layer."""
 
-    def __init__(self, width: int, ratio: int = 4) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width, eps=_EPS)
-        self.fc1 = nn.Linear(width, ratio * width)
-        self.fc2 = nn.Linear(ratio * width, width)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """G(x), of the tokens' own shape."""
@@ -63,56 +53,39 @@ class Mlp(nn.Module):
         return out
 
 
+class RevBlock(nn.Module):
+    """`y1 = x1 + F(x2)`, `y2 = x2 + G(y1)`, RevNet Eq. 6: two couplings in a row."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.f, self.g = Attention(width, heads), Mlp(width)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        """The next pair of streams."""
+        y1 = x1 + self.f(x2)
+        return y1, x2 + self.g(y1)
+
+
 class RevViT(nn.Module):
     """Patches and a class token, reversible blocks, a head on what the class token has become."""
 
     def __init__(
-        self,
-        image: int,
-        patch: int,
-        width: int,
-        blocks: list[RevBlock],
-        num_classes: int,
-        fuse: FuseKind = "mean",
+        self, image: int, patch: int, width: int, depth: int, heads: int, num_classes: int
     ) -> None:
         super().__init__()
-        if image % patch:
-            raise ValueError(f"patch: expected a divisor of image={image}, got {patch}")
-        if fuse not in ("mean", "concat"):
-            raise ValueError(f"fuse: expected 'mean' or 'concat', got {fuse!r}")
-        self.fuse = fuse
         self.patch_embed = nn.Conv2d(3, width, patch, stride=patch)
         self.cls_token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
         self.pos_embed = nn.Parameter(torch.randn(1, (image // patch) ** 2 + 1, width) * 0.02)
-        self.blocks = nn.ModuleList(blocks)
-        fused = width if fuse == "mean" else 2 * width
-        self.norm = nn.LayerNorm(fused, eps=_EPS)
-        self.head = nn.Linear(fused, num_classes)
-
-    def embed(self, x: Tensor) -> Tensor:
-        """The tokens of a batch of images: the class token, then the patches."""
-        patches = self.patch_embed(x).flatten(2).transpose(1, 2)
-        return torch.cat((self.cls_token.expand(len(x), -1, -1), patches), dim=1) + self.pos_embed
+        self.blocks = nn.ModuleList(RevBlock(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, eps=_EPS)
+        self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of a batch of images."""
-        x1 = x2 = self.embed(x)
+        patches = self.patch_embed(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat((self.cls_token.expand(len(x), -1, -1), patches), dim=1)
+        x1 = x2 = tokens + self.pos_embed
         for block in self.blocks:
             x1, x2 = block(x1, x2)
-        fused = (x1 + x2) / 2 if self.fuse == "mean" else torch.cat((x1, x2), dim=2)
-        out: Tensor = self.head(self.norm(fused)[:, 0])
+        out: Tensor = self.head(self.norm((x1 + x2) / 2)[:, 0])
         return out
-
-
-def rev_vit(
-    image: int = 224,
-    patch: int = 16,
-    width: int = 192,
-    depth: int = 12,
-    heads: int = 3,
-    num_classes: int = 1000,
-    fuse: FuseKind = "mean",
-) -> RevViT:
-    """A Rev-ViT; without arguments as large as ViT-Ti/16, 5.7 M parameters."""
-    blocks = [RevBlock(Attention(width, heads), Mlp(width)) for _ in range(depth)]
-    return RevViT(image, patch, width, blocks, num_classes, fuse)

@@ -73,7 +73,6 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     "repository/test_docs.py::test_the_recipe_for_signals": (),
     "repository/test_examples.py": (),
     "repository/test_models.py": (
-        "test_models_have_the_parameters_of_their_papers",
         "test_compiled_resnets_are_petras_revnets[resnet18-train]",
         "test_a_compiled_vit_is_rev_vit[train]",
     ),
