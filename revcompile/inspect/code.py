@@ -81,7 +81,7 @@ class CompiledStage:
 
     @property
     def code(self) -> str:
-        """The forward, inverse and backward programs as Python, each branch a function."""
+        """The forward and backward programs as Python, each branch a function."""
         return code_text(self.partition, self.generated)
 
     @property

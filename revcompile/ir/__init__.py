@@ -12,7 +12,7 @@
                                `Partition` has all parts
     Unit           lower       pieces of one stage that are differentiated together
     StageCode      lower       the code of one stage, with a function for each branch
-    StageProgram   lower       the same as graphs that run: forward, backward, inverse
+    StageProgram   lower       the same as graphs that run: forward, backward
 
 Passes never change their input: each builds graphs of its own.
 """

@@ -199,12 +199,10 @@ class StageProgram:
         forward   (key, *inputs)                          -> (outputs, kept)
         backward  (key, *kept, *needs_back, *gradients)   -> (values sent back, gradients of inputs,
                                                               gradients of parameters)
-        inverse   (key, *kept, *needs_back)               -> input streams
 
     The functions of `code` take `needs_back` before `kept`, so that streams come before their grid.
 
-    `inverse` exists for stages that are reversible as a whole. Random numbers are drawn from seeds
-    made of `key`, which identifies stage and micro-batch.
+    Random numbers are drawn from seeds made of `key`, which identifies stage and micro-batch.
     """
 
     index: int
@@ -225,7 +223,6 @@ class StageProgram:
     code: StageCode
     forward: fx.Graph
     backward: fx.Graph
-    inverse: fx.Graph | None = None
 
     @property
     def outputs_with_grad(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import fx
 from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.compiler.lower.backward import BackwardWriter
 from revcompile.compiler.lower.code import Printed, Printer, Program, Value
-from revcompile.compiler.lower.forward import forward_program, inverse_program
+from revcompile.compiler.lower.forward import forward_program
 from revcompile.compiler.lower.trace import trace
 from revcompile.compiler.lower.writer import StageUnits
 from revcompile.errors import InputError
@@ -58,8 +58,7 @@ def lower(
         walk = BackwardWriter(stage)
         backward = walk.write(sends_back)
         forward = forward_program(stage, walk.kept.values())
-        inverse = inverse_program(stage, walk.given)
-        code, graphs = _code(stage, walk.parameters, forward, inverse, backward)
+        code, graphs = _code(stage, walk.parameters, forward, backward)
         programs.append(
             StageProgram(
                 index=part.index,
@@ -82,23 +81,22 @@ def lower(
 
 
 def _code(
-    stage: StageUnits, parameters: Sequence[str], *programs: Program | None
+    stage: StageUnits, parameters: Sequence[str], *programs: Program
 ) -> tuple[StageCode, dict[str, fx.Graph]]:
     """The programs as text, and the graphs traced from it by their names."""
-    written = list(filter(None, programs))
     functions, runs = stage.functions, list(stage.runs.values())
     has_key = any(unit.random for unit in stage.units)
     printer = Printer(stage.partition, stage.names, has_key)
-    printed = {program: printer.print(program) for program in (*runs, *written)}
+    printed = {program: printer.print(program) for program in (*runs, *programs)}
     called: list[GraphFunction | Printed] = [*functions, *(printed[run] for run in runs)]
     graphs = {
         program.name: trace(
             printed[program], program.arguments, called, stage.partition, parameters
         )
-        for program in written
+        for program in programs
     }
     texts = tuple(one.text for one in printed.values())
-    held = printed[written[0]].variables
+    held = printed[programs[0]].variables
     ports = (*stage.part.inputs, *stage.part.outputs)
     variables = {name: held[Value(name)] for name in ports}
     return StageCode(functions, texts, variables), graphs

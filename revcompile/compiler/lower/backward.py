@@ -58,14 +58,9 @@ class BackwardWriter(Writer):
         inputs = [name for name in self.part.inputs if self.partition.requires_grad(name)]
         of_inputs = tupled([self.gradient(name) for name in inputs])
         comment = "sent back: values, gradients; gradients of parameters"
-        arguments = (KEY, *self.given, *self.arriving)
+        arguments = (KEY, *self.needs_back.values(), *self.kept.values(), *self.arriving)
         result = f"{values}, {of_inputs}, {GRADS}"
         return self.program("backward", arguments, result, result_comment=comment)
-
-    @property
-    def given(self) -> tuple[Value, ...]:
-        """What the program takes but for gradients."""
-        return *self.needs_back.values(), *self.kept.values()
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ class Statement:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Statements with arguments and a result: forward, inverse, backward, or a run of pieces."""
+    """Statements with arguments and a result: forward, backward, or a run of pieces."""
 
     name: str
     arguments: tuple[Value, ...]

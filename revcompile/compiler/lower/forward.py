@@ -1,19 +1,12 @@
-"""The forward and inverse programs of a stage.
-
-    forward  (key, *inputs)             -> (outputs, kept)
-    inverse  (key, *needs_back, *kept)  -> input streams
-
-Backward rebuilds the input streams on its way; the inverse alone is for reading and for tests.
-"""
+"""The forward program of a stage: `(key, *inputs) -> (outputs, kept)`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from revcompile.compiler.lower.code import KEY, Program, Value, listed, tupled
 from revcompile.compiler.lower.writer import StageUnits, Writer, is_piece
 from revcompile.ir.program import Unit
-from revcompile.ir.types import Coupling
 from revcompile.schedule import Keep
 
 
@@ -56,35 +49,3 @@ def _record(writer: Writer, unit: Unit, index: int) -> None:
     for name in recorded:
         writer.assign((Value(name),), f"detached({Value(name, 'graph')})")
     writer.values |= {name: Value(name) for name in outputs}
-
-
-def inverse_program(stage: StageUnits, given: Sequence[Value]) -> Program | None:
-    """Rebuilds a stage's input streams; None if the stage does not, or not as a whole."""
-    if any(unit.keep is not Keep.NOTHING or unit.is_frozen for unit in stage.units):
-        return None
-    writer = Writer(stage)
-    writer.values = {value.key: value for value in given}
-    streams: tuple[Value, ...] = ()
-    for unit in reversed(stage.units):
-        (piece,) = unit.pieces
-        assert isinstance(piece, Coupling) and piece.grid is not None
-        writer.reseed(piece)
-        b, y = (writer.values[name] for name in piece.streams_out)
-        function = stage.of_piece(piece, "again")
-        sign = writer.sign(piece, b)
-        addend = writer.branch(piece, b, function, [None] * len(piece.extras))
-        grid, lost = writer.values[piece.grid], Value(piece.name, "lost")
-        a = f"minus({y}, {addend}, {grid})"
-        if sign is not None:
-            a = f"uncouple_average({y}, {b}, {addend}, {sign}, {grid}, {lost})"
-        streams = tuple(map(Value, piece.streams_in))
-        if piece.rearrange is None:
-            writer.assign(streams, a, b, comment=piece.name)
-        else:
-            arranged = [Value(name, "arranged") for name in piece.streams_in]
-            writer.assign(arranged, a, b, comment=piece.name)
-            shapes = Value(piece.name, "shapes")
-            restore = stage.of_piece(piece, "restore")
-            writer.assign(streams, *(f"{restore.name}(self, {one}, {shapes})" for one in arranged))
-        writer.values |= dict(zip(piece.streams_in, streams, strict=True))
-    return writer.program("inverse", (KEY, *given), listed(streams))

@@ -1,4 +1,4 @@
-"""Writing a stage's code, as the forward, inverse and backward programs do.
+"""Writing a stage's code, as the forward and backward programs do.
 
 units_of    what of a stage is differentiated at once
 StageUnits  the units of a stage, and the functions that compute them
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import keyword
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -118,8 +118,7 @@ class StageUnits:
         self.places = {id(piece): place for place, piece in enumerate(part.pieces)}
         self.runs: dict[tuple[int, bool], Program] = {}
         """Programs that compute several pieces."""
-        programs = ("forward", "inverse", "backward")
-        self.names = {*coupling_ops.HELPERS, *programs, "self", "torch", GRADS}
+        self.names = {*coupling_ops.HELPERS, "forward", "backward", "self", "torch", GRADS}
         self._hints = hints(partition)
         self._made: dict[tuple[int, str], GraphFunction] = {}
 
@@ -276,7 +275,10 @@ class Writer:
                 shapes = None
             a, b = arranged
         sign = self.sign(piece, b)
-        addend = self.branch(piece, b, function, [Value(name) for name in piece.extras])
+        addend: Value | str = self.called(function, piece.sides, b)
+        if piece.extras:
+            called, addend = addend, Value(piece.name, "branch")
+            self.assign((addend, *map(Value, piece.extras)), called)
         before, after = map(Value, piece.streams_out)
         grid = self.values[piece.grid]
         if sign is None:
@@ -295,14 +297,3 @@ class Writer:
         sign = Value(piece.name, "sign")
         self.assign((sign,), f"draw_sign(self.training, {b}, {dim})")
         return sign
-
-    def branch(
-        self, piece: Coupling, b: Value, function: GraphFunction, extras: Sequence[Value | None]
-    ) -> Value | str:
-        """F(b); where it has more results, they are assigned to `extras`."""
-        called = self.called(function, piece.sides, b)
-        if not extras:
-            return called
-        addend = Value(piece.name, "branch")
-        self.assign((addend, *extras), called)
-        return addend
