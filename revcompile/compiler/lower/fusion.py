@@ -22,7 +22,7 @@ from revcompile.compiler.lower.fusion_regions import (
 )
 from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import called_module
-from revcompile.ir.ops import attribute, widened
+from revcompile.ir.ops import attribute, matching, widened
 from revcompile.ir.python_code import copied
 from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, with_copy
 from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded
@@ -64,6 +64,8 @@ class Fusion:
                 if node.target in (coupling_ops.leaf, coupling_ops.stream_leaf):
                     is_cast = _is_cast(region, node, root)
                     node.target = cast_leaf if is_cast else coupling_ops.leaf
+                    if is_cast:
+                        _return_as_read(programs[1], node)
                     if is_cast and is_stored_as_read:
                         node.args = tuple(map(_as_stored, node.args))
         fuse_residual_adds(*regions)
@@ -180,6 +182,20 @@ def cast_leaf(x: Any) -> Any:
     if isinstance(x, Tensor) and x.dtype == torch.float32 and is_autocasting(x.device):
         x = in_dtype(x, torch.get_autocast_dtype(x.device.type))
     return coupling_ops.leaf(x)
+
+
+def _return_as_read(graph: fx.Graph, leaf: fx.Node) -> None:
+    """Have a program return the gradient of a cast leaf in the dtype that its input has."""
+    (read,) = leaf.args
+    output = graph.output_node()
+    for vjp in (user for user in leaf.users if user.target is coupling_ops.vjp):
+        leaves: Any = vjp.args[2]
+        for gradient in [g for g in vjp.users if g.args[1] == leaves.index(leaf)]:
+            if output in gradient.users:
+                is_read = _as_stored(read) is read
+                with graph.inserting_after(gradient):
+                    op, args = (matching, (gradient, read)) if is_read else (widened, (gradient,))
+                    output.replace_input_with(gradient, graph.call_function(op, args))
 
 
 def _replace(

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any, Final, cast
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,6 +29,8 @@ from training import (
     weights,
 )
 
+import revcompile
+from revcompile import TrainerOptions
 from revcompile.compiler.lower.fusion import Fusion
 from revcompile.compiler.lower.fusion_regions import find_regions
 from revcompile.errors import InputError, NonFiniteError, RevcompileWarning
@@ -441,6 +444,34 @@ def test_fusion_is_exact(monkeypatch: pytest.MonkeyPatch, settings: dict[str, An
         found.append(([trainer.step(*batch).loss for batch in data], weights(net)))
     assert is_active(trainer)
     assert same(*found)
+
+
+@pytest.mark.parametrize("kept_input_dtype", [None, torch.bfloat16], ids=str)
+def test_fused_stages_return_gradients_in_the_dtype_of_their_inputs(
+    monkeypatch: pytest.MonkeyPatch, kept_input_dtype: torch.dtype | None
+) -> None:
+    """A stage that begins with a block that is not reversible, and only convolutions read it."""
+
+    def plain(*args: Any, **options: Any) -> CapturedSteps:
+        return CapturedSteps(*args, **{**options, "fuse": Fusion(lambda function: function).fuse})
+
+    losses, options = [], TrainerOptions(kept_input_dtype=kept_input_dtype)
+    for backend in ("eager", "static"):
+        if backend == "static":
+            monkeypatch.setattr(runner, "CapturedSteps", plain)
+        torch.manual_seed(0)
+        model = timm.create_model("resnet18", num_classes=4, channels=(8, 16, 16, 16), stem_width=8)
+        x, y = torch.randn(2, 3, 32, 32), torch.tensor([0, 3])
+        trainer = revcompile.petrafy(model, 10, x, check="off").trainer(
+            functools.partial(torch.optim.SGD, lr=0.01),
+            F.cross_entropy,
+            backend=backend,
+            autocast=torch.bfloat16,
+            options=options,
+        )
+        losses.append([trainer.step(x, y).loss for _ in range(24)])
+    assert is_active(trainer)
+    assert losses[0] == losses[1]
 
 
 def test_blocks_of_one_shape_share_a_function() -> None:
