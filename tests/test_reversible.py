@@ -189,14 +189,6 @@ def test_torch_compile_gives_the_same_gradients() -> None:
     assert worst(want, found)[0] < 1e-10
 
 
-def test_buffers_a_branch_changes_are_replayed() -> None:
-    layers = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(3)]
-    model = Chain(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
-    net, _ = _pair(model.double(), torch.randn(2, 8).double())
-    for _ in range(3):
-        assert_exact(net, torch.randn(4, 8).double())
-
-
 class _SideInputs(nn.Module):
     """Cross attention: a mask and a memory travel beside the stream and get their gradient."""
 
@@ -222,22 +214,6 @@ def test_side_inputs_receive_their_gradient() -> None:
     assert_exact(net, x, memory, scale=scale)
     assert "input 1" in gradients(net, x, memory, scale=scale)
     assert set(net(x, memory, scale=scale)) == {"x", "mean"}
-
-
-def test_tied_weights_across_blocks() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(4):
-                x = x + torch.tanh(self.shared(x))
-            return x
-
-    net, _ = _pair(Tied().double(), torch.randn(2, 8).double())
-    assert_exact(net, torch.randn(4, 8).double())
-    assert len(list(net.parameters())) == 2
 
 
 def test_a_chain_that_cannot_be_inverted_is_refused_before_training() -> None:
