@@ -60,6 +60,8 @@ class CapturedSteps:
     """Whether the last step was one of these."""
     is_replaying = False
     """Whether that one was a replay."""
+    _is_in_slots = True
+    """Whether all that is in flight lies in slots after the last step."""
     is_fused = False
     """Whether programs are fused for the present settings of layers."""
 
@@ -131,7 +133,8 @@ class CapturedSteps:
         Raises:
             CaptureUnsupported: There is not enough memory.
         """
-        if not (self._is_full(schedule, alike) and self._is_in_slots()):
+        self._is_in_slots = self._is_full(schedule, alike) and self._follow_slots()
+        if not self._is_in_slots:
             return False
         if self._numbers.have_changed():
             self.clear()
@@ -150,8 +153,9 @@ class CapturedSteps:
 
     def accepts(self, batch: StepInputs, expected: Message | None = None) -> bool:
         """Whether captured steps take a micro-batch, and a message of the next rank, like these."""
-        matches = self._inputs is not None and self._inputs.matches(batch.local)
-        return matches and self._boundary.matches(batch, expected)
+        if self._inputs is None or not self._is_in_slots:
+            return False
+        return self._inputs.matches(batch.local) and self._boundary.matches(batch, expected)
 
     def _is_full(self, schedule: Schedule, alike: int) -> bool:
         in_flight_counts = [len(microbatches) + 1 for microbatches in schedule.outstanding]
@@ -173,7 +177,7 @@ class CapturedSteps:
             for index, stage in stages.items()
         )
 
-    def _is_in_slots(self) -> bool:
+    def _follow_slots(self) -> bool:
         """Whether all that waits lies in slots.
 
         Where not even the latest does, the next one tells the form of slots.
@@ -186,7 +190,7 @@ class CapturedSteps:
                     f"stage {stage.program.index} keeps graphs that save more than tensors, as "
                     "attention with dropout does; leave out memory_budget="
                 )
-            is_there &= all(each.is_in(stage.ring) for each in held)
+            is_there &= stage.is_in_slots
             if held and held[-1].ring is None:
                 stage.ring = None
                 self.clear()
@@ -300,6 +304,8 @@ class CapturedSteps:
         self._note(schedule, due, dict(zip(self._held_ties, received, strict=True)))
         self._report(entering, due)
         self.is_active = True
+        # What a stage keeps may depend on the data, unless a step could be captured.
+        self._is_in_slots = self.is_replaying or all(e.stage.is_in_slots for e in self.executors)
         if copied is not None:
             copied.synchronize()
 

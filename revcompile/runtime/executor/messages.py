@@ -234,8 +234,10 @@ class MessageSlots:
             self._allocate(replace(message, scale=scale).flagged(self._flag).payload)
         slot = self.at(message.index)
         if self.ring is not None and self.ring.ends is not None:
-            self.ring.put(message.index, message.payload)
-        elif not slot.copy_if_alike(message):
+            is_stored = self.ring.put(message.index, message.payload)
+        else:
+            is_stored = slot.copy_if_alike(message)
+        if not is_stored:
             return message
         if message.void:
             return replace(message, is_in_slot=True)

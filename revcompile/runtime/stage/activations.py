@@ -42,6 +42,7 @@ from revcompile.runtime.reversible.replay import (
     is_capturing,
     random_states,
 )
+from revcompile.runtime.stage.saved_tensors import Graph
 from revcompile.runtime.stage.slots import Ring
 from revcompile.runtime.stage.weights import Used
 from revcompile.schedule import Keep, Order
@@ -176,9 +177,9 @@ class InFlight:
     kept: tuple[Any, ...]
     """Values that the backward program takes, as `ActivationStore` stores them.
 
-    With `SavedTensors`: None for those that belong to a graph, then the tensors it has saved."""
-    graph: tuple[Any, ...] = ()
-    """All of them, with their own graph; empty: that of a captured step serves."""
+    With `SavedTensors`: None for those that belong to a graph, then what it has saved."""
+    graph: Graph | None = None
+    """All of them, with their own graph, or with that of a captured step."""
     used: Used = _UNKNOWN
     """The weights of its forward pass."""
     buffers: list[BufferSnapshot] = field(default_factory=list)

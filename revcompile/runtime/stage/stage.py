@@ -30,7 +30,7 @@ from revcompile.runtime.stage.activations import (
     StageDraws,
     StreamSamples,
 )
-from revcompile.runtime.stage.saved_tensors import Recorded, SavedTensors, is_repeatable
+from revcompile.runtime.stage.saved_tensors import Graph, Recorded, SavedTensors
 from revcompile.runtime.stage.settings import Fuse, Sample, Settings
 from revcompile.runtime.stage.slots import Ring, free_cached
 from revcompile.runtime.stage.tensors import TreeCopy, add_gradients, clone_tree
@@ -130,9 +130,8 @@ class Stage:
         self._generated = self._fused = self._compiled(graphs)
         self._saved = SavedTensors() if program.graphs_outlive_updates else None
         """Takes the place of graphs in flight where these are stored in slots."""
-        self._graph: tuple[Any, ...] = ()
-        """What the last forward pass has kept that lies in a slot. The graph of a captured one
-        serves all micro-batches in flight."""
+        self._latest: InFlight | None = None
+        """Of the last forward pass, if there are slots. In captured steps its graph serves all."""
         self._has_recorded = False
         self.saves_elsewhere = False
         """Whether a graph has saved something that no slot can hold."""
@@ -189,22 +188,16 @@ class Stage:
         recorded: AbstractContextManager[Recorded | None] = nullcontext()
         # The first graph keeps what it saves: autograd finds out if that is written to.
         if self._saved is not None and self._ring_size and self._has_recorded:
-            recorded = self._saved.recorded(values, latest)
+            recorded = self._saved.recorded(values, latest, is_capturing(self.device))
         self._has_recorded = True
-        if self._saved is not None and is_capturing(self.device):
-            # Autograd's node of a parameter stays on the stream it was made on, and lives as long
-            # as a graph that holds it: from here on the captured graph serves all in flight.
-            for each in self.in_flight.values():
-                each.graph = ()
-            self._graph = ()
         snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
         with (
-            self._program_context(weights),
+            recorded as saved,
+            self._program_context(weights if saved is None else saved.leaves),
             self._draws.forward(microbatch, self.device),
             self.hooks.recorded(hooks),
             self._samples.collecting() as sampled,
-            recorded as saved,
         ):
             outputs, kept = self._functions[0](self.root, mix(self.seed, microbatch), *values)
             held = self._hold(microbatch, self.activations.store(kept), saved)
@@ -212,7 +205,7 @@ class Stage:
         held.buffers = self._stateful.changed(snapshots, identities)
         if measure:
             held.original = {name: inputs[name] for name in program.sends_back}
-        held.parameter_versions = tuple(p._version for p in latest)
+        held.parameter_versions = tuple(p._version for p in latest.values())
         if sampled and not is_capturing(self.device):
             held.samples = self._samples.start(sampled)
         held.hooks = hooks
@@ -222,18 +215,22 @@ class Stage:
         self, microbatch: int, kept: tuple[Any, ...], saved: Recorded | None = None
     ) -> InFlight:
         """Store values of a micro-batch: in its slot, if there are slots and they fit."""
-        graph, fits = (), not self.program.keeps_graphs_in_flight
+        graph, fits = None, not self.program.keeps_graphs_in_flight
         if saved is not None:
-            graph, fits = kept, saved.is_complete and is_repeatable(kept, saved.states)
+            graph, fits = Graph(kept, saved.leaves), saved.is_repeatable(kept)
             self.saves_elsewhere |= not fits
-            kept = (*(None if _is_of_graph(value) else value for value in kept), *saved.tensors)
+            others = (None if _is_of_graph(value) else value for value in kept)
+            kept = (*others, *saved.stored())
         if self._ring_size and self.ring is None and fits:
             self.ring = Ring(kept, self._ring_size)
         held = InFlight(kept, graph)
         if self.ring is not None and fits and self.ring.put(microbatch, kept):
             held = InFlight(self.ring.value(microbatch), graph, ring=self.ring)
-            self._graph = graph
+        elif self.ring is not None and is_capturing(self.device):
+            raise InputError(f"what stage {self.program.index} keeps depends on the data")
         self.in_flight[microbatch] = held
+        if self.ring is not None:
+            self._latest = held
         return held
 
     def stepped(self, entered: int, left: int, tied: int, has_updated: bool) -> None:
@@ -248,13 +245,21 @@ class Stage:
         for _ in range(tied):
             self.weights.count_update(self._used())
         if self.ring is not None:
-            used = self.weights.used(self.weights.forward())
-            kept = self.ring.value(entered)
-            self.in_flight[entered] = InFlight(kept, self._graph, used=used, ring=self.ring)
+            held = self._latest
+            assert held is not None
+            if held.ring is not None:  # else the step was called
+                held = InFlight(self.ring.value(entered), held.graph, ring=self.ring)
+            held.used = self.weights.used(self.weights.forward())
+            self.in_flight[entered] = held
             del self.in_flight[left]
         self.gradients = {} if has_updated or self.sums is None else dict(self.sums)
         if has_updated:
             self.weights.count_update(self._used())
+
+    @property
+    def is_in_slots(self) -> bool:
+        """Whether all that is in flight lies in slots."""
+        return all(held.is_in(self.ring) for held in self.in_flight.values())
 
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run in the modules' present mode; nothing is stored or changed."""
@@ -333,10 +338,16 @@ class Stage:
             held.kept = ()  # frees what is stored
         is_fused = self._functions is not self._generated
         latest = self._saved_by_reference()
-        graphs: AbstractContextManager[None] = at_versions(latest, held.parameter_versions)
-        if self._saved is not None and (graph := held.graph or (held.ring and self._graph)):
-            graphs = self._saved.read(stored[len(graph) :], latest)
-            stored = tuple(g if _is_of_graph(g) else v for g, v in zip(graph, stored, strict=False))
+        parameters, weights = tuple(latest.values()), self.weights.backward(held.used)
+        graphs: AbstractContextManager[None] = at_versions(parameters, held.parameter_versions)
+        if self._saved is not None and (graph := held.graph) is not None:
+            if is_capturing(self.device):
+                assert self._latest is not None and self._latest.graph is not None
+                graph = self._latest.graph
+            weights = graph.leaves
+            graphs = self._saved.read(stored[len(graph.kept) :], latest)
+            pairs = zip(graph.kept, stored, strict=False)
+            stored = tuple(g if _is_of_graph(g) else v for g, v in pairs)
         kept = self.activations.load(stored, is_fused)
         del stored
         arguments = (
@@ -346,7 +357,7 @@ class Stage:
         )
         key = mix(self.seed, microbatch)
         with (
-            self._program_context(self.weights.backward(held.used)),
+            self._program_context(weights),
             self._draws.backward(microbatch, key, self.device),
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
@@ -404,15 +415,15 @@ class Stage:
                 "the model's buffers"
             ) from error
 
-    def _saved_by_reference(self) -> tuple[Tensor, ...]:
+    def _saved_by_reference(self) -> Mapping[str, Tensor]:
         """Parameters that graphs in flight have saved by reference, and that updates change.
 
         Backward uses their latest values (PETRA, Eq. 5): activations are the forward pass's,
         parameters are not. What the forward pass computed from parameters is an activation.
         """
         if not self.program.graphs_outlive_updates:
-            return ()
-        return tuple((self.cast_weights.current() or self._own_weights or self.parameters).values())
+            return {}
+        return self.cast_weights.current() or self._own_weights or self.parameters
 
     # -- checkpoints --------------------------------------------------------------------------
 

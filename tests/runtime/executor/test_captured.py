@@ -38,6 +38,7 @@ from revcompile.runtime.executor import captured_steps, runner
 from revcompile.runtime.executor.captured_steps import CapturedSteps
 from revcompile.runtime.executor.graphs import CaptureUnsupported, EagerReplay
 from revcompile.runtime.executor.messages import Message, MessageKind, MessageSlots, Transport
+from revcompile.runtime.stage import stage
 from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
@@ -358,7 +359,7 @@ class Attributes(Loose):
 
 class Chosen(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.bias[(x.sum() > 0).long()]
+        return super().forward(x) * self.bias.take((x.sum() > 0).long())
 
 
 class Choosing(Loose):
@@ -373,6 +374,127 @@ def test_an_integer_that_a_graph_has_saved_is_that_of_its_micro_batch() -> None:
     data = even(2 * FULL)
     assert len({bool(x.sum() > 0) for x, _ in data}) == 2
     both(lambda t: [t.step(*batch).loss for batch in data], Choosing, memory_budget="1GiB")
+
+
+def stem(layer: type[nn.Module]) -> type[nn.Module]:
+    """A model that begins with a layer of this type."""
+
+    class Model(Loose):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = layer(5, 6)
+
+    return Model
+
+
+class Captures(EagerReplay):
+    """Calls steps, and has stages take them for captured ones, but for the first few."""
+
+    is_capturing = False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, warm_up: int = 2) -> None:
+        self.warm_up = warm_up
+        monkeypatch.setattr(stage, "is_capturing", lambda device: Captures.is_capturing)
+        monkeypatch.setattr(runner, "EagerReplay", lambda: self)
+
+    def plan(self, kind: Any, sections: Any, keys: Any) -> Any:
+        found = super().plan(kind, sections, keys)
+        self.warm_up -= 1
+        return [functools.partial(self._run, each) for each in found] if self.warm_up < 0 else found
+
+    def _run(self, section: Callable[[], None]) -> None:
+        Captures.is_capturing = True
+        try:
+            section()
+        finally:
+            Captures.is_capturing = False
+
+
+class Fails(Captures):
+    """Captures that fail."""
+
+    def plan(self, kind: Any, sections: Any, keys: Any) -> Any:
+        found = super().plan(kind, sections, keys)
+        try:
+            if self.warm_up < 0:
+                found[0]()
+        except (InputError, RuntimeError) as error:
+            raise CaptureUnsupported(str(error)) from error
+        return found
+
+
+def test_the_graph_of_a_captured_step_serves_all_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    Captures(monkeypatch)
+    data = [*even(2 * FULL), odd(), *even(2 * FULL)]
+    both(lambda t: [t.step(*batch).loss for batch in data], memory_budget="1GiB")
+
+
+class Scaled(nn.Linear):
+    """Saves something in the layout of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x * self.bias[: x.shape[1]]).tanh())
+
+
+def test_a_captured_graph_reads_nothing_that_is_laid_out_differently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Captures(monkeypatch, warm_up=0)
+    data = even(4 * FULL)
+    mixed = [(x.t().contiguous().t() if i % 2 else x, y) for i, (x, y) in enumerate(data)]
+    data = [*mixed[: 2 * FULL], *data[2 * FULL :]]
+    both(lambda t: [t.step(*batch).loss for batch in data], stem(Scaled), memory_budget="1GiB")
+
+
+class Branching(nn.Linear):
+    """Two graphs that save the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Captures.is_capturing:
+            raise RuntimeError("stage 0 waits for the device")
+        y = super().forward(x)
+        return y.tanh() if x.sum() > 0 else y.sigmoid()
+
+
+class Selecting(nn.Linear):
+    """Two graphs that do not save the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.tanh() if x.sum() > 0 else y.sigmoid().exp()
+
+
+class Referring(nn.Linear):
+    """Reads a parameter where no other can be put in its place."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.all = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.all[0], self.bias)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [(Branching, "waits"), (Selecting, None), (Referring, "stage 0 keeps graphs")],
+)
+def test_after_a_capture_that_fails_each_micro_batch_has_its_graph(
+    monkeypatch: pytest.MonkeyPatch, layer: type[nn.Linear], why: str | None
+) -> None:
+    if why is not None:
+        Fails(monkeypatch)
+    found = []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, stem(layer), memory_budget="1GiB")
+        warned = pytest.warns(RevcompileWarning, match=why) if why else nullcontext()
+        with warned if backend == "static" else nullcontext():
+            losses = [trainer.step(*batch).loss for batch in even(3 * FULL)]
+        trainer.flush()
+        # Without CUDA graphs a capture that fails has moved running statistics.
+        trained = {name: p.detach().clone() for name, p in net.model.named_parameters()}
+        found.append((losses, trained))
+    assert same(*found)
 
 
 def test_a_graph_with_tensors_that_no_hook_sees_is_not_captured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -14,13 +15,13 @@ from training import Net, adam, fresh, momentum, settings_of, weights
 
 import revcompile
 from revcompile import TrainerOptions
-from revcompile.errors import NonFiniteError
+from revcompile.errors import NonFiniteError, RevcompileWarning
 from revcompile.runtime.executor import captured_steps
 from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.runtime.executor.test_captured import SETTINGS as ON_CPU
-from tests.runtime.executor.test_captured import Loose, even
+from tests.runtime.executor.test_captured import Branching, Loose, Selecting, even, stem
 from tests.runtime.executor.test_updates import CASES, OPTIMIZERS, assert_alike
 from tests.runtime.executor.test_updates import trained as trained_with
 
@@ -215,6 +216,22 @@ def test_a_loss_that_waits_for_the_device_is_not_captured() -> None:
     with pytest.warns(UserWarning, match="one action at a time"):
         found = [trainer.step(*batch).loss for batch in even(40)]
     assert found == pytest.approx(trained("eager")[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("layer", [Branching, Selecting])
+def test_kept_graphs_that_depend_on_the_data_are_not_captured(layer: type[nn.Module]) -> None:
+    found = []
+    for backend in ("eager", "cudagraphs"):
+        net = fresh(stem(layer))
+        net.model.cuda()
+        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, **KEPT)
+        for batch in even(40):
+            with warnings.catch_warnings():  # that its steps are run one action at a time
+                warnings.simplefilter("ignore", RevcompileWarning)
+                trainer.step(*batch)
+        trainer.flush()
+        found.append(weights(net))
+    assert off_by(*found) < 1e-6
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["failed", "captured"])
