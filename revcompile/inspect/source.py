@@ -143,10 +143,8 @@ class Listing:
         modules = dict(self.root.named_modules()) if inside else {}
         kind = type(modules[segment.name]).__name__ if segment.name in modules else ""
         if isinstance(segment, Coupling):
-            comment = f"F of {segment.name}" + (f", {kind}" if kind else "")
-        else:
-            comment = kind or f"not reversible: {segment.reason}"
-        return f"{comment}, run again" if role == "again" else comment
+            return f"F of {segment.name}" + (f", {kind}" if kind else "")
+        return kind or f"not reversible: {segment.reason}"
 
     def _imported(self, alias: str, value: Any) -> str:
         """The name under which a global of generated code is imported."""

@@ -158,15 +158,15 @@ class Unit:
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
 
 
-Role = Literal["run", "again", "arrange", "restore"]
+Role = Literal["run", "arrange", "restore"]
 
 
 @dataclass(frozen=True, eq=False)
 class GraphFunction:
     """A function that computes what a graph does: F, an opaque piece, or a rearrangement.
 
-    `again`: without the buffers it writes, for backward. Casts of inputs and calls of batch norms
-    are part of the graph.
+    Casts of inputs and calls of batch norms are part of the graph. Where backward calls it again,
+    the stage lets it write buffers in vain.
     """
 
     name: str

@@ -130,7 +130,7 @@ class BackwardWriter(Writer):
                 self.reseed(unit.pieces[0])
             key = self.stage.key(unit)
             inputs = tupled([*key, *self.leaves(unit.inputs)])
-            function = self.stage.function(unit, again=True).name
+            function = self.stage.function(unit).name
             given_back = tupled(gradients.values())
             vjp = f"recompute_vjp({function}, self, {inputs}, {given_back}, {GRADS})"
             to = [*(None for _ in key), *targets]
@@ -145,7 +145,7 @@ class BackwardWriter(Writer):
         of_b, of_y = map(self.gradient, piece.streams_out)
         extras = [self.gradient(name) for name in piece.extras]
         grid, sides = self.value(piece.grid), self.leaves(piece.sides)
-        function = self.stage.of_piece(piece, "again").name
+        function = self.stage.of_piece(piece).name
         arguments = [function, "self", b, y, of_b, of_y, grid, GRADS, *sides]
         if extras:
             arguments.append(f"extras={tupled(extras)}")

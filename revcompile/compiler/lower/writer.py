@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from revcompile.compiler.lower.code import GRADS, KEY, Program, Statement, Value, hints, listed
-from revcompile.ir import coupling_ops, ops
+from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import convolves, has_batch_norm, parameter_names
 from revcompile.ir.program import GraphFunction, Part, Partition, Role, Unit, legal
 from revcompile.ir.random_numbers import random_reads
@@ -69,14 +69,7 @@ def _draws(piece: Segment, root: nn.Module) -> bool:
     return random_reads(piece.graph, root).may_ever_draw
 
 
-def writes_buffers(piece: Segment) -> bool:
-    """Does a piece write buffers? Backward, which computes it again, must not."""
-    return bool(piece.graph.find_nodes(op="call_function", target=ops.store_buffer))
-
-
-def _prepared(
-    graph: fx.Graph, root: nn.Module, casts: Mapping[int, torch.dtype], stores: bool
-) -> fx.Graph:
+def _prepared(graph: fx.Graph, root: nn.Module, casts: Mapping[int, torch.dtype]) -> fx.Graph:
     """The graph with inputs cast, and with batch norms called by `call_norm`."""
     prepared = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -85,7 +78,7 @@ def _prepared(
         if place in casts:
             copies[node] = prepared.call_method("to", (copies[node], casts[place]))
     for node in graph.nodes:
-        if node in copies or (node.target is ops.store_buffer and not stores):
+        if node in copies:
             continue
         if node.op == "call_module" and has_batch_norm(root.get_submodule(str(node.target))):
             copies[node] = _norm_call(prepared, node, copies)
@@ -116,7 +109,7 @@ class StageUnits:
         self.units = units_of(partition, part, keep)
         self.random = {id(p) for unit in self.units for p in unit.pieces if p.name in unit.random}
         self.places = {id(piece): place for place, piece in enumerate(part.pieces)}
-        self.runs: dict[tuple[int, bool], Program] = {}
+        self.runs: dict[int, Program] = {}
         """Programs that compute several pieces."""
         self.names = {*coupling_ops.HELPERS, "forward", "backward", "self", "torch", GRADS}
         self._hints = hints(partition)
@@ -136,11 +129,7 @@ class StageUnits:
         return name
 
     def of_piece(self, piece: Segment, role: Role = "run") -> GraphFunction:
-        """F of a coupling, an opaque piece, or how a coupling rearranges a stream and restores it.
-
-        `again`: without the buffers it writes.
-        """
-        role = "run" if role == "again" and not writes_buffers(piece) else role
+        """F of a coupling, an opaque piece, or how a coupling rearranges and restores a stream."""
         if (id(piece), role) not in self._made:
             name = self.name(piece.name if role == "run" else f"{piece.name}_{role}")
             made = GraphFunction(name, piece, role, *self._graph(piece, role))
@@ -155,7 +144,7 @@ class StageUnits:
         inputs = ("x", *piece.sides) if isinstance(piece, Coupling) else piece.inputs
         arguments = tuple(legal(self._hints.get(given, given)) for given in inputs)
         root = self.partition.rewired.root
-        return _prepared(piece.graph, root, self._casts(piece), stores=role == "run"), arguments
+        return _prepared(piece.graph, root, self._casts(piece)), arguments
 
     def _casts(self, piece: Segment) -> dict[int, torch.dtype]:
         """Streams are float32 at least, and are given to the model's code in its own precision."""
@@ -167,24 +156,23 @@ class StageUnits:
         dtypes = enumerate(map(self.partition.low_precision, streams))
         return {place: dtype for place, dtype in dtypes if dtype is not None}
 
-    def function(self, unit: Unit, *, again: bool = False) -> GraphFunction | Program:
+    def function(self, unit: Unit) -> GraphFunction | Program:
         """A unit that is differentiated at once as one function of its inputs."""
         if is_piece(unit):
-            return self.of_piece(unit.pieces[0], "again" if again else "run")
-        again = again and any(map(writes_buffers, unit.pieces))
-        if (id(unit), again) not in self.runs:
+            return self.of_piece(unit.pieces[0])
+        if id(unit) not in self.runs:
             whole = len(self.units) == 1
             name = f"stage_{self.part.index}" if whole else "_to_".join(unit.name.split(" .. "))
             writer = Writer(self, unit.inputs)
             for piece in unit.pieces:
-                writer.compute(piece, again=again)
-            self.runs[id(unit), again] = writer.program(
-                self.name(f"{name}_again" if again else name),
+                writer.compute(piece)
+            self.runs[id(unit)] = writer.program(
+                self.name(name),
                 (*self.key(unit), *map(Value, unit.inputs)),
                 listed(writer.values[name] for name in self.outputs(unit)),
                 comment=unit.name,
             )
-        return self.runs[id(unit), again]
+        return self.runs[id(unit)]
 
     def key(self, unit: Unit) -> tuple[Value, ...]:
         """`key`, if the unit's function has to seed random numbers itself."""
@@ -242,10 +230,10 @@ class Writer:
             place = self.stage.places[id(piece)]
             self.assign((), f"reseed({KEY}, {place})", note=_SEEDS)
 
-    def compute(self, piece: Segment, *, again: bool = False) -> None:
-        """Run a piece; `again`: in backward, where buffers are not written."""
+    def compute(self, piece: Segment) -> None:
+        """Run a piece."""
         self.reseed(piece)
-        function = self.stage.of_piece(piece, "again" if again else "run")
+        function = self.stage.of_piece(piece)
         if isinstance(piece, Coupling):
             self._couple(piece, function)
         else:
