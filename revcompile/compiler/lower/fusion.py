@@ -144,12 +144,7 @@ def _round_to_grid(
 
 
 def _torch_compile(function: Any) -> Callable[..., Any]:
-    # Regions exchange tensors in the layouts that they have. Those that inductor chooses for
-    # convolutions would be undone, and fail for inputs of one pixel, whose layout is ambiguous.
-    options: dict[str, Any] = {"layout_optimization": False}
-    compiled: Callable[..., Any] = torch.compile(
-        function, dynamic=False, fullgraph=True, options=options
-    )
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
     return compiled
 
 
