@@ -130,12 +130,6 @@ def report_model(title: str, memory: dict[str, Memory]) -> float:
     return less
 
 
-def explain(title: str, memory: Memory, rows: int = 12) -> None:
-    """Print what is alive at the peak (CPU only)."""
-    entries = [(origin, mib(size)) for origin, size in memory.largest[:rows]]
-    show(f"alive at the peak of {title}", ("made by", "bytes"), entries)
-
-
 LINES = {"plain": "#b0574f", "checkpointing": "#8a6d1f", "reversify": "#2f6f8f"}
 
 
@@ -171,7 +165,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--depths", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     add("--model", help="a timm model instead of the stacks")
     add("--batch", type=int, help="another batch size")
-    add("--explain", action="store_true", help="list what is alive at the peak")
     add("--picture", type=Path, metavar="FILE", help="draw memory against depth as an SVG file")
     return parser.parse_args(argv)
 
@@ -187,8 +180,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch = args.batch or 64
         model = of_model(args.model, batch, device, args.dtype, **options)
         less = report_model(f"{args.model}, batch {batch}, {args.dtype}, {device}", model)
-        if args.explain:
-            explain(f"{args.model}, reversify", model["reversify"])
         rows.append({"model": args.model, "batch": batch, "memory": model, "times_less": less})
         save(args, rows)
         return
@@ -198,8 +189,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             sizes = Sizes(0, sizes.width, sizes.side, args.batch)
         stack = against_depth(kind, sizes, args.depths, device, args.dtype, **options)
         shares = report_depths(kind, sizes, args.depths, stack)
-        if args.explain:
-            explain(f"{kind}, {args.depths[-1]} blocks, reversify", stack["reversify"][-1])
         row = {"kind": kind, "depths": args.depths, "memory": stack, "slope_shares": shares}
         rows.append(row)
         save(args, rows)

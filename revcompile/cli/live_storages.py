@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,44 +22,32 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
-        self._known: dict[int, tuple[str, int]] = {}
-        self._at_peak: list[tuple[str, int]] = []
-
-    @property
-    def largest(self) -> list[tuple[str, int]]:
-        """What was alive at the peak: bytes by the operation and shape that made them."""
-        total: Counter[str] = Counter()
-        for origin, size in self._at_peak:
-            total[origin] += size
-        return total.most_common()
+        self._known: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in _tensors((*args, *kwargs.values())):
-            self._watch(tensor, "", counts=False)
+            self._watch(tensor, counts=False)
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
-            self._watch(tensor, f"{func} {tuple(tensor.shape)}", counts=True)
-        if self.live > self.peak:
-            self.peak = self.live
-            self._at_peak = [entry for entry in self._known.values() if entry[1]]
+            self._watch(tensor, counts=True)
+        self.peak = max(self.peak, self.live)
         return out
 
-    def _watch(self, tensor: Tensor, origin: str, counts: bool) -> None:
+    def _watch(self, tensor: Tensor, counts: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
         size = storage.nbytes() if counts else 0
-        self._known[key] = (origin, size)
+        self._known[key] = size
         self.live += size
         weakref.finalize(storage, self._forget, key).atexit = False
 
     def _forget(self, key: int) -> None:
-        _, size = self._known.pop(key)
-        self.live -= size
+        self.live -= self._known.pop(key)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

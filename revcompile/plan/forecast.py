@@ -73,7 +73,7 @@ class Training:
     """Micro-batches per update of one pipeline."""
     optimizer_copies: float
     low_precision: bool
-    """bfloat16 on float32 weights; PETRA's streams are float32."""
+    """bfloat16 on float32 weights; PETRA's streams are float32. Not of measured costs."""
     measured: bool = False
     """Costs are seconds, not FLOPs."""
 
@@ -272,11 +272,8 @@ class Planner:
         sizes = ("saved", "shared", "passing", "unsaved")
 
         def halved(cost: Cost) -> Cost:
-            moved = (cost.forward - cost.flops) / 2
             halves = {name: getattr(cost, name) // 2 for name in sizes}
-            if self.training.measured:
-                return dataclasses.replace(cost, **halves)
-            forward = cost.flops + moved
+            forward = cost.flops + (cost.forward - cost.flops) / 2
             backward = cost.backward * forward / (cost.forward or 1)
             return dataclasses.replace(cost, forward=forward, backward=backward, **halves)
 

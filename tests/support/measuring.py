@@ -19,12 +19,11 @@ class Memory:
     """Bytes one training step takes on top of parameters, their gradients and the batch.
 
     `held` is what the forward pass leaves behind for the backward pass, `peak` the most there is at
-    any moment of the two. `largest` is what is alive at the peak by origin, on the CPU only.
+    any moment of the two.
     """
 
     held: int
     peak: int
-    largest: tuple[tuple[str, int], ...] = ()
 
 
 def measure_memory(forward: Callable[[], Tensor], device: torch.device) -> Memory:
@@ -40,7 +39,7 @@ def measure_memory(forward: Callable[[], Tensor], device: torch.device) -> Memor
         loss = forward()
         held = storages.live
         loss.backward()
-    return Memory(held, storages.peak, tuple(storages.largest))
+    return Memory(held, storages.peak)
 
 
 def _measure_cuda(forward: Callable[[], Tensor], device: torch.device) -> Memory:
