@@ -335,7 +335,8 @@ def held_by(executor: StageExecutor, transport: Transport) -> StageMemory:
 
 def _in_flight(stage: Stage, flight: InFlight, count: Bytes) -> int:
     """Of a micro-batch; its graph may refer to parameters that have been updated since."""
-    with at_versions(stage._saved_by_reference(), flight.parameter_versions):
+    latest = tuple(stage._saved_by_reference().values())
+    with at_versions(latest, flight.parameter_versions):
         return count.of(list(flight.kept))
 
 
