@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from revcompile.compiler.capture.decisions import decision
 from revcompile.compiler.dataflow import Flow, cuts_gradient, is_add, tensor_type
@@ -23,8 +23,7 @@ from revcompile.compiler.find.conflicts import (
     drop_useless,
     resolve_nesting,
 )
-from revcompile.ir.module_tree import called_module
-from revcompile.ir.ops import op_name, read_buffer
+from revcompile.ir.ops import read_buffer
 from revcompile.ir.types import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
@@ -126,10 +125,6 @@ def _classify(flow: Flow, total: fx.Node) -> Residual | Refusal:
 
 def _scaled_source(flow: Flow, term: fx.Node) -> tuple[fx.Node, fx.Node | float] | None:
     """`(x, factor)` where a summand is `x * factor`, the factor a number or a parameter."""
-    module = called_module(term, flow.root)
-    if module is not None:
-        source = term.args[0] if term.args else None
-        return (source, term) if isinstance(source, fx.Node) and _only_scales(module) else None
     multiplies = term.op == "call_function" and term.target in _MULTIPLY
     if not multiplies and not (term.op == "call_method" and term.target == "mul"):
         return None
@@ -142,21 +137,6 @@ def _scaled_source(flow: Flow, term: fx.Node) -> tuple[fx.Node, fx.Node | float]
         if isinstance(factor, fx.Node) and factor in flow.constant:
             return x, factor
     return None
-
-
-def _only_scales(module: nn.Module) -> bool:
-    """Does a leaf module multiply its input by its one parameter (LayerScale), and nothing else?"""
-    if len(list(module.parameters())) != 1 or any(module.children()):
-        return False
-    try:
-        nodes = [
-            n for n in fx.Tracer().trace(module).nodes if n.op not in ("placeholder", "output")
-        ]
-    except Exception:  # a forward that FX cannot trace does something else
-        return False
-    by = [n.op for n in nodes[-1].all_input_nodes] if nodes else []
-    is_product = bool(nodes) and op_name(nodes[-1]) in ("mul", "mul_", "multiply")
-    return is_product and sorted(by) == ["get_attr", "placeholder"] and len(nodes) == 2
 
 
 def _identity(
