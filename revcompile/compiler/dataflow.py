@@ -189,8 +189,6 @@ class Flow:
 
     def _plain_from(self, node: fx.Node, x: fx.Node) -> bool:
         """Is a size computed from `x` and values after it alone?"""
-        if not node.all_input_nodes:
-            return node.op != "placeholder"
         for source in node.all_input_nodes:
             if source is x or self.recomputable(source):
                 continue

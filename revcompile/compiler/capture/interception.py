@@ -52,8 +52,6 @@ class TracedFunctions(TorchFunctionMode):
             with NoDraws("random numbers drawn outside the graph"):
                 return func(*args, **kwargs)
         create = self._tracer.create_proxy
-        if isinstance(func, torch._C.ScriptMethod):
-            return create("call_method", func.name, (func.owner, *args), kwargs)
         if func.__name__ == "__get__":
             return getattr(args[0], func.__self__.__name__)
         if is_tensor_method_or_property(func):

@@ -150,17 +150,9 @@ def _identity(
 ) -> Residual | Refusal:
     if x.target is read_buffer:
         return Refusal(path, total.name, "its shortcut is a buffer, not features of a batch")
-    if tensor_type(x) != tensor_type(total):
-        return Refusal(
-            path,
-            total.name,
-            f"the shortcut is {tensor_type(x)} but the sum is {tensor_type(total)}",
-        )
     branch, sides = flow.region(x, others)
     sides = _absorb(flow, branch, sides)
     extras = _escapes(flow, branch, adds)
-    if isinstance(extras, str):
-        return Refusal(path, total.name, extras)
     if not any(flow.parameter_count(node) for node in branch):
         return Refusal(path, total.name, "the branch has no parameters: a formula, not a block")
     decides = _decision(flow, branch, x)
@@ -214,8 +206,7 @@ def _projected(
         return Refusal(path, total.name, f"the summands also read {sides[0].name}")
     extras = _escapes(flow, regions[light][0] | regions[heavy][0], adds)
     if extras:
-        reason = extras if isinstance(extras, str) else f"{extras[0].name} is used elsewhere too"
-        return Refusal(path, total.name, reason)
+        return Refusal(path, total.name, f"{extras[0].name} is used elsewhere too")
     return Residual(
         path=path,
         kind=ResidualKind.PROJECTED,
@@ -318,12 +309,11 @@ def _with_producer(flow: Flow, node: fx.Node) -> list[fx.Node]:
     return group
 
 
-def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.Node] | str:
-    """Values of a region that are also read outside it, or why it cannot be a branch."""
+def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.Node]:
+    """Values of a region that are also read outside it."""
     extras: dict[fx.Node, None] = {}
     for node in sorted(inside, key=flow.index.__getitem__):
-        if node in flow.effects:
-            return f"the branch writes in place ({node.name})"
+        assert node not in flow.effects  # capturing has left those that nothing reads
         if flow.recomputable(node):
             continue
         outside = [u for u in node.users if u not in inside and u not in adds]
@@ -332,10 +322,9 @@ def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.No
             continue
         if tensor_type(node) is not None:
             extras[node] = None
-        elif node in flow.plain:  # a type or device: the value is handed on that has it
+        else:  # a type or device: the value is handed on that has it
+            assert node in flow.plain  # items of structured values are in the region, too
             extras |= dict.fromkeys(_read_off(flow, node, inside))
-        else:
-            return f"the branch's {node.name} is also used outside it (by {outside[0].name})"
     return list(extras)
 
 
