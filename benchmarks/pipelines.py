@@ -19,6 +19,10 @@ Methods: gpipe, 1f1b, interleaved, zbv (torch's; over gloo, torch 2.11 cannot ru
 petra (everything is rebuilt), petra-kept (all graphs are kept). petra:2 has two micro-batches in
 flight per stage, petra-kept:1.5 has one and a half.
 
+With `--model device` a block computes next to nothing, but sleeps: `--milliseconds` in forward, and
+twice as long in backward. That models ranks with a device each, whose passes do not take longer
+when other ranks compute; messages and all work of the host are real.
+
 With `--train` the methods train a character-level GPT one after the other, each with every
 optimizer of `--optimizers`. Printed is how long each takes to the loss that the first method
 reaches with that optimizer, as a mean of the last 20 updates; the others train a quarter longer.
@@ -134,6 +138,57 @@ class Classifier(nn.Module):
         """`(batch, tokens, width)` to `(batch, classes)`."""
         out: Tensor = self.head(self.fc_norm(x.mean(1)))
         return out
+
+
+@torch.library.custom_op("benchmarks::device", mutates_args=())
+def on_device(x: Tensor, seconds: float, backward_seconds: float) -> Tensor:
+    """A copy, as late as a device would have it."""
+    time.sleep(seconds)
+    return x.clone()
+
+
+@on_device.register_fake
+def _(x: Tensor, seconds: float, backward_seconds: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    time.sleep(ctx.backward_seconds)
+    return gradient.clone(), None, None
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+    ctx.backward_seconds = inputs[2]
+
+
+on_device.register_autograd(_differentiate, setup_context=_remember)
+
+
+class Branch(nn.Module):
+    """Half a block that a device computes."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(width, 8), nn.Linear(8, width)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the input's shape."""
+        out: Tensor = self.up(self.down(on_device(x, self.seconds, 2 * self.seconds)))
+        return out
+
+
+class DeviceBlock(nn.Module):
+    """Two branches, as in a transformer's block."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.attention, self.mlp = (Branch(width, seconds / 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the input's shape."""
+        x = x + self.attention(x)
+        return x + self.mlp(x)
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -293,7 +348,11 @@ def make_model(args: argparse.Namespace) -> nn.Module:
             num_heads=args.width // 64,
             class_token=False,
         )
-    return GPT(VOCABULARY, Sizes(args.blocks, args.width, args.width // 64, args.tokens))
+    model = GPT(VOCABULARY, Sizes(args.blocks, args.width, args.width // 64, args.tokens))
+    if args.model == "device":
+        seconds = args.milliseconds / 1e3
+        model.blocks = nn.Sequential(*(DeviceBlock(args.width, seconds) for _ in model.blocks))
+    return model
 
 
 def side_of(args: argparse.Namespace) -> int:
@@ -504,7 +563,8 @@ def race(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--model", choices=("gpt", "vit"), default="gpt")
+    add("--model", choices=("gpt", "vit", "device"), default="gpt")
+    add("--milliseconds", type=float, default=5.0, help="of a block's forward pass on a device")
     add("--methods", nargs="+", default=["1f1b", "gpipe", "interleaved", "petra-kept", "petra"])
     add("--blocks", type=int, default=16)
     add("--width", type=int, default=256)

@@ -35,7 +35,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 }
 MORE: dict[str, tuple[str, ...]] = {
     "learning": ("--only", "backprop-k4", "--out", "out", "--device", "cpu"),
-    "pipelines": ("--accumulation-steps", "2", "--rounds", "1", "--threads", "1"),
+    "pipelines": ("--accumulation-steps", "2", "--rounds", "1", "--model", "device"),
     "ranks": ("--rounds", "1", "--backends", "eager", "model-parallel", "torch-1f1b"),
     "text": ("--only", "backprop-muon-lr0.02", "--out", "out", "--device", "cpu"),
 }
