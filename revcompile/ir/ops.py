@@ -150,11 +150,8 @@ def batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-    count: Tensor | None = None,
 ) -> Tensor:
     """Batch normalisation that updates no running statistics during a recomputation."""
     if training and statistics_frozen.get():
         mean = var = None
-    elif training and count is not None:
-        count.add_(1)
     return torch.nn.functional.batch_norm(x, mean, var, weight, bias, training, momentum, eps)

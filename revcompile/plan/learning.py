@@ -107,7 +107,7 @@ def _reaches_product(node: fx.Node, root: nn.Module, steps: int = 8) -> bool:
 
 
 def _operator(node: fx.Node, root: nn.Module) -> str:
-    """`softmax` for torch.softmax, x.softmax, nn.Softmax and aten.softmax.int."""
+    """`softmax` for torch.softmax, x.softmax and nn.Softmax."""
     if (module := called_module(node, root)) is not None:
         if isinstance(module, nn.MultiheadAttention):
             return "multi_head_attention_forward"

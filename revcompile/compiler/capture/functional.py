@@ -158,7 +158,7 @@ class _Functional:
                 new = [self.graph.call_function(torch.cat, (new, *whole.args[1:]), whole.kwargs)]
                 _describe(new[0], node, node)
             self._define(node, new[0])
-        elif node.op == "placeholder" or node.target is batch_norm or not is_effect(node):
+        elif node.op == "placeholder" or not is_effect(node):
             self._define(node, self.graph.node_copy(node, self._read))
         elif node.op == "call_module":
             self._layer(node)
@@ -320,8 +320,7 @@ def written_inputs(graph: fx.Graph) -> tuple[str, ...]:
 def _written_state(graph: fx.Graph) -> frozenset[int]:
     """Storages of parameters and buffers that are written, batch norms' statistics aside."""
     state = {s for node in graph.find_nodes(op="get_attr") for s in _storages(node)}
-    norms = (functional.batch_norm, batch_norm)
-    writers = (n for n in graph.nodes if n.target not in norms)
+    writers = (n for n in graph.nodes if n.target is not functional.batch_norm)
     return frozenset(s for n in writers for s in n.meta.get(WRITES, ()) if s in state)
 
 
