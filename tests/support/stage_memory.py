@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -223,22 +223,6 @@ def images(batch: int, size: int, device: torch.device) -> Callable[[], tuple[Te
 # -- what stages hold ------------------------------------------------------------------------------
 
 
-class Meter(Protocol):
-    """Counts allocated bytes."""
-
-    def now(self) -> int:
-        """Bytes allocated at this moment."""
-        ...
-
-    def peak(self) -> int:
-        """The most since the last reset."""
-        ...
-
-    def reset(self) -> None:
-        """Count the peak anew."""
-        ...
-
-
 class CpuMeter:
     """Counts storages; runs under a dispatch mode."""
 
@@ -275,6 +259,9 @@ class CudaMeter:
     def reset(self) -> None:
         """Count the peak anew."""
         torch.cuda.reset_peak_memory_stats(self.device)
+
+
+Meter = CpuMeter | CudaMeter
 
 
 class Bytes:

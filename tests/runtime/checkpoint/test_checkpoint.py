@@ -46,14 +46,8 @@ from revcompile.runtime.checkpoint.training import load_weights, merged_state
 from revcompile.runtime.checkpoint.tree import encode_tree
 
 RUNS: Final[dict[str, dict[str, Any]]] = {
-    "petra": {"in_flight_per_stage": 1, "optimizer": momentum},
-    "petra, k=3": {"in_flight_per_stage": 1, "optimizer": adam, "accumulation_steps": 3},
-    "petra, the paper's order": {"in_flight_per_stage": 2, "optimizer": adam},
-    "petra, the paper's order, k=3": {
-        "in_flight_per_stage": 2,
-        "optimizer": momentum,
-        "accumulation_steps": 3,
-    },
+    "petra": {"optimizer": adam, "accumulation_steps": 3},
+    "petra, the paper's order": {"in_flight_per_stage": 2, "optimizer": momentum},
     "stashed weights": {"method": "pipedream", "optimizer": momentum},
     "gradient predictors": {"method": "dni", "optimizer": adam},
 }

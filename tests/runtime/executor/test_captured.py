@@ -544,6 +544,11 @@ def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
 # -- compiled regions -----------------------------------------------------------------------------
 
 
+def uncompiled(*args: Any, **options: Any) -> CapturedSteps:
+    """With fusion regions that are called as they are."""
+    return CapturedSteps(*args, **{**options, "fuse": Fusion(lambda function: function).fuse})
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -554,13 +559,9 @@ def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
     ids=str,
 )
 def test_fusion_is_exact(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    def plain(*args: Any, **options: Any) -> CapturedSteps:
-        return CapturedSteps(*args, **{**options, "fuse": Fusion(lambda function: function).fuse})
-
+    monkeypatch.setattr(runner, "CapturedSteps", uncompiled)
     found = []
     for backend in ("eager", "static"):
-        if backend == "static":
-            monkeypatch.setattr(runner, "CapturedSteps", plain)
         net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16, **settings)
         data = [(x.float(), y) for x, y in even(2 * FULL)]
         found.append(([trainer.step(*batch).loss for batch in data], weights(net)))
@@ -573,14 +574,9 @@ def test_fused_stages_return_gradients_in_the_dtype_of_their_inputs(
     monkeypatch: pytest.MonkeyPatch, kept_input_dtype: torch.dtype | None
 ) -> None:
     """A stage that begins with a block that is not reversible, and only convolutions read it."""
-
-    def plain(*args: Any, **options: Any) -> CapturedSteps:
-        return CapturedSteps(*args, **{**options, "fuse": Fusion(lambda function: function).fuse})
-
+    monkeypatch.setattr(runner, "CapturedSteps", uncompiled)
     losses, options = [], TrainerOptions(kept_input_dtype=kept_input_dtype)
     for backend in ("eager", "static"):
-        if backend == "static":
-            monkeypatch.setattr(runner, "CapturedSteps", plain)
         torch.manual_seed(0)
         model = timm.create_model("resnet18", num_classes=4, channels=(8, 16, 16, 16), stem_width=8)
         x, y = torch.randn(2, 3, 32, 32), torch.tensor([0, 3])
