@@ -24,7 +24,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "engine": ("--device", "cpu", *STACK, "--steps", "1", "--rounds", "1", "--backends", "static"),
     "families": ("test_resnet", "--stages", "2"),
     "huggingface": ("gpt2", "--stages", "2"),
-    "learning": ("resnet50", "--data", "cifar", "--epochs", "1", "--seeds", "1", "--jobs", "1"),
+    "learning": ("deeper", "--data", "cifar", "--epochs", "1", "--seeds", "1", "--jobs", "1"),
     "memory": ("--depths", "1", "2", "--batch", "2", "--picture", "memory.svg"),
     "peers": (*STACK, "--rounds", "1", "--warmup", "0"),
     "pipelines": ("--blocks", "1", "--width", "64", "--tokens", "4", "--batch", "1"),
@@ -34,7 +34,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "whole": ("--model", "test_vit", "--batch", "2", "--rounds", "2", "--warmup", "1"),
 }
 MORE: dict[str, tuple[str, ...]] = {
-    "learning": ("--only", "backprop-k4", "--out", "out", "--device", "cpu"),
+    "learning": ("--only", "resnet34-backprop-k4", "--out", "out", "--device", "cpu"),
     "pipelines": ("--accumulation-steps", "2", "--rounds", "1", "--model", "device"),
     "ranks": ("--rounds", "1", "--backends", "eager", "model-parallel", "torch-1f1b"),
     "text": ("--only", "backprop-muon-lr0.02", "--out", "out", "--device", "cpu"),
