@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers import stored
+from nets import Chain
 from torch import Tensor, nn
 from training import trained
 
@@ -112,6 +113,24 @@ def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: s
     for named in ("named_parameters", "named_buffers"):
         got, wanted = (dict(getattr(m, named)()) for m in (trained_model, reference))
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+class Centered(nn.Module):
+    """Writes to its buffer in both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+def test_layers_that_write_to_their_buffers_do_not_interrupt_a_chain() -> None:
+    blocks = (nn.Sequential(nn.Linear(8, 8), Centered()) for _ in range(3))
+    net = revcompile.reversify(Chain(*blocks), torch.randn(5, 8), check="full")
+    assert max(map(len, net.rewired.body.chains())) == 3
 
 
 def test_buffer_used_in_every_block_cannot_be_cut() -> None:

@@ -203,6 +203,14 @@ def test_what_cannot_be_rewritten_becomes_a_leaf_module_with_its_aliases() -> No
     assert "1 is a leaf module: 1.hidden writes to _1_layer" in "".join(captured.notes)
 
 
+def test_a_write_to_what_only_the_writer_reads_makes_the_module_around_it_a_leaf() -> None:
+    inner = nn.Sequential(nn.Linear(8, 8), Hidden())
+    captured = capture(nn.Sequential(nn.Linear(8, 8), inner), torch.randn(3, 8), check="full")
+    assert captured.leaf_modules == ("1", "1.1")
+    with pytest.raises(CaptureError, match=r"1 writes to its input; write out of place"):
+        capture(inner, torch.randn(3, 8))
+
+
 def test_what_cannot_be_rewritten_anywhere_is_refused_with_path_and_line() -> None:
     with pytest.raises(CaptureError, match=r"hidden writes to layer, .*test_in_place.py:\d+"):
         capture(Around(), torch.randn(3, 8))

@@ -67,10 +67,6 @@ class NotFunctional(Exception):
         self.nodes = tuple(nodes)
 
 
-OVERWRITES: Final = "overwrites"
-"""In the meta of a functional graph's node: whether the call wrote to one of its inputs."""
-
-
 def functionalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """A copy of the graph without in-place operations on values.
 
@@ -82,17 +78,13 @@ def functionalize(graph: fx.Graph, root: nn.Module) -> fx.Graph:
 def forbid_inplace(graph: fx.Graph, root: nn.Module) -> None:
     """Set `inplace=False` in layers of `root` that would overwrite a value with other readers.
 
-    A leaf module with layers inside may work in place on memory of its own: only if it has written
-    to its input are they told.
+    Layers inside of a leaf module work in place on memory of its own.
     """
     for node in graph.find_nodes(op="call_module"):
         module = root.get_submodule(str(node.target))
-        if any(module.children()) and not node.meta.get(OVERWRITES):
-            continue
-        if works_in_place(module) and not overwrites_unshared(node, root):
-            for inner in module.modules():
-                if getattr(inner, "inplace", False) is True:
-                    inner.inplace = False  # type: ignore[assignment]
+        is_layer = not any(module.children())
+        if is_layer and works_in_place(module) and not overwrites_unshared(node, root):
+            module.inplace = False  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
@@ -129,7 +121,6 @@ class _Functional:
         _sink_reads(self.graph)
         _raise_stores(self.graph)
         for node in self.graph.nodes:
-            node.meta[OVERWRITES] = bool(node.meta.get(WRITES))
             for key in (LOCATIONS, STORAGES, WRITES_STATE, WRITES):
                 node.meta.pop(key, None)
         self.graph.lint()
@@ -242,20 +233,8 @@ class _Functional:
             self._write(target, self.graph.node_copy(node, self._read), node)
             self.values[node] = target
             return
-        self._layer_on_copies(node, targets)
-
-    def _layer_on_copies(self, node: fx.Node, targets: list[fx.Node]) -> None:
-        """Let a layer overwrite copies, if only readers of its result see what it writes."""
         self._refuse_other_readers(node, node.meta[WRITES])
-        if node.meta.get(WRITES_STATE) or self.state & node.meta[WRITES]:
-            raise NotFunctional(f"{node.target} writes to a buffer that is its input", [node])
-        copies: dict[fx.Node, fx.Node] = {}
-        for target in targets:
-            copies[target] = self.graph.call_method("clone", (self._read(target),))
-            _describe(copies[target], node, target)
-        new = self.graph.node_copy(node, lambda n: copies.get(n) or self._read(n))
-        self.values[node] = _Value(node, new, node.meta[STORAGES], location_of(node), [])
-        self.values[node].names.append(self.values[node])
+        raise NotFunctional(f"{node.target} writes to its input; write out of place", [node])
 
     # -- state --------------------------------------------------------------------------------
 
