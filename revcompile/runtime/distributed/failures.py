@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -30,22 +30,15 @@ POLL_PERIOD: Final = 0.5
 """Seconds between two polls of the store."""
 
 
-@contextlib.contextmanager
-def report_to(on_failure: Callable[[str], object]) -> Iterator[None]:
-    """Tell `on_failure` of an error, which ends here."""
-    try:
-        yield
-    except Exception as error:
-        on_failure(short_error(error))
-
-
 class Worker:
     """A thread that runs a function. If that raises an error, `on_failure` is told."""
 
     def __init__(self, run: Callable[[], None], on_failure: Callable[[str], object]) -> None:
         def guarded() -> None:
-            with report_to(on_failure):
+            try:
                 run()
+            except Exception as error:
+                on_failure(short_error(error))
 
         self._thread = threading.Thread(target=guarded, daemon=True)
         self._thread.start()

@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 
 from revcompile.errors import RankError
 from revcompile.kernels.autocast import wide_dtype
-from revcompile.runtime.distributed.channel import Channel, ReceiveThread, Sender
+from revcompile.runtime.distributed.channel import Channel, ReceiveThread, SendThread
 from revcompile.runtime.distributed.failures import (
     GRACE,
     POLL_PERIOD,
@@ -52,14 +52,14 @@ class DistributedTransport(Transport):
         """Ranks from which a message was missing since the last one arrived."""
         self._channels = list(channels)
         self._closed = False
-        self._senders: dict[tuple[int, int], Sender] = {}
+        self._senders: dict[tuple[int, int], SendThread] = {}
         self._receivers: list[ReceiveThread] = []
         self.averages: dict[int, ReplicaAverage] = {}
         for channel in self._channels:
             peer = next(rank for rank in channel.ranks if rank != ranks.rank)
             lost = self.on_lost(ranks.named(peer))
             if channel.ranks[0] == ranks.rank:
-                sender = Sender(channel, lost, self.failures.notify, self.wait)
+                sender = SendThread(channel, lost, self.failures.notify, self.wait)
                 self._senders[channel.source, channel.target] = sender
             else:
                 receiver = ReceiveThread(channel, self._deliver, self._on_end, lost)
@@ -153,11 +153,8 @@ class DistributedTransport(Transport):
 
     def on_lost(self, who: str) -> Callable[[str], None]:
         def failed(error: str) -> None:
-            hangs, waited = "Timed out" in error, f"for {self.timeout:g} s"
             if not self._closed:
-                self.failures.conclude(
-                    f"no answer from {who} {waited}" if hangs else f"{who} is gone: {error}"
-                )
+                self.failures.conclude(f"{who} is gone: {error}")
 
         return failed
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -56,8 +56,6 @@ class Header(NamedTuple):
     """Bytes of the payload."""
     inputs: int = 0
     target: int = 0
-    room: int = 0
-    """The largest payload that the next message has in one packet with its header, over gloo."""
 
     @classmethod
     def of(cls, message: Message, kind: MessageKind, **numbers: int) -> Header:
@@ -74,15 +72,10 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, packet: Tensor) -> Header:
-        return cls(*_NUMBERS.unpack_from(packet.numpy().data))
+        return cls(*_NUMBERS.unpack(packet.numpy().data))
 
     def packed(self) -> Tensor:
-        return self.write(torch.zeros(HEADER_BYTES, dtype=torch.uint8))
-
-    def write(self, packet: Tensor) -> Tensor:
-        """The packet, which begins with the header now."""
-        _NUMBERS.pack_into(packet.numpy().data, 0, *self)
-        return packet
+        return torch.frombuffer(bytearray(_NUMBERS.pack(*self)), dtype=torch.uint8)
 
     @property
     def kind(self) -> MessageKind:
@@ -100,8 +93,7 @@ class Header(NamedTuple):
 
 
 _NUMBERS: Final = struct.Struct(f"{len(Header._fields)}q")
-HEADER_BYTES: Final = 128
-"""A payload after it is aligned."""
+HEADER_BYTES: Final = _NUMBERS.size
 
 
 class _Form:
@@ -110,32 +102,25 @@ class _Form:
     Of an expanded tensor (stride 0) the payload has every element once: `core` is its shape there.
     """
 
-    def __init__(
-        self, dtype: str, shape: Sequence[int], stride: Sequence[int], on_host: bool
-    ) -> None:
-        self.dtype: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
-        if overlap(_core(shape, stride), stride):
-            stride = torch.empty(shape, device="meta").stride()
+    def __init__(self, name: str, shape: list[int], stride: list[int], on_host: bool) -> None:
+        self.dtype: torch.dtype = getattr(torch, name)
         self.shape, self.stride, self.on_host = tuple(shape), tuple(stride), on_host
         self.core = _core(shape, stride)
         like = torch.empty_strided(self.core, stride, dtype=self.dtype, device="meta")
         self.dense, self.nbytes = torch.empty_like(like).stride(), like.numel() * like.itemsize
 
-    def view(self, payload: Tensor, offset: int) -> Tensor:
-        """The elements in the payload, from this byte on."""
-        elements = payload.view(self.dtype)
-        first = elements.storage_offset() + offset // self.dtype.itemsize
-        return elements.as_strided(self.core, self.dense, first)
+    def view(self, memory: Tensor) -> Tensor:
+        """The elements in their part of the payload."""
+        return memory.view(self.dtype).as_strided(self.core, self.dense)
 
-    def read(self, payload: Tensor, offset: int) -> Tensor:
-        elements = self.view(payload, offset)
+    def read(self, memory: Tensor) -> Tensor:
+        elements = self.view(memory)
         if self.on_host:
             elements = elements.cpu()
         if self.dense != self.stride:
             elements = elements.new_empty_strided(self.core, self.stride).copy_(elements)
-        if self.core != self.shape:
-            elements = elements.expand(self.shape)
-        return elements.data  # a version counter of its own: tensors share the payload's memory
+        # .data: a version counter of its own, because tensors share the payload's memory
+        return elements.expand(self.shape).data
 
 
 def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -144,33 +129,44 @@ def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(size, 1) if step == 0 else size for size, step in pairs)
 
 
+def _form(tensor: Tensor, device: torch.device) -> list[Any]:
+    """What `_Form` is made of, for a tensor of a stage on `device`."""
+    if tensor.layout is not torch.strided:
+        raise InputError(f"a value of layout {tensor.layout}")
+    stride = tensor.stride()
+    if overlap(_core(tensor.shape, stride), stride):
+        stride = torch.empty(tensor.shape, device="meta").stride()
+    on_host = tensor.device.type == "cpu" and device.type != "cpu"
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(stride), on_host]
+
+
 class Description:
     """The form of a message: both ends make it of the same JSON."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
-        forms: list[_Form] = []
-        decode(plain, {"tensor": lambda content: forms.append(_Form(*content))})
-        offsets, self.size = aligned(form.nbytes for form in forms)
-        self._parts = list(zip(forms, offsets, strict=True))
+        self._forms = [_Form(*content) for content in _tensors(plain)]
+        offsets, self.size = aligned(form.nbytes for form in self._forms)
+        pairs = list(zip(self._forms, offsets, strict=True))
+        self._slices = [slice(offset, offset + form.nbytes) for form, offset in pairs]
         self.layout: Layout = tuple(
             None if form.on_host else (offset, form.dtype, form.shape, form.stride)
-            for form, offset in self._parts
+            for form, offset in pairs
         )
 
     def pack(self, tensors: Sequence[Tensor], payload: Tensor) -> None:
         """Copy the tensors of a message to its payload."""
-        for (form, offset), tensor in zip(self._parts, tensors, strict=True):
+        for form, part, tensor in zip(self._forms, self._slices, tensors, strict=True):
             core = tensor.detach().as_strided(form.core, tensor.stride())
-            form.view(payload, offset).copy_(core)
+            form.view(payload[part]).copy_(core)
 
     def unpack(self, header: Header, payload: Tensor, device: torch.device) -> Message:
         """The message, with tensors in the memory of its payload."""
-        parts = iter(self._parts)
+        pairs = iter(zip(self._forms, self._slices, strict=True))
 
         def next_tensor(_: Any) -> Tensor:
-            form, offset = next(parts)
-            return form.read(payload, offset)
+            form, part = next(pairs)
+            return form.read(payload[part])
 
         def device_here(parts: Sequence[str]) -> torch.device:
             return torch.device("cpu") if torch.device(*parts).type == "cpu" else device
@@ -182,39 +178,48 @@ class Description:
         )
 
 
+def _tensors(plain: Any) -> Iterator[Any]:
+    """The tensors of a description, in the order in which they are decoded."""
+    if isinstance(plain, list):
+        for item in plain:
+            yield from _tensors(item)
+    elif isinstance(plain, dict):
+        for tag, content in plain.items():
+            if tag == "tensor":
+                yield content
+            else:
+                yield from _tensors(content)
+
+
 class Describer:
     """Describes messages of one kind between stages on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._text = ""
+        self._text = b""
         self._packed: Any = None
         """The form of packets that are laid out as the description says."""
         self.description = Description([])
         """That of the last message."""
 
-    def describe(self, message: Message) -> tuple[bytes, Tensor]:
-        """The description's text if it is not the last one; the payload.
+    def describe(self, message: Message) -> tuple[bytes, Tensor | list[Tensor]]:
+        """The description's text if it is not the last one; the tensors to pack.
 
-        On a CPU there is space for the header before it. On a GPU it may be the message's packet.
+        On a GPU there may be a payload in place of tensors: the message's packet.
         """
         packet = message.packet if self._device.type == "cuda" else None
         if packet is not None and packet.form is self._packed:
             return b"", packet.memory
         plain, tensors = self._encoded(message)
-        text = json.dumps(plain)
+        text = json.dumps(plain).encode()
         if text == self._text:
-            text = ""
+            text = b""
         else:
-            self._text, self._packed, self.description = text, None, Description(json.loads(text))
+            self._text, self._packed, self.description = text, None, Description(plain)
         if packet is not None and packet.form.layout == self.description.layout:
             self._packed = packet.form
-            return text.encode(), packet.memory
-        before = 0 if self._device.type == "cuda" else HEADER_BYTES
-        size = before + self.description.size
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self.description.pack(tensors, memory[before:])
-        return text.encode(), memory
+            return text, packet.memory
+        return text, tensors
 
     def _encoded(self, message: Message) -> tuple[Any, list[Tensor]]:
         """The message's form as JSON, and the tensors in its order."""
@@ -223,11 +228,8 @@ class Describer:
         def special(value: Any, _: str) -> dict[str, Any] | None:
             if not isinstance(value, Tensor):
                 return None
-            if value.layout is not torch.strided:
-                raise InputError(f"a value of layout {value.layout}")
             tensors.append(value)
-            on_host = value.device.type == "cpu" and self._device.type != "cpu"
-            return {"tensor": (str(value.dtype), value.shape, value.stride(), on_host)}
+            return {"tensor": _form(value, self._device)}
 
         def named(part: Mapping[str, Any]) -> list[Any]:
             return [[name, encode(value, special)] for name, value in part.items()]

@@ -86,15 +86,6 @@ def test_a_rank_that_ends_for_an_uncaught_error_says_so(monkeypatch: pytest.Monk
     assert waiting.close()
 
 
-def test_a_send_or_reduction_that_times_out_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
-    one = rank(2, store, monkeypatch)
-    one.on_lost(one.ranks.named(3))("RuntimeError: Timed out waiting 30000ms for send operation")
-    with pytest.raises(RankError, match=r"^no answer from rank 3 \(stages 2, 3\) for 30 s; last"):
-        one.wait("stage 1 waits")
-    assert one.close()
-
-
 def test_without_a_store_the_lost_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     one = rank(3, Gone(), monkeypatch)
     monkeypatch.setattr(failures, "GRACE", 0.01)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import pytest
@@ -13,22 +12,12 @@ import torch
 from torch import Tensor
 
 from revcompile.errors import InputError
-from revcompile.runtime.distributed.channel import ReceiveThread, Sender
-from revcompile.runtime.distributed.wire import HEADER_BYTES, Describer
+from revcompile.runtime.distributed.channel import ReceiveThread, SendThread
+from revcompile.runtime.distributed.wire import Describer
 from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.messages import Message, MessageKind
 
 CPU: Final = torch.device("cpu")
-
-
-class Packet:
-    """One that is sent or received by a tape."""
-
-    def __init__(self, receive: Callable[[], None] = lambda: None) -> None:
-        self._receive = receive
-
-    def wait(self, timeout: Any = None) -> None:
-        self._receive()
 
 
 class Tape:
@@ -43,17 +32,15 @@ class Tape:
     def use_own_stream(self, purpose: str) -> None:
         pass
 
-    def start(self, packet: Tensor, sends: bool) -> Packet:
-        if not sends:
-            return Packet(partial(self._receive, packet))
-        self.sizes.append(len(packet))
-        self.on_its_way.put(packet.clone())
-        return Packet()
-
-    def _receive(self, packet: Tensor) -> None:
-        sent = self.on_its_way.get(timeout=60)
-        assert len(packet) >= len(sent), "as gloo requires"
-        packet[: len(sent)].copy_(sent)
+    def exchange(self, packets: Sequence[Tensor], sends: bool) -> None:
+        for packet in packets:
+            if sends:
+                self.sizes.append(len(packet))
+                self.on_its_way.put(packet.clone())
+            else:
+                sent = self.on_its_way.get(timeout=60)
+                assert len(packet) == len(sent), "both ends expect the same"
+                packet.copy_(sent)
 
 
 class Ends:
@@ -65,7 +52,7 @@ class Ends:
         self.ends: list[str] = []
         self.failures: list[str] = []
         fail = self.failures.append
-        self.sender = Sender(self.tape, fail, notify=lambda: None, wait=fail)
+        self.sender = SendThread(self.tape, fail, notify=lambda: None, wait=fail)
         self.receiver = ReceiveThread(
             self.tape,
             lambda _, kind, message: self.arrivals.put((kind, message)),
@@ -131,25 +118,7 @@ def test_a_form_is_described_once() -> None:
         ends.tape.sizes.clear()
         ends.passed(values(index))
         packets.append(len(ends.tape.sizes))
-    assert packets == [3, 1, 1, 1, 1]  # header, description, payload; then all in one
-    ends.close()
-
-
-@pytest.mark.parametrize("tied", [MessageKind.TIED_GRAD, MessageKind.TIED_WEIGHT])
-def test_a_payload_not_larger_than_the_last_comes_with_its_header(tied: MessageKind) -> None:
-    ends, x = Ends(), MessageKind.X
-    #         kind, KiB of it, and of room for it
-    table = [(x, 4, 0), (x, 4, 4), (x, 2, 4), (x, 4, 2), (tied, 9, 4), (tied, 9, 4), (x, 4, 4)]
-    for index, (kind, size, room) in enumerate(table):
-        ends.tape.sizes.clear()
-        sent = torch.full((size * 256,), float(index))
-        found = ends.passed(Message(index, {"x": sent}), kind).values["x"]
-        assert torch.equal(found, sent)
-        fits = size <= room
-        assert ends.tape.sizes[0] == HEADER_BYTES + (size << 10 if fits else 0)
-        # Room for tied parameters would be held by each message.
-        held = HEADER_BYTES + (room << 10) if fits else size << 10
-        assert found.untyped_storage().nbytes() == held
+    assert packets == [3, 2, 2, 2, 2]  # header, description, payload; then without description
     ends.close()
 
 
@@ -196,22 +165,6 @@ def test_a_message_that_was_not_received_is_missed() -> None:
     ends.sender.send(MessageKind.X, values(2))
     assert ends.receiver.join(60)
     assert ends.failures == ["VerificationError: message 2 came, not 1"]
-
-
-def test_a_send_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = Ends()
-    ends.passed(values(0))
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("Connection closed by peer")
-
-    ends.sender._sending[0][0].wait = fails  # of the message before
-    ends.sender.send(MessageKind.X, values(1))
-    monkeypatch.setattr(Tape, "start", fails)
-    ends.sender.send(MessageKind.X, values(2))
-    closed = "RuntimeError: Connection closed by peer"
-    assert ends.failures[:2] == [closed] * 2
-    assert ends.sender.join(1)
 
 
 def test_what_is_sent_may_be_written_to_at_once() -> None:
