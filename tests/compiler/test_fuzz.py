@@ -109,10 +109,14 @@ FOUND: Final[dict[str, Net]] = {
 
 
 REFUSED: Final = (
-    *("custom function", "written through a view", "written through a transpose"),
-    *("step", "rounded"),
+    "custom function",
+    "written through a view",
+    "written through a transpose",
+    "step",
 )
 """Of these, what cannot be compiled."""
+REFUSED_BY_ROUNDING: Final = ("rounded",)
+"""What some machines compile, and others refuse: a value near a step may round either way."""
 
 T = TypeVar("T")
 
@@ -176,7 +180,9 @@ def test_random_nets_are_right_or_refused(seed: int, examples: int) -> None:
 def test_what_was_found_is_right_or_refused(name: str) -> None:
     report = examine(FOUND[name], ["petra", "backprop"])
     assert report.discarded is None and not report.findings, described(FOUND[name], report)
-    assert any(r.check in ENTRIES for r in report.refusals) == (name in REFUSED), report.refusals
+    if name not in REFUSED_BY_ROUNDING:
+        is_refused = any(refusal.check in ENTRIES for refusal in report.refusals)
+        assert is_refused == (name in REFUSED), report.refusals
 
 
 # -- the oracle -----------------------------------------------------------------------------------
