@@ -33,14 +33,14 @@ from revcompile.compiler.cost import segment_costs
 from revcompile.compiler.cost.run_pieces import PieceCall, run_pieces, submodules_only
 from revcompile.compiler.dataflow import tensor_type
 from revcompile.errors import InversionError, RevcompileError, VerificationError
-from revcompile.ir.module_tree import copy_module
+from revcompile.ir.module_tree import copy_module, device_of_model
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.signature import bind
 from revcompile.ir.types import Coupling, Rewired, Segment
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.runtime.stage.loss import LossHead
-from revcompile.runtime.stage.settings import Settings
+from revcompile.runtime.stage.settings import Settings, Task
 from revcompile.runtime.stage.stage import Stage
 from revcompile.schedule import Keep, choose
 
@@ -266,7 +266,8 @@ def _staged_gradients(
     """One micro-batch forward through all stages, and back."""
     twin = copy_module(net)
     set_mode(twin, net, training=True)
-    stages = [Stage(program, twin, Settings()) for program in programs]
+    task = Task(twin, partition, programs, torch.optim.SGD, _staged_loss, Settings())
+    stages = [Stage(task, index, device_of_model(twin), 0) for index in range(len(programs))]
     loss_head = LossHead(partition.rewired, _staged_loss, None, len(stages) - 1)
     args, kwargs = compared.args, compared.kwargs
     values: Mapping[str, Any] = {

@@ -49,10 +49,10 @@ def model_mismatches(model: nn.Module, saved: State) -> Iterator[str]:
                 yield f"{name} has shape {shapes[0]} in it, {shapes[1]} here"
 
 
-def first_few(problems: Sequence[str], limit: int = 3) -> str:
+def first_few(problems: Sequence[str]) -> str:
     """The first problems, and how many more there are."""
-    more = len(problems) - limit
-    return "; ".join(problems[:limit]) + (f"; and {more} more" if more > 0 else "")
+    more = len(problems) - 3
+    return "; ".join(problems[:3]) + (f"; and {more} more" if more > 0 else "")
 
 
 def save_training(

@@ -30,7 +30,7 @@ from torch import Tensor
 from revcompile.errors import VerificationError
 from revcompile.runtime.distributed.failures import Worker
 from revcompile.runtime.distributed.layout import Ranks, new_group
-from revcompile.runtime.distributed.wire import HEADER_BYTES, Describer, Description, Flag, Header
+from revcompile.runtime.distributed.wire import HEADER_BYTES, Describer, Description, Header
 from revcompile.runtime.executor.messages import Message, MessageKind, Packet, Wait
 from revcompile.runtime.executor.streams import current_stream, stream_for
 from revcompile.schedule import Tie
@@ -194,7 +194,7 @@ class SendThread(Worker):
     def end(self, cause: str = "") -> None:
         """Send the last message: the run has ended, or failed because of `cause`."""
         text = cause.encode()
-        header = Header(self.sent, flags=Flag.END, length=len(text))
+        header = Header(self.sent, is_end=True, length=len(text))
         self._put(header, text, None)
         self._jobs.put(None)
 
@@ -254,7 +254,7 @@ class ReceiveThread(Worker):
             if header.number != number:
                 raise VerificationError(f"message {header.number} came, not {number}")
             text = self._received(header.length).numpy().tobytes()
-            if header.flags & Flag.END:
+            if header.is_end:
                 self._on_end(self.channel, text.decode())
                 return
             if text:

@@ -10,7 +10,6 @@ not depend on which rank a stage is on.
 
 from __future__ import annotations
 
-import enum
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,26 +29,18 @@ _KINDS: Final = tuple(MessageKind)
 _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 
 
-class Flag(enum.IntFlag):
-    """What a header says in one bit."""
-
-    VOID = 1
-    """See `Message.void`."""
-    EXACT = 2
-    """See `Message.is_exact`."""
-    END = 4
-    """The last message. Its text is the cause if the sender has failed."""
-
-
 class Header(NamedTuple):
-    """The first part of a message: what it is, and the sizes of what follows."""
+    """The first part of a message: what it is, and the sizes of what follows. All are integers."""
 
     number: int
     """Counts the messages of a channel."""
     code: int = 0
     microbatch: int = 0
     """Or the update."""
-    flags: int = 0
+    void: int = 0
+    is_exact: int = 0
+    is_end: int = 0
+    """Of the last message, whose text is the cause if the sender has failed."""
     length: int = 0
     """Bytes of the text: the description, or the cause at the end."""
     size: int = 0
@@ -59,14 +50,13 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, message: Message, kind: MessageKind, **numbers: int) -> Header:
-        flags = Flag.VOID * message.void | Flag.EXACT * message.is_exact
-        data, code = message.fingerprint, _CODES[kind]
         return cls(
-            code=code,
+            code=_CODES[kind],
             microbatch=message.index,
-            flags=flags,
-            inputs=data.inputs,
-            target=data.target,
+            void=message.void,
+            is_exact=message.is_exact,
+            inputs=message.fingerprint.inputs,
+            target=message.fingerprint.target,
             **numbers,
         )
 
@@ -85,9 +75,9 @@ class Header(NamedTuple):
         """The message, with these parts."""
         return Message(
             self.microbatch,
-            void=bool(self.flags & Flag.VOID),
+            void=bool(self.void),
             fingerprint=Fingerprint(self.inputs, self.target),
-            is_exact=bool(self.flags & Flag.EXACT),
+            is_exact=bool(self.is_exact),
             **parts,
         )
 

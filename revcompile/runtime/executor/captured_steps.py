@@ -128,7 +128,8 @@ class CapturedSteps:
 
         Args:
             batch: The micro-batch of the step to come.
-            alike: How many micro-batches of its form have entered last.
+            alike: How many micro-batches of its form have entered last. Slots here do not tell:
+                messages of others may still be on other ranks.
 
         Raises:
             CaptureUnsupported: There is not enough memory.
@@ -136,8 +137,6 @@ class CapturedSteps:
         self._is_in_slots = self._is_full(schedule, alike) and self._follow_slots()
         if not self._is_in_slots:
             return False
-        if self._numbers.have_changed():
-            self.clear()
         if not all(executor.updater.has_started for executor in self.executors):
             return False
         expected = self._boundary.expected(self._flag_rows[0, :1])
@@ -178,7 +177,7 @@ class CapturedSteps:
         )
 
     def _follow_slots(self) -> bool:
-        """Whether all that waits lies in slots.
+        """Whether all that waits lies in slots, and all slots are there.
 
         Where not even the latest does, the next one tells the form of slots.
         """
@@ -196,7 +195,10 @@ class CapturedSteps:
                 self.clear()
         for route, slots in self._transport.slots.items():
             waiting = self._transport.queues.get(route) or ()
-            is_there &= all(message.is_in_slot for message in waiting)
+            # Without a message yet there are no slots, whose numbers a captured step would know.
+            # One that is void was reported, which a captured step would do once more.
+            is_there &= bool(slots.slots)
+            is_there &= all(message.is_in_slot and not message.void for message in waiting)
             if waiting and not (waiting[-1].is_in_slot or waiting[-1].void):
                 slots.clear()
                 self.clear()
@@ -210,11 +212,11 @@ class CapturedSteps:
         free_cached(self._device)
         for executor in self.executors:
             move(executor.updater.state_tensors)
-            move(executor.stage.cast_weights.copies)
+            move(executor.stage.cast_weights.copies.values())
             if self._fuse is not None and not self.is_fused:
                 executor.stage.fuse(self._fuse)
         self.is_fused = True
-        self._numbers.follow_slots()
+        self._numbers.follow_rings()
         self._inputs = StaticBuffers(empty_on(self._device, batch.local.value))
         # Stages that share parameters exchange them in the order of one stream.
         if self._is_continuous and self._device.type == "cuda" and not self._schedule.ties:

@@ -87,18 +87,8 @@ class StageExecutor:
         loss_head: LossHead,
         seed: int,
     ) -> None:
-        program, model, self.transport = task.programs[index], task.model, transport
-        self.stage = stage = Stage(
-            program,
-            model,
-            task.settings,
-            device=device,
-            seed=seed,
-            copied=task.copied(index),
-            delay=task.delay(index),
-            tolerance=model.tolerance,
-            sample=task.sample,
-        )
+        program, self.transport = task.programs[index], transport
+        self.stage = stage = Stage(task, index, device, seed)
         self.scaling = scaling_of(task.settings.loss_scale, program.method, device)
         scaling = self.scaling if program.is_last else None
         self.updates = updates = StageUpdates(task, stage, transport, scaling)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -233,29 +232,18 @@ class SlotNumbers:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of all slots."""
-        self._slots: list[Any] = []
+        """Let go of all rings."""
         self._rings: list[tuple[Ring, Route | None, int]] = []
         """Each with its route, if it has one, and its stage."""
         self._numbers = torch.empty(0, 2, device=self._device)
         """For each ring where a step writes, and where it reads; the last is for `row`."""
 
-    def _present(self) -> list[Any]:
-        rings = (executor.stage.ring for executor in self._executors)
-        return [*rings, *(each.slots for each in self._transport.slots.values())]
-
-    def have_changed(self) -> bool:
-        """Whether other slots were made since `follow_slots`."""
-        slots = self._present()
-        return len(slots) != len(self._slots) or not all(map(is_, slots, self._slots))
-
-    def follow_slots(self) -> None:
-        """Take over the slots there are."""
+    def follow_rings(self) -> None:
+        """Take over the rings there are."""
         found = [
             *((executor.stage.ring, None, executor.index) for executor in self._executors),
             *((each.ring, route, route[1]) for route, each in self._transport.slots.items()),
         ]
-        self._slots = self._present()
         self._rings = [(ring, route, stage) for ring, route, stage in found if ring is not None]
         numbers = torch.zeros(len(self._rings) + 1, 2, dtype=torch.int64)
         self._numbers = numbers.to(self._device)

@@ -235,7 +235,7 @@ def why_not_capturable(
             return "stages of one of several ranks share parameters; put them on different ranks"
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):
         return f"steps of {method.name!r} differ from each other; use 'petra' or 'backprop'"
-    is_stashing = any(e.stage.weights.has_past for e in executors)
+    is_stashing = any(e.stage.weights.stash is not None for e in executors)
     if schedule.ties and schedule.accumulation_steps > 1 and is_stashing:
         return "stashed weights: tied ones change between two updates; use accumulation_steps=1"
     if (count := schedule.accumulation_steps) > _MOST_KINDS:

@@ -34,6 +34,8 @@ from revcompile.runtime.reversible.bindings import Bindings, filled, sharded_mod
 from revcompile.runtime.reversible.replay import ReplayContext
 
 _Pair = tuple[Tensor, Tensor]
+_Sum = tuple[Tensor, Tensor | None]
+"""A sum or difference, and its cast copy if one kernel wrote both."""
 
 
 class Added:
@@ -51,16 +53,12 @@ class Added:
         """The input of a chain as its couplings need it."""
         return rounded(a, self.grid), rounded(b, self.grid)
 
-    def add(
-        self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The sum of the block `index`, and its cast copy if one kernel wrote both."""
+    def add(self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
+        """The sum of the block `index`."""
         return add_or_subtract(a, addend, self.grid, False, with_cast)
 
-    def undo(
-        self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """`a` of the block `index`, and its cast copy if one kernel wrote both."""
+    def undo(self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
+        """`a` of the block `index`."""
         return add_or_subtract(y, addend, self.grid, True, with_cast)
 
     def release(self, index: int) -> tuple[Tensor, ...]:
@@ -104,17 +102,13 @@ class Averaged(Added):
             signs = signs[rows * len(signs) // max(size, 1)]
         return signs.view(shape)
 
-    def add(
-        self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def add(self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
         if self.signs is None:
             return b + addend, None
         half = self.sign(index, b) / 2
         return half * a + (1 - half) * b + (1 + half) * addend, None
 
-    def undo(
-        self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def undo(self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
         assert self.signs is None, "only fixed-point averages can be undone"
         return b, None  # which `a` was equal to, or is not needed
 
@@ -145,17 +139,13 @@ class FixedAverage(Averaged):
         of_b = in_units(b, self._unit)
         return of_b if a is b else in_units(a, self._unit), of_b
 
-    def add(
-        self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def add(self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
         dtype = self._read_dtype if with_cast else None
         y, lost, copy = average(a, b, addend, self.sign(index, b), self._unit, dtype)
         self._lost.append(lost)
         return y, copy
 
-    def undo(
-        self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def undo(self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
         lost, self._lost[index] = self._lost[index], None
         assert lost is not None
         dtype = self._read_dtype if with_cast else None

@@ -22,6 +22,7 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -167,20 +168,16 @@ _OWN: Final = frozenset(vars(nn.Module()))
 """What every module keeps in its `__dict__`."""
 
 
+@dataclass(eq=False)
 class Original:
-    """The class of the model a module was made from, and its plain attributes.
+    """The class of the model a module was made from, and its plain attributes."""
 
-    `plain` names those that the module itself has now. `hidden` are attributes whose names the
-    module needs for itself, and methods bound to the original: only methods of the original see
-    them.
-    """
-
-    def __init__(
-        self, kind: type[nn.Module] | None, plain: frozenset[str], hidden: Mapping[str, Any]
-    ) -> None:
-        self.kind = kind
-        self.plain = plain
-        self.hidden = dict(hidden)
+    kind: type[nn.Module] | None
+    plain: frozenset[str]
+    """The names of those that the module itself has now."""
+    hidden: dict[str, Any]
+    """Attributes whose names the module needs for itself, and methods bound to the original: only
+    methods of the original see them."""
 
     @classmethod
     def adopted_by(cls, module: nn.Module, root: nn.Module, reserved: frozenset[str]) -> Original:

@@ -241,9 +241,9 @@ class StatefulBuffers:
         return [known[self._candidates[position]] for position in changed]
 
     @property
-    def is_empty(self) -> bool:
-        """Does no buffer change, as far as is known?"""
-        return not (self._changing if self._modes_seen else self._candidates)
+    def have_changed(self) -> bool:
+        """Has a run changed any?"""
+        return bool(self._changing)
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module, _ in self._candidates)

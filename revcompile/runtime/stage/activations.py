@@ -194,11 +194,6 @@ class InFlight:
     ring: Ring | None = None
     """In whose slot the kept values lie."""
 
-    def is_in(self, ring: Ring | None) -> bool:
-        """Whether all of it lies in a slot of a ring, where a captured step finds it."""
-        is_there = self.ring is not None and self.ring is ring
-        return is_there and not (self.buffers or self.original)
-
 
 class ActivationStore:
     """Stores and loads what one stage keeps of the micro-batches in flight.
@@ -246,17 +241,8 @@ class ActivationStore:
     # -- checkpoints --------------------------------------------------------------------------
 
     def state(self, kept: tuple[Any, ...]) -> list[Any]:
-        """Stored values; rounded ones are marked, so that any trainer can load them."""
-        return list(self._mapped(kept, lambda _, v: {"values": v} if self._is_rounded(v) else v))
-
-    def load_state(self, saved: list[Any]) -> tuple[Any, ...]:
-        """Stored values from a `state`, perhaps of a run with other buffers."""
-        return tuple(map(self._from_state, saved))
-
-    def _from_state(self, value: Any) -> Any:
-        if not isinstance(value, dict) or value.keys() != {"values"}:
-            return value
-        return value["values"] if self._is_rounded(value["values"]) else value["values"].float()
+        """Stored values, rounded ones in float32: a trainer with other buffers can `store` them."""
+        return list(self._mapped(kept, lambda _, v: v.float() if self._is_rounded(v) else v))
 
 
 def _inputs_kept(program: StageProgram) -> frozenset[str]:

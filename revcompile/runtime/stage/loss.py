@@ -104,8 +104,14 @@ class LossHead:
         with torch.enable_grad():
             output = self.assembled(leaves)
             loss = self.evaluate(output, self.target, f"micro-batch {microbatch}")
-            if waits:
-                self._refuse_non_finite(microbatch, loss)
+            if waits and not bool(torch.isfinite(loss)):
+                raise NonFiniteError(
+                    f"stage {self.last}, micro-batch {microbatch}: the loss is "
+                    f"{float(loss.detach())}. The micro-batch was left out of the update; look at "
+                    f"its data, or lower the learning rate{self.overflow_advice}",
+                    stage=self.last,
+                    microbatch=microbatch,
+                )
             inputs = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
             if not loss.requires_grad:
                 raise InputError(
@@ -146,16 +152,6 @@ class LossHead:
         """The model's return value from the last stage's outputs."""
         flat = [outputs[r.name] if isinstance(r, Live) else r for r in self._result]
         return pytree.tree_unflatten(flat, self._spec)
-
-    def _refuse_non_finite(self, microbatch: int, loss: Tensor) -> None:
-        if not bool(torch.isfinite(loss)):
-            raise NonFiniteError(
-                f"stage {self.last}, micro-batch {microbatch}: the loss is "
-                f"{float(loss.detach())}. The micro-batch was left out of the update; look at its "
-                f"data, or lower the learning rate{self.overflow_advice}",
-                stage=self.last,
-                microbatch=microbatch,
-            )
 
     def evaluate(self, output: Any, target: Any, where: str) -> Tensor:
         """The loss, or an error that describes its arguments."""

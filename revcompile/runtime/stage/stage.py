@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from revcompile.errors import InputError
 from revcompile.ir import ops
 from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix
-from revcompile.ir.module_tree import TreeReads, device_of_model, repeated_layers
+from revcompile.ir.module_tree import TreeReads, repeated_layers
 from revcompile.ir.precision_rewrites import for_stages, taking_stored
 from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
@@ -22,7 +22,7 @@ from revcompile.ir.types import Coupling
 from revcompile.kernels.repeatable import Repeated, repeatable
 from revcompile.runtime.reversible.bindings import HookRecord, LayerHooks, filled
 from revcompile.runtime.reversible.module_guards import hooked
-from revcompile.runtime.reversible.reconstruction import Tolerance, relative_error
+from revcompile.runtime.reversible.reconstruction import relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.stage.activations import (
     ActivationStore,
@@ -31,7 +31,7 @@ from revcompile.runtime.stage.activations import (
     StreamSamples,
 )
 from revcompile.runtime.stage.saved_tensors import Graph, Recorded, SavedTensors
-from revcompile.runtime.stage.settings import Fuse, Sample, Settings
+from revcompile.runtime.stage.settings import Fuse, Task
 from revcompile.runtime.stage.slots import Ring, free_cached
 from revcompile.runtime.stage.tensors import TreeCopy, add_gradients, clone_tree
 from revcompile.runtime.stage.weights import (
@@ -78,22 +78,11 @@ class Stage:
     sums: dict[str, Tensor] | None = None
     """Where gradients are summed, if updates have several micro-batches; None: anywhere."""
 
-    def __init__(
-        self,
-        program: StageProgram,
-        root: nn.Module,
-        settings: Settings,
-        *,
-        device: torch.device | None = None,
-        seed: int = 0,
-        copied: Sequence[str] = (),
-        delay: float = 0.0,
-        tolerance: Tolerance = None,
-        sample: Sample | None = None,
-    ) -> None:
-        self.program, self.root = program, root
-        self.seed, self.device = mix(seed, program.index), device or device_of_model(root)
-        self.autocast, options = settings.autocast, settings.options
+    def __init__(self, task: Task, index: int, device: torch.device, seed: int) -> None:
+        self.program, self.root = program, root = task.programs[index], task.model
+        self.seed, self.device = mix(seed, index), device
+        self.autocast, options = task.settings.autocast, task.settings.options
+        copied, tolerance = task.copied(index), task.model.tolerance
         self.activations = ActivationStore(program, options.kept_input_dtype)
         self._gradient_message_dtype = options.gradient_message_dtype
         self.watched = read_by([program.forward], root)
@@ -103,13 +92,13 @@ class Stage:
         """Where its modules read them."""
         for name, parameter in list(self.parameters.items()):
             if has_hooks(parameter):
-                raise InputError(f"trainer, stage {program.index}: {hooked(name)}")
+                raise InputError(f"trainer, stage {index}: {hooked(name)}")
             if name in copied:
                 copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                 self.parameters[name] = copy
         self._own_weights = dict(self.parameters) if copied else None
         """What its modules compute with, if not with the parameters they have."""
-        self.weights = PassWeights(program, self.parameters, delay)
+        self.weights = PassWeights(program, self.parameters, task.delay(index))
         names = castable_parameters(program, root, self.parameters) if self.autocast else []
         self.cast_weights = CastWeights(self.parameters, names, self.autocast)
         reads = TreeReads(program.forward, root)
@@ -120,13 +109,13 @@ class Stage:
         norms = [module for module in reads.owners if isinstance(module, _BatchNorm)]
         self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
         self._draws, self._repeated = StageDraws(program), _repeated_in(program, root)
-        self._samples = StreamSamples(program.index, tolerance)
+        self._samples = StreamSamples(index, tolerance)
         graphs = [program.forward, taking_stored(program, self.activations.sent)]
         if self.autocast is not None:
             outlive = program.graphs_outlive_updates
             graphs = [for_stages(graph, root, self.autocast, outlive) for graph in graphs]
-        if sample is not None and tolerance is not None:
-            graphs = [sample(program, graph, self._samples.take) for graph in graphs]
+        if task.sample is not None and tolerance is not None:
+            graphs = [task.sample(program, graph, self._samples.take) for graph in graphs]
         self._generated = self._fused = self._compiled(graphs)
         self._saved = SavedTensors() if program.graphs_outlive_updates else None
         """Takes the place of graphs in flight where these are stored in slots."""
@@ -258,8 +247,11 @@ class Stage:
 
     @property
     def is_in_slots(self) -> bool:
-        """Whether all that is in flight lies in slots."""
-        return all(held.is_in(self.ring) for held in self.in_flight.values())
+        """Whether all that is in flight lies in slots, where a captured step finds it."""
+        return all(
+            held.ring is not None and held.ring is self.ring and not (held.buffers or held.original)
+            for held in self.in_flight.values()
+        )
 
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run in the modules' present mode; nothing is stored or changed."""
@@ -309,7 +301,9 @@ class Stage:
     def age(self, microbatch: int) -> int:
         """How many updates old the weights are that its backward pass computes with."""
         held = self.in_flight.get(microbatch)
-        return self.weights.age(held.used) if held is not None and self.weights.has_past else 0
+        if held is None or self.weights.stash is None:
+            return 0
+        return self.weights.age(held.used)
 
     def rebuilds_exactly(self, microbatch: int) -> bool:
         """Whether backward computes with the weights and inputs of the forward pass."""
@@ -458,7 +452,7 @@ class Stage:
         self.accumulate(clone_tree(dict(state["gradients"])), {})
         self.weights.load(state)
         for microbatch, saved in state["in_flight"]:
-            kept = self.activations.load_state(clone_tree(list(saved["kept"])))
+            kept = self.activations.store(clone_tree(tuple(saved["kept"])))
             held = self._hold(microbatch, kept)
             held.used = self.weights.load_used(saved, state)
             held.hooks = None
@@ -497,7 +491,7 @@ class Stage:
     @property
     def is_stateful(self) -> bool:
         """Whether its layers change buffers in every call; known once it has run."""
-        return not self._stateful.is_empty
+        return self._stateful.have_changed
 
 
 def _repeated_in(program: StageProgram, root: nn.Module) -> Repeated:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -47,14 +47,10 @@ class PassWeights:
         self._copies: Mapping[str, Tensor] | None = None
         """Of the latest weights."""
         self.stash = StashedWeights(parameters) if stashes and not self._has_copies else None
+        """Where backward passes compute with past weights that are not in their graphs."""
         predicts = weights is Weights.PREDICTED and is_late
         self.predicted = PredictedWeights(parameters, delay) if predicts else None
         self._updates = 0
-
-    @property
-    def has_past(self) -> bool:
-        """Whether backward passes compute with past weights that are not in their graphs."""
-        return self.stash is not None
 
     def forward(self) -> Mapping[str, Tensor] | None:
         """What a forward pass computes with now."""
@@ -91,12 +87,9 @@ class PassWeights:
     @contextmanager
     def updating(self, names: Iterable[str], in_flight: Sequence[Used]) -> Iterator[None]:
         """Around a change of some of the parameters."""
-        following: AbstractContextManager[None] = nullcontext()
         if self.stash is not None:
-            following = self.stash.following([self.age(used) for used in in_flight])
-        elif self.predicted is not None:
-            following = self.predicted.following(names)
-        with following:
+            self.stash.shift([self.age(used) for used in in_flight])
+        with nullcontext() if self.predicted is None else self.predicted.following(names):
             yield
         self.count_update(in_flight)
 
@@ -164,7 +157,8 @@ class StashedWeights:
 
     >>> w = {"w": torch.tensor([1.0], requires_grad=True)}
     >>> stash = StashedWeights(w)
-    >>> with torch.no_grad(), stash.following([0]):
+    >>> stash.shift([0])
+    >>> with torch.no_grad():
     ...     _ = w["w"].sub_(0.25)
     >>> stash.past[0]["w"]
     tensor([1.], requires_grad=True)
@@ -177,9 +171,8 @@ class StashedWeights:
         self.count: int | None = None
         """How many to have in static buffers; None: as many as are needed, anywhere."""
 
-    @contextmanager
-    def following(self, ages: Collection[int]) -> Iterator[None]:
-        """Around an update, while the weights of micro-batches in flight are so many updates old.
+    def shift(self, ages: Collection[int]) -> None:
+        """Before an update, while the weights of micro-batches in flight are so many updates old.
 
         What none of them needs is not kept, and the update is not counted.
         """
@@ -191,7 +184,6 @@ class StashedWeights:
             past = self._static()
             for new, old in reversed(list(zip([self._parameters, *past], past, strict=False))):
                 _copy_weights(new, old)
-        yield
 
     def _static(self) -> list[dict[str, Tensor]]:
         missing = range(len(self.past), self.count or 0)
@@ -332,27 +324,23 @@ class CastWeights:
         self, parameters: Mapping[str, Tensor], names: Sequence[str], dtype: torch.dtype | None
     ) -> None:
         self._parameters, self._names, self._dtype = parameters, tuple(names), dtype
-        self._copies: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
         self.weights = [parameters[name] for name in names]
         self._fresh_for: list[int] = []
 
     def current(self) -> dict[str, Tensor] | None:
         """All parameters, cast where that is possible; None if it is for none."""
         self.refresh_if_changed()
-        return {**self._parameters, **self._copies} if self._names else None
-
-    @property
-    def copies(self) -> list[Tensor]:
-        return list(self._copies.values())
+        return {**self._parameters, **self.copies} if self._names else None
 
     def refresh(self) -> None:
         if not self._names:
             return
-        if not self._copies:
+        if not self.copies:
             for name, master in zip(self._names, self.weights, strict=True):
                 copy = torch.empty_like(master, dtype=self._dtype, requires_grad=False)
-                self._copies[name] = copy.requires_grad_(master.requires_grad)
-        copies = [tensor.detach() for tensor in self._copies.values()]
+                self.copies[name] = copy.requires_grad_(master.requires_grad)
+        copies = [tensor.detach() for tensor in self.copies.values()]
         torch._foreach_copy_(copies, [weight.detach() for weight in self.weights])
         self._fresh_for = self._versions()
 

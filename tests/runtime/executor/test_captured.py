@@ -246,6 +246,38 @@ def test_data_that_static_buffers_cannot_hold_is_left_out(
     )
 
 
+@pytest.mark.parametrize("bad", range(4))
+def test_a_bad_loss_before_steps_are_captured_is_reported_once(bad: int) -> None:
+    data = [(x, F.one_hot(y, 3).double()) for x, y in even(FULL)]
+    data[bad] = data[bad][0], data[bad][1] * torch.nan
+    _, trainer = made("static", loss=F.mse_loss)
+    assert reported(trainer, data) == [(2, bad)]
+    assert is_active(trainer)
+
+
+class Masked(Loose):
+    """A buffer that nothing changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.mask)
+
+
+def test_steps_are_captured_after_a_state_was_loaded() -> None:
+    """Whether buffers change is known once a step has run, not before."""
+    data = even(2 * FULL)
+    first, trainer = (made("static", Masked)[1] for _ in range(2))
+    for batch in data[:FULL]:
+        first.step(*batch)
+    trainer.load_state_dict(first.state_dict())
+    for batch in data[FULL:]:
+        assert trainer.step(*batch).loss == first.step(*batch).loss
+    assert is_active(trainer)
+
+
 def test_an_error_in_a_captured_step_says_that_the_trainer_has_stopped() -> None:
     _, trainer = made("static")
     for batch in even(FULL):

@@ -16,7 +16,7 @@ from training import Steep, adam, fresh, momentum, reported
 from revcompile.runtime.executor.messages import Message, MessageSlot
 from revcompile.runtime.stage.slots import StaticBuffers
 from revcompile.runtime.trainer.trainer import Trainer
-from tests.runtime.executor.test_captured import FULL, both, even
+from tests.runtime.executor.test_captured import FULL, both, even, is_active, made
 
 
 class Shared(nn.Module):
@@ -133,3 +133,20 @@ def test_a_micro_batch_that_the_owner_leaves_out(optimizer: Any, accumulation_st
 
 def falling(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def test_a_state_loaded_within_an_update() -> None:
+    """Steps are captured once every route has had a message: none is allocated within a step."""
+    settings: dict[str, Any] = {"accumulation_steps": 8}
+    seen = 11  # the gradients of an update were received, those of the next are not sent yet
+    data = even(40)
+    first = made("static", Shared, **settings)[1]
+    for batch in data[:seen]:
+        first.step(*batch)
+    trainer = made("static", Shared, **settings)[1]
+    trainer.load_state_dict(first.state_dict())
+    for batch in data[seen:]:
+        assert trainer.step(*batch).loss == first.step(*batch).loss
+        slots = trainer._transport.slots.values()
+        assert not is_active(trainer) or all(each.slots for each in slots)
+    assert is_active(trainer)
