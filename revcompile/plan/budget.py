@@ -217,7 +217,7 @@ def _report(model: nn.Module, device: torch.device) -> tuple[str, int] | None:
 
 def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...], ...]:
     """What each stage can keep, with the memory and work of that."""
-    model = MemoryModel.of(partition, workload)
+    model = MemoryModel(partition, workload)
     return tuple(
         tuple(
             Choice(

@@ -161,7 +161,7 @@ class Planner:
         workload = self._workload("backprop")  # which has one micro-batch in flight
         keeps = [keep] * stages
         cut = self._precise(partition(self.original, stages, workload, keeps=keeps))
-        model = MemoryModel.of(cut, workload)
+        model = MemoryModel(cut, workload)
         memories = [model.stage(j, *pieces, keep) for j, pieces in enumerate(cut.ranges)]
         kept = [memory.buffers + memory.ends for memory in memories]
         transient = [memory.messages + memory.working for memory in memories]
@@ -215,7 +215,7 @@ class Planner:
         return self._memory(partition(self.rewired, row.stages, workload, keeps=keeps), method)
 
     def _memory(self, cut: Partition, method: Method) -> int:
-        model = MemoryModel.of(cut, self._workload(method, self.training.accumulation_steps))
+        model = MemoryModel(cut, self._workload(method, self.training.accumulation_steps))
         stages = enumerate(zip(cut.ranges, cut.keeps, strict=True))
         return max(model.stage(j, *pieces, keep).total for j, (pieces, keep) in stages)
 

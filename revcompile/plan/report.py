@@ -111,7 +111,7 @@ class StageReport:
         whole_number("net.memory", "accumulation_steps", accumulation_steps, 1)
         bytes_each = buffer_bytes(kept_input_dtype)
         size = self._microbatch_size_or_default("net.memory", microbatch_size)
-        model = MemoryModel.of(
+        model = MemoryModel(
             self._partition, Workload(method, size, accumulation_steps, buffer_bytes=bytes_each)
         )
         return tuple(model.stage(j, *ends) for j, ends in enumerate(self._partition.ranges))
@@ -170,7 +170,7 @@ class StageReport:
             memory_budget, kept_input_dtype: As for the trainer; a device has one stage.
         """
         view, plan = self._view("net.summary", microbatch_size, memory_budget, kept_input_dtype)
-        model = MemoryModel.of(self._partition, Workload(choose("backprop"), view.batch), stages=1)
+        model = MemoryModel(self._partition, Workload(choose("backprop"), view.batch), stages=1)
         plain = model.stage(0, 0, len(model.pieces))
         dtype = str(kept_input_dtype).removeprefix("torch.")
         how = "" if kept_input_dtype is None else f", inputs in {dtype}"

@@ -180,7 +180,7 @@ def test_costs_by_name_and_measured() -> None:
 
 def needs(partition: Partition, batch: int) -> list[int]:
     """Bytes of every stage."""
-    model = MemoryModel.of(partition, Workload(choose("petra"), batch))
+    model = MemoryModel(partition, Workload(choose("petra"), batch))
     ends = list(itertools.accumulate(sizes(partition)))
     spans = itertools.pairwise((0, *ends))
     return [model.stage(index, start, end).total for index, (start, end) in enumerate(spans)]

@@ -58,7 +58,7 @@ def test_buffers_and_messages_are_those_of_the_programs(name: str, method: str) 
     stages, chosen = 4, choose(method)
     workload = Workload(chosen, BATCH)
     parts = partition(Pieces.of(on_meta(name)), stages, workload)
-    counted = MemoryModel.of(parts, workload)
+    counted = MemoryModel(parts, workload)
     end = 0
     for part, program in zip(parts.parts, lower(parts, chosen), strict=True):
         start, end = end, end + len(part.pieces)

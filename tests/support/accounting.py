@@ -24,6 +24,7 @@ import torch
 
 import revcompile
 from revcompile.compiler.cost import MemoryModel, Workload, segment_costs
+from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Rewired
 from revcompile.schedule import Keep, Method, Weights, choose
 
@@ -74,14 +75,15 @@ def revnet50() -> Rewired:
 
 def table3(rewired: Rewired, batch: int = BATCH) -> Iterator[Row]:
     """The rows of the table with their totals: one segment a stage."""
-    pieces = rewired.body.segments
-    found = segment_costs(rewired)
+    pieces = zip(rewired.body.segments, segment_costs(rewired), strict=True)
+    parts = tuple(Part(i, (piece,), (), (), (cost,)) for i, (piece, cost) in enumerate(pieces))
     for row in ROWS:
         buffer_bytes = row.buffer_dtype.itemsize if row.buffer_dtype else None
         workload = Workload(row.method, batch, buffer_bytes=buffer_bytes)
-        model = _AsInThePaper(pieces, rewired.body.types, found, len(pieces), workload)
+        keeps = (row.method.keep,) * len(parts)
+        model = _AsInThePaper(Partition(rewired, parts, rewired.body.types, {}, keeps), workload)
         model.is_first_input_free = not row.inputs
-        yield replace(row, total=sum(_counted(model, stage) for stage in range(len(pieces))))
+        yield replace(row, total=sum(_counted(model, stage) for stage in range(len(parts))))
 
 
 class _AsInThePaper(MemoryModel):

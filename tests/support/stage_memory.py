@@ -107,7 +107,7 @@ def accounted(partition: Partition, setting: Setting) -> tuple[StageMemory, ...]
         optimizer_copies=OPTIMIZERS[setting.optimizer][1],
         buffer_bytes=buffer_bytes(setting.buffers),
     )
-    model = MemoryModel.of(partition, workload)
+    model = MemoryModel(partition, workload)
     return tuple(model.stage(j, *ends) for j, ends in enumerate(partition.ranges))
 
 

@@ -32,7 +32,7 @@ import torch
 from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.program import Partition, StageMemory
-from revcompile.ir.types import TYPE, Cost, Coupling, Segment, TensorType, types_in
+from revcompile.ir.types import TYPE, Coupling, Segment, TensorType, types_in
 from revcompile.kernels.fixed_point import KEPT_BITS
 from revcompile.schedule import Keep, Method, Weights, delay, window
 
@@ -61,39 +61,39 @@ class Workload:
 
 
 class MemoryModel:
-    """The memory of every stage that could be cut out of a row of pieces.
+    """The memory of every stage that could be cut out of the pieces of a partition.
 
-    Activations are counted as if there were no autocast.
+    Activations are counted as if there were no autocast. What is trained is what requires a
+    gradient now, not when the model was cut.
 
     Args:
-        pieces: All pieces of the model in order.
-        types: The type of every live value.
-        costs: The cost of each piece.
-        stages: How many stages the pieces are cut into.
+        partition: All pieces of the model in order, with their costs.
         workload: Batch size, method, optimizer and precision.
-        frozen: How many pieces come before the first one that a gradient is computed for. Nothing
-            is kept for their backward pass, or sent back to them.
+        stages: How many stages the pieces are cut into; by default as many as the partition has.
     """
 
-    def __init__(
-        self,
-        pieces: Sequence[Segment],
-        types: Mapping[str, Any],
-        costs: Sequence[Cost],
-        stages: int,
-        workload: Workload,
-        frozen: int = 0,
-    ) -> None:
-        self.pieces, self.stages, self.workload = tuple(pieces), stages, workload
-        self._frozen = frozen
-        batch, low = workload.microbatch_size, workload.buffer_bytes
-        self._costs = [cost.at(batch) for cost in costs]
+    def __init__(self, partition: Partition, workload: Workload, stages: int | None = None) -> None:
+        pieces = [piece for part in partition.parts for piece in part.pieces]
+        costs = [cost for part in partition.parts for cost in part.costs]
+        self.pieces, self.workload = tuple(pieces), workload
+        self.stages = stages or len(partition.parts)
+        types, batch = partition.types, workload.microbatch_size
+        now = replace(partition, frozen=frozen_values(partition))
+        is_trained = [any(map(now.requires_grad, piece.outputs)) for piece in pieces]
+        self._frozen = [*is_trained, True].index(True)
+        """How many pieces come before the first one that a gradient is computed for. Nothing is
+        kept for their backward pass, or sent back to them."""
+        self._costs = [
+            replace(cost.at(batch), trained=trained)
+            for cost, trained in zip(costs, _trained(partition, pieces), strict=True)
+        ]
         made = [(name, i) for i, piece in enumerate(self.pieces) for name in piece.outputs]
         read = [(name, i) for i, piece in enumerate(self.pieces) for name in piece.inputs]
         self._made = dict.fromkeys((name for name, _ in read), -1) | dict(made)
         """The piece that makes each value; -1 for the model's own inputs."""
         # A value nobody reads is a result, or read by pieces that are not in this row.
         self._last_read = dict.fromkeys((name for name, _ in made), len(self.pieces)) | dict(read)
+        low = workload.buffer_bytes
         self._size = {name: size_at(types.get(name), batch) for name in self._made}
         self._kept_size = {name: size_at(types.get(name), batch, low) for name in self._made}
         self._crossing = [self._alive_before(cut) for cut in range(len(self.pieces) + 1)]
@@ -106,27 +106,6 @@ class MemoryModel:
         self._stream = [self._size[c.streams_in[1]] if c else 0 for c in couplings]
         """What a coupling's branch reads."""
         self._lost = [_lost_bits(c, types, batch) if c else 0 for c in couplings]
-
-    @classmethod
-    def of(cls, partition: Partition, workload: Workload, stages: int | None = None) -> MemoryModel:
-        """The pieces of a partition in our trainer, cut into `stages` (default: its own).
-
-        What is trained is what requires a gradient now, not when the model was cut.
-        """
-        parts = partition.parts
-        pieces = [piece for part in parts for piece in part.pieces]
-        now = replace(partition, frozen=frozen_values(partition))
-        is_trained = [any(map(now.requires_grad, piece.outputs)) for piece in pieces]
-        trained = _trained(partition, pieces)
-        costs = [cost for part in parts for cost in part.costs]
-        return cls(
-            pieces,
-            partition.types,
-            [replace(cost, trained=size) for cost, size in zip(costs, trained, strict=True)],
-            stages or len(parts),
-            workload,
-            frozen=[*is_trained, True].index(True),
-        )
 
     def stage(self, index: int, start: int, end: int, keep: Keep | None = None) -> StageMemory:
         """The memory of stage `index` if it is `pieces[start:end]`.

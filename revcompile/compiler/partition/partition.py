@@ -146,7 +146,7 @@ class _Row:
     def memory(self) -> MemoryModel:
         """What any stage of the row would hold in our trainer."""
         whole = _assemble(self, [len(self.pieces)])
-        return MemoryModel.of(whole, self.workload, len(self.keeps))
+        return MemoryModel(whole, self.workload, len(self.keeps))
 
     def needs(self, stage: int, start: int, end: int) -> int:
         """Bytes that a stage holds if it is `pieces[start:end]`."""
