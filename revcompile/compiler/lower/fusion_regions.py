@@ -127,27 +127,36 @@ def _is_layer(node: fx.Node) -> bool:
     return node.op == "call_module" or node.target is coupling_ops.call_norm
 
 
+def _called_layer(node: fx.Node, root: nn.Module) -> tuple[str, nn.Module, tuple[Any, ...]]:
+    """The path of the layer that a node calls, the layer, and what it is called with."""
+    called, args = node, node.args
+    if node.target is coupling_ops.call_norm:  # its first argument is the layer
+        called, args = node.all_input_nodes[0], node.args[1:]
+    return str(called.target), root.get_submodule(str(called.target)), args
+
+
 def _is_pure(node: fx.Node, root: nn.Module) -> bool:
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        return type(module) in (*_LIFTED, *_STATELESS)
+    if _is_layer(node):
+        _, layer, args = _called_layer(node, root)
+        is_known = type(layer) in (*_LIFTED, *_STATELESS) and _has_fixed_momentum(layer)
+        return is_known and len(args) == 1 and not node.kwargs
     if node.op == "get_attr":  # the layer that a call of `call_norm` is given
         return all(user.target is coupling_ops.call_norm for user in node.users)
     if node.op == "call_method":
         return node.target in _METHODS
-    if node.target is coupling_ops.call_norm:
-        layer = root.get_submodule(str(node.args[0].target))  # type: ignore[union-attr]
-        return _is_plain_norm(layer) and len(node.args) == 2 and not node.kwargs
     if node.target is operator.getitem:  # alone it is not worth a kernel
         return _is_pure(node.all_input_nodes[0], root)
     return node.op == "call_function" and node.target in _FUNCTIONS
 
 
-def _is_plain_norm(layer: nn.Module) -> bool:
-    if not isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
-        return False
-    is_exact = type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d)
-    return is_exact and layer.affine and layer.track_running_stats and layer.momentum is not None
+_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d)
+
+
+def _has_fixed_momentum(layer: Any) -> bool:
+    """Whether the layer is no batch norm, or one with all its tensors and a fixed momentum."""
+    if type(layer) not in _NORMS:
+        return True
+    return layer.affine and layer.track_running_stats and layer.momentum is not None
 
 
 # -- building their functions ----------------------------------------------------------------------
@@ -199,7 +208,13 @@ def _conv(function: Callable[..., Tensor]) -> Callable[..., tuple[Any, ...]]:
     return lifted
 
 
+def _batch_norm(layer: Any) -> tuple[Any, ...]:
+    tensors = ("running_mean", "running_var", "weight", "bias")
+    return F.batch_norm, tensors, (layer.training, layer.momentum, layer.eps)
+
+
 _LIFTED: Final[dict[type[nn.Module], Callable[..., tuple[Any, ...]]]] = {
+    **dict.fromkeys(_NORMS, _batch_norm),
     nn.Conv1d: _conv(F.conv1d),
     nn.Conv2d: _conv(_conv2d),
     nn.LayerNorm: lambda m: (_layer_norm, ("weight", "bias"), (m.normalized_shape, m.eps)),
@@ -259,15 +274,11 @@ def _in_own_memory(part: Any) -> Any:
 
 def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
     """The paths of the tensors that a node reads of its layer."""
-    if node.target is coupling_ops.call_norm:
-        path = str(node.args[0].target)  # type: ignore[union-attr]
-        return [f"{path}.{n}" for n in ("running_mean", "running_var", "weight", "bias")]
-    if node.op != "call_module":
+    if not _is_layer(node):
         return []
-    path, layer = str(node.target), root.get_submodule(str(node.target))
-    if type(layer) not in _LIFTED:
-        return []
-    return [f"{path}.{n}" for n in ("weight", "bias") if getattr(layer, n) is not None]
+    path, layer, _ = _called_layer(node, root)
+    _, names, _ = _LIFTED[type(layer)](layer) if type(layer) in _LIFTED else (None, (), ())
+    return [f"{path}.{name}" for name in names if getattr(layer, name) is not None]
 
 
 def _emit(
@@ -278,26 +289,19 @@ def _emit(
     lifted: dict[str, fx.Node],
 ) -> fx.Node:
     graph = region.graph
-    if node.target is coupling_ops.call_norm:
-        path = str(node.args[0].target)  # type: ignore[union-attr]
-        norm: Any = root.get_submodule(path)
-        if norm.training:
-            region.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
-            region.counters.append(f"{path}.num_batches_tracked")
-        tensors = [lifted[name] for name in _tensors(node, root)]
-        x = copies[node.args[1]]  # type: ignore[index]
-        settings = norm.training, norm.momentum, norm.eps
-        return graph.call_function(F.batch_norm, (x, *tensors, *settings))
-    if node.op == "call_module":
-        layer = root.get_submodule(str(node.target))
-        args = fx.map_arg(node.args, copies.__getitem__)
-        if type(layer) in _LIFTED:
-            function, names, settings = _LIFTED[type(layer)](layer)
-            arguments = [lifted.get(f"{node.target}.{name}") for name in names]
-            return graph.call_function(function, (*args, *arguments, *settings))
+    if not _is_layer(node):
+        return graph.node_copy(node, copies.__getitem__)
+    path, layer, args = _called_layer(node, root)
+    args = fx.map_arg(args, copies.__getitem__)
+    if type(layer) not in _LIFTED:
         region.modules.append(layer)
         return graph.call_module(f"m{len(region.modules) - 1}", args)
-    return graph.node_copy(node, copies.__getitem__)
+    if type(layer) in _NORMS and layer.training:
+        region.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
+        region.counters.append(f"{path}.num_batches_tracked")
+    function, names, settings = _LIFTED[type(layer)](layer)
+    tensors = [lifted.get(f"{path}.{name}") for name in names]
+    return graph.call_function(function, (*args, *tensors, *settings))
 
 
 # -- residual adds ---------------------------------------------------------------------------------
