@@ -6,7 +6,7 @@ move their operands, so every byte read or written counts as `FLOPS_PER_BYTE` mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -75,12 +75,13 @@ def _counted(
     real = torch.device("cpu") if device.type == "meta" else None
     copy = copy_model(original) if fake is None else fake_copy(original, fake, real)
     root = set_mode(copy, original, training=True)
-    of_model = {_storage(t) for t in (*copy.parameters(), *copy.buffers())}
+    # kept, as a storage that is freed could give its address to another
+    of_model = {_storage(t): t for t in (*copy.parameters(), *copy.buffers())}
     batch = example_batch_size(rewired, types)
     costs: list[Cost] = []
     counted: set[int] = set()
     saved_before: dict[int, int] = {}
-    alive: list[Any] = []  # a storage that is freed could give its address to another
+    alive: list[Any] = []
 
     def run(piece: Segment, call: PieceCall) -> tuple[Any, ...]:
         nonlocal saved_before
@@ -102,6 +103,7 @@ def _counted(
         new = [p for p in parameters_read(piece.graph, root) if id(p) not in counted]
         counted.update(map(id, new))
         made = {_storage(t): t.untyped_storage() for t in outputs if isinstance(t, Tensor)}
+        unsaved = made.keys() - saved.keys() - of_model.keys()
         costs.append(
             Cost(
                 flops=counter.flops,
@@ -111,7 +113,7 @@ def _counted(
                 saved=sum(saved.values()),
                 shared=sum(size for key, size in saved.items() if key in saved_before),
                 passing=passing,
-                unsaved=sum(made[key].nbytes() for key in made.keys() - saved.keys() - of_model),
+                unsaved=sum(made[key].nbytes() for key in unsaved),
                 weights=sum(p.numel() * p.itemsize for p in new),
                 trained=sum(p.numel() * p.itemsize for p in new if p.requires_grad),
                 batch=batch,
@@ -142,7 +144,7 @@ class _Counter(TorchDispatchMode):
     read once for many.
     """
 
-    def __init__(self, of_model: set[int]) -> None:
+    def __init__(self, of_model: Container[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.of_model = of_model
         self.flops = self.moved = self.largest = 0
