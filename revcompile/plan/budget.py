@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -235,18 +235,12 @@ def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...
 # -- one device -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """Choices for the first stages of a device, added up."""
+class _Sum(NamedTuple):
+    """Choices for the first stages of a device, added up; the smallest has the least work."""
 
-    memory: int
     work: float
+    memory: int
     picks: tuple[int, ...] = ()
-
-    @property
-    def rank(self) -> tuple[float, int, tuple[int, ...]]:
-        """Least work first; among equals least memory."""
-        return self.work, self.memory, self.picks
 
 
 @dataclass(frozen=True)
@@ -279,42 +273,39 @@ class _Device:
 
     def least_work(self, budget: int) -> list[Choice] | None:
         """The choices of least work that fit; among equals those of least memory."""
-        sums = [self._least_work(limit, budget - limit) for limit in self._transients()]
-        best = min((s for s in sums if s is not None), key=lambda s: s.rank, default=None)
-        if best is None:
-            return None
-        return [of[pick] for of, pick in zip(self.options, best.picks, strict=True)]
+        fronts = [self._front(limit, budget - limit) for limit in self._transients()]
+        best = min((front[-1] for front in fronts if front), default=None)
+        return None if best is None else self._chosen(best)
+
+    def least_memory(self) -> tuple[int, list[Choice]]:
+        """The least memory the device can do with, and the choices that take it."""
+        fronts = [self._front(limit, math.inf) for limit in self._transients()]
+        plans = [self._chosen(front[0]) for front in fronts if front]
+        peaks = [self.peak([choice.memory for choice in plan]) for plan in plans]
+        return min(zip(peaks, plans, strict=True), key=lambda pair: pair[0])
+
+    def _chosen(self, found: _Sum) -> list[Choice]:
+        return [of[pick] for of, pick in zip(self.options, found.picks, strict=True)]
 
     def _transients(self) -> list[int]:
         """All values that the largest transient memory of a stage could have."""
         return sorted({self.split(choice.memory)[1] for of in self.options for choice in of})
 
-    def _least_work(self, transient_limit: int, lasting_limit: int) -> _Sum | None:
-        """The sum of least work with at most so much transient memory a stage, and lasting in all.
-
-        The knapsack, stage by stage; only sums on the Pareto front of memory and work go on.
+    def _front(self, transient_limit: int, lasting_limit: float) -> list[_Sum]:
+        """Sums with at most so much transient memory a stage, and lasting in all, of which none
+        beats another in both memory and work: from the least memory to the least work.
         """
-        sums = [_Sum(0, 0.0)]
+        sums = [_Sum(0.0, 0)]
         for of in self.options:
             sizes = [self.split(choice.memory) for choice in of]
             longer = [
-                _Sum(before.memory + lasting, before.work + choice.work, (*before.picks, pick))
+                _Sum(before.work + choice.work, before.memory + lasting, (*before.picks, pick))
                 for before in sums
                 for pick, (choice, (lasting, transient)) in enumerate(zip(of, sizes, strict=True))
                 if transient <= transient_limit and before.memory + lasting <= lasting_limit
             ]
             sums = _thinned(list(_pareto_front(longer)))
-        return min(sums, key=lambda s: s.rank, default=None)
-
-    def least_memory(self) -> tuple[int, list[Choice]]:
-        """The least memory the device can do with, and the choices that take it."""
-        plans = []
-        for limit in self._transients():
-            small = [[c for c in of if self.split(c.memory)[1] <= limit] for of in self.options]
-            if all(small):
-                chosen = [min(of, key=lambda c: self.split(c.memory)[0]) for of in small]
-                plans.append((self.peak([choice.memory for choice in chosen]), chosen))
-        return min(plans, key=lambda plan: plan[0])
+        return sums
 
 
 def _pareto_front(sums: Sequence[_Sum]) -> Iterator[_Sum]:
