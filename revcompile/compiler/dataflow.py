@@ -178,7 +178,7 @@ class Flow:
                 if other is not x and other not in seen:
                     seen.add(other)
                     work.append(other)
-        return inside, sorted(sides, key=self.index.__getitem__)
+        return inside, sorted(sides)
 
     def _belongs(self, node: fx.Node, x: fx.Node) -> bool:
         if self.recomputable(node):
@@ -216,7 +216,7 @@ class Flow:
 
     def in_order(self, names: Iterable[str]) -> list[fx.Node]:
         """Nodes by name, in the graph's order."""
-        return sorted((self.by_name[name] for name in names), key=self.index.__getitem__)
+        return sorted(self.by_name[name] for name in names)
 
     def parameter_count(self, node: fx.Node) -> int:
         """How many parameters the node itself reads."""
@@ -226,7 +226,7 @@ class Flow:
         """The node that first combines a buffer's contents with other values, and those values."""
         seen = {node}
         while node.users:
-            node = min(node.users, key=self.index.__getitem__)
+            node = min(node.users)
             others = [i for i in node.all_input_nodes if i not in seen and not self.recomputable(i)]
             if others:
                 return node, others

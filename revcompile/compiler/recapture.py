@@ -68,9 +68,17 @@ class Recompiler:
         Raises:
             InputError: for these arguments the rewired model has parameters of other shapes.
         """
-        device = device_of_model(net)
-        model = self._with_state_of(net)
-        captured = self._capture(model, net, device, args, kwargs, fixed_batch)
+        device, model = device_of_model(net), self._with_state_of(net)
+        constants = {
+            name: buffer.detach().cpu()
+            for name, buffer in net.named_buffers()
+            if name.startswith(CONSTANT_PREFIX)
+        }
+        with torch.enable_grad():
+            example = make_example(model, args, kwargs, fixed_batch)
+            captured, _ = capture_once(model, example, self._leaves, device, constants)
+            guards = replace(captured.guards, flags={name: flag(name) for name in self._flags})
+        captured = replace(captured, guards=guards)
         rewired = rewire(captured, find(captured), self._policy)
         verify_rewired(captured, rewired)
         _adopt_constants(net, rewired.root, device)
@@ -120,26 +128,6 @@ class Recompiler:
         for path, module in model.named_modules():
             module.training = modules[path].training if path in modules else net.training
         return model, modules
-
-    def _capture(
-        self,
-        model: nn.Module,
-        net: nn.Module,
-        device: torch.device,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        fixed_batch: bool,
-    ) -> Captured:
-        constants = {
-            name: buffer.detach().cpu()
-            for name, buffer in net.named_buffers()
-            if name.startswith(CONSTANT_PREFIX)
-        }
-        with torch.enable_grad():
-            example = make_example(model, args, kwargs, fixed_batch)
-            captured, _ = capture_once(model, example, self._leaves, device, constants)
-            flags = {name: flag(name) for name in self._flags}
-            return replace(captured, guards=replace(captured.guards, flags=flags))
 
     def _with_state_of(self, net: nn.Module) -> nn.Module:
         """The original with the tensor types, modes and attributes that `net` has now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from revcompile.compiler.dataflow import is_plain
+from revcompile.compiler.dataflow import Flow
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
 from revcompile.ir.ops import store_buffer
@@ -38,19 +38,13 @@ def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
             nodes = (n.meta.get(ORIGIN) for n in segment.rearrange.forward.nodes)
             rearranged = dict.fromkeys(name for name in nodes if name is not None)
             counts.update([name for name in rearranged if not counts[name]])
-    problems = []
-    constants: set[str] = set()
-    for node in captured.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            constants.add(node.name) if node.op == "get_attr" else None
-            continue
-        inputs = node.all_input_nodes
-        if inputs and all(i.name in constants for i in inputs):
-            constants.add(node.name)
+    problems, flow = list[str](), Flow(captured.graph, captured.root)
+    for node in flow.nodes:
+        if node.op in ("placeholder", "output") or node in flow.constant:
             continue
         if node.target is store_buffer and counts[node.name] != 1:
             problems.append(f"{node.name} is executed {counts[node.name]} times")
-        if is_plain(node) or node.name in replaced:
+        if node in flow.plain or node.name in replaced:
             continue
         if counts[node.name] == 0 and node.users:
             problems.append(f"{node.name} is computed nowhere")

@@ -47,7 +47,7 @@ from revcompile.compiler.capture.leaf_modules import (
 )
 from revcompile.compiler.capture.modes import merge_modes
 from revcompile.compiler.capture.random_draws import SuspectedDraw
-from revcompile.compiler.capture.trace_errors import Untraceable
+from revcompile.compiler.capture.trace_errors import BatchDependent, Rejected, Untraceable
 from revcompile.compiler.capture.tracer import Tracer
 from revcompile.compiler.capture.unseen_calls import foreign_draws
 from revcompile.errors import CaptureError, InputError
@@ -89,7 +89,7 @@ def capture(
         captured, problem = _checked(model, example, requested_leaves(model, leaf_modules), level)
     except Untraceable as error:
         problem = f"tracing stopped in {error}"
-        advice = advice if error.leaf_helps else ""
+        advice = "" if isinstance(error.error, Rejected) else advice
     else:
         if problem is None:
             return captured
@@ -165,7 +165,7 @@ def capture_once(
         captured = run(example)
     except Untraceable as error:
         captured, example = _read_otherwise(run, model, example, error)
-        why = str(error) if error.by_batch else why
+        why = str(error) if isinstance(error.error, BatchDependent) else why
     if example.batch[0] == example.batch[1]:
         note = f"the batch size is fixed at {example.batch[0]}: {why}"
         captured = replace(captured, notes=(*captured.notes, note))
@@ -323,7 +323,7 @@ def _read_otherwise(
     run: Callable[[Example], Captured], model: nn.Module, example: Example, error: Untraceable
 ) -> tuple[Captured, Example]:
     """Capture with another second batch size, or with another batch dimension."""
-    if error.by_batch:
+    if isinstance(error.error, BatchDependent):
         for reading in with_other_batch_sizes(example):
             try:
                 return run(reading), reading

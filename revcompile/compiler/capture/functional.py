@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -104,7 +104,6 @@ class _Functional:
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.original, self.root, self.graph = graph, root, fx.Graph()
-        self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.values: dict[fx.Node, _Value] = {}
         self.written = {s for node in graph.nodes for s in node.meta.get(WRITES, ())}
         self.state = _written_state(graph)
@@ -190,7 +189,7 @@ class _Functional:
         for name, value in self.values.items():
             if value.storages.isdisjoint(storages) or (target and value in target.names):
                 continue
-            late = [u for u in name.users if self.order[u] > self.order[node] and _reads(u)]
+            late = [u for u in name.users if u > node and _reads(u)]
             late = late[: late.index(end)] if (end := _assignment(node, name, late)) else late
             if late:
                 what = node.target if node.op == "call_module" else node.name
@@ -215,8 +214,7 @@ class _Functional:
         if changes_shape or "out" in node.kwargs:
             reason = f"{node.name} changes {target.node.name} as a whole; assign its result instead"
             raise NotFunctional(reason, [node, target.node])
-        args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), self._read)
-        new = self.graph.create_node(call.op, call.function, args, kwargs)
+        new = self.graph.create_node(*fx.node.map_arg(call, self._read))
         _describe(new, node, target.node)
         self._write(target, new, node)
         self.values[node] = target
@@ -341,19 +339,17 @@ def _sink_reads(graph: fx.Graph) -> None:
         if is_call and alone and reads and node.target is not store_buffer:
             movable[node] = None
     for node in reversed(movable):
-        order = {other: i for i, other in enumerate(graph.nodes)}
         if node.users:
-            min(node.users, key=order.__getitem__).prepend(node)
+            min(node.users).prepend(node)
 
 
 def _raise_stores(graph: fx.Graph) -> None:
     """Move writes to buffers right behind the new contents: both must be in one stage."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
     for store in graph.find_nodes(op="call_function", target=store_buffer):
         buffer, value = store.args
         assert isinstance(buffer, fx.Node) and isinstance(value, fx.Node)
         before = [value, *(user for user in buffer.users if user is not store)]
-        max(before, key=order.__getitem__).append(store)
+        max(before).append(store)
 
 
 # -- single operations ----------------------------------------------------------------------------
@@ -372,14 +368,8 @@ _OTHER_MEANING: Final = frozenset(
 """Methods that are something else, or have another type, without the underscore."""
 
 
-@dataclass(frozen=True)
-class OutOfPlace:
-    """An out-of-place call: the op, target and arguments of a node."""
-
-    op: str
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+"""The op, target and arguments of a node."""
 
 
 def written_argument(node: fx.Node) -> fx.Node | None:
@@ -391,27 +381,27 @@ def written_argument(node: fx.Node) -> fx.Node | None:
     return target if isinstance(target, fx.Node) else None
 
 
-def out_of_place_call(node: fx.Node) -> OutOfPlace | None:
+def out_of_place_call(node: fx.Node) -> Call | None:
     """The out-of-place form of a node that writes to its `written_argument`, if there is one."""
     args, kwargs, name = node.args, dict(node.kwargs), op_name(node)
     if node.target is operator.setitem:
-        return OutOfPlace("call_function", with_item, args, kwargs)
+        return "call_function", with_item, args, kwargs
     if kwargs.pop("inplace", False):
-        return OutOfPlace("call_function", node.target, args, kwargs)
+        return "call_function", node.target, args, kwargs
     is_operator = node.target in INPLACE_OPERATORS
     in_place = f"__{name}__" if is_operator else name
     if not promotes(written_argument(node), node) and name not in _OTHER_MEANING:
         plain = name[:-1] if name.endswith("_") else ""
         if is_operator:
-            return OutOfPlace("call_function", INPLACE_OPERATORS[node.target], args, kwargs)
+            return "call_function", INPLACE_OPERATORS[node.target], args, kwargs
         if node.op == "call_method" and name not in _NEW_STORAGE and hasattr(torch.Tensor, plain):
-            return OutOfPlace("call_method", plain, args, kwargs)
+            return "call_method", plain, args, kwargs
         function = getattr(functional, plain, None) or getattr(torch, plain, None)
         if node.op == "call_function" and inspect.isroutine(function):
-            return OutOfPlace("call_function", function, args, kwargs)
+            return "call_function", function, args, kwargs
     if name in _NEW_STORAGE or not args or not hasattr(torch.Tensor, in_place):
         return None
-    return OutOfPlace("call_function", out_of_place, (args[0], in_place, *args[1:]), kwargs)
+    return "call_function", out_of_place, (args[0], in_place, *args[1:]), kwargs
 
 
 def promotes(target: Any, node: fx.Node) -> bool:

@@ -100,9 +100,10 @@ class _Facts:
 def _facts(node: fx.Node, values: Mapping[fx.Node, Any], known: Mapping[fx.Node, _Facts]) -> _Facts:
     is_given = node.op in ("placeholder", "get_attr")
     name = _attribute_read(node)
-    below = [known[source] for source in _sources(node)]
+    is_device = name in DEVICE_ATTRIBUTES  # which guards read of an input
+    below = [known[source] for source in (() if is_device else node.all_input_nodes)]
     return _Facts(
-        from_input=node.op == "placeholder" or any(f.from_input for f in below),
+        from_input=is_device or node.op == "placeholder" or any(f.from_input for f in below),
         looks_inside=any(f.looks_inside for f in below)
         or (not is_given and bool(tensors_in(values[node]))),
         attributes=frozenset({name} if name else ()).union(*(f.attributes for f in below)),
@@ -120,29 +121,25 @@ def _is_needed(read: PythonRead, value: Any, facts: _Facts) -> bool:
     return not tensors_in(value) or op_name(read.node) in _ARITIES
 
 
-def copy_needed(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A graph of the inputs, the nodes and everything they are computed from; and the copies."""
-    pending = list(nodes)
-    needed = set(pending)
-    while pending:
-        for source in _sources(pending.pop()):
-            if source not in needed:
-                needed.add(source)
-                pending.append(source)
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in nodes[0].graph.nodes:
-        if node.op == "placeholder" or node in needed:
-            copies[node] = graph.node_copy(node, copies.get)
-            if _attribute_read(node) in DEVICE_ATTRIBUTES:
-                copies[node].args = (copies[_sources(node)[0]], *node.args[1:])
-    return graph, copies
+def copied_for_guards(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy without outputs, and the copies of the nodes.
+
+    A device is read of the model's first input: all have the same.
+    """
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.graph_copy(graph, copies)
+    first = next(iter(copy.find_nodes(op="placeholder")))
+    for node in copy.nodes:
+        if _attribute_read(node) in DEVICE_ATTRIBUTES:
+            node.args = (first, *node.args[1:])
+    return copy, copies
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """What a node reads. A device is read from the model's first input: all have the same."""
-    if _attribute_read(node) in DEVICE_ATTRIBUTES:
-        return [next(iter(node.graph.find_nodes(op="placeholder")))]
-    return node.all_input_nodes
+def finished(graph: fx.Graph, outputs: Iterable[fx.Node]) -> fx.Graph:
+    """The graph with these outputs, and nothing that they are not computed from."""
+    graph.output(tuple(outputs))
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    return graph
 
 
 def _attribute_read(node: fx.Node) -> str | None:
@@ -155,17 +152,14 @@ def _attribute_read(node: fx.Node) -> str | None:
 def _with_graph(group: list[tuple[PythonRead, str]]) -> SizeGuards:
     if not group:
         return SizeGuards()
-    graph, copies = copy_needed([read.node for read, _ in group])
-    outputs = []
-    for read, _ in group:
-        output = copies[read.node]
+    graph, copies = copied_for_guards(group[0][0].node.graph)
+    outputs = [copies[read.node] for read, _ in group]
+    for place, (read, _) in enumerate(group):
         if read.kind is ReadKind.LENGTH:
-            output = graph.call_function(len, (output,))
-        outputs.append(output)
-    graph.output(tuple(outputs))
+            outputs[place] = graph.call_function(len, (outputs[place],))
     return SizeGuards(
         tuple(SizeGuard(text, read.value, read.source) for read, text in group),
-        graph,
+        finished(graph, outputs),
         frozenset(i for i, (r, _) in enumerate(group) if r.kind is ReadKind.CONTENTS),
     )
 

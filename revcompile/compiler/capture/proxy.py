@@ -27,8 +27,8 @@ from torch.fx.graph import magic_methods, reflectable_magic_methods
 from torch.fx.proxy import TraceError
 from torch.nn.modules import transformer
 
-from revcompile.compiler.capture.fake_values import Values
-from revcompile.compiler.capture.guards import ReadKind
+from revcompile.compiler.capture.fake_values import Values, fold
+from revcompile.compiler.capture.guards import PythonRead, ReadKind
 from revcompile.compiler.capture.memory import INPLACE_OPERATORS
 from revcompile.compiler.capture.random_draws import decided_draw
 from revcompile.compiler.capture.trace_errors import (
@@ -36,7 +36,9 @@ from revcompile.compiler.capture.trace_errors import (
     compares_types_by_identity,
     in_bare_call,
     is_torch_code,
+    user_line,
 )
+from revcompile.ir.types import SOURCE
 
 _ASSIGNED: Final = (
     "the forward pass assigns to .{} of a tensor, which no graph can hold; write into the tensor "
@@ -45,36 +47,56 @@ _ASSIGNED: Final = (
 
 
 class ShapedTracer(fx.Tracer):
-    """A tracer that keeps the values of every node.
+    """A tracer that keeps the values of every node, and notes what Python code reads of them.
 
     While it is `evaluating` a node, nothing is traced.
     """
 
-    values: dict[fx.Node, Values]
-    evaluating: bool
-
-    def fold(self, node: fx.Node, which: int) -> Any:
-        """The real value of a node that is computed from sizes alone."""
-        raise NotImplementedError
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[fx.Node, Values] = {}
+        self.evaluating = False
+        self.draws: set[str] = set()
+        """Lines that draw random numbers which decide nothing; the graph does not draw them."""
+        self.asked: set[tuple[str, str]] = set()
+        """Paths of modules, and names that they were asked for and that are no attributes."""
+        self._path = ""
+        """Of the module whose forward is running."""
+        self._reads: list[PythonRead] = []
+        self._reading_types: set[str] = set()
 
     def guard(self, node: fx.Node, value: Any, reading: ReadKind) -> None:
         """Note that Python has read a plain value."""
+        if not self.evaluating:
+            self._reads.append(PythonRead(node, value, reading, user_line(), is_torch_code()))
 
     def leave_out(self, draw: fx.Node) -> None:
         """Note that a random number was drawn, and decided nothing."""
+        self.draws.add(draw.meta[SOURCE])
 
     def reads_types(self) -> bool:
         """Whether the running code gets dtypes as plain values."""
-        return False
+        return self._path in self._reading_types
+
+    def note_asked(self, module: nn.Module, name: str) -> None:
+        """The module was asked for a name that is no plain attribute, or for its mode."""
+        path = None if self.evaluating else (self.submodule_paths or {}).get(module)
+        if path is not None:
+            self.asked.add((path, name))
+
+    def fold(self, node: fx.Node, which: int) -> Any:
+        """The real value of a node that is computed from sizes alone."""
+        self.evaluating = True
+        try:
+            return fold(node, {n: v[which] for n, v in self.values.items()})
+        finally:
+            self.evaluating = False
 
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What a call of a module returns."""
 
     def attribute(self, value: Any) -> Any:
         """What a read of a parameter or buffer returns."""
-
-    def note_asked(self, module: nn.Module, name: str) -> None:
-        """The module was asked for a name that is no plain attribute, or for its mode."""
 
 
 _HASHED: Final = (int, float, bool, str, torch.Size, torch.dtype, torch.device)

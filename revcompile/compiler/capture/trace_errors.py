@@ -38,27 +38,12 @@ class Untraceable(Exception):
         path: the innermost module whose forward was running.
         cause: the reason, one line.
         source: `file:line` of the user's code.
-        has_state: the module's next call computes something else, and no buffer holds that state.
-        by_batch: control flow depends on the batch size.
-        leaf_helps: a leaf module may do it.
+        error: what the forward raised, if it did.
     """
 
-    def __init__(
-        self,
-        path: str,
-        cause: str,
-        source: str,
-        has_state: bool = False,
-        by_batch: bool = False,
-        leaf_helps: bool = True,
-    ) -> None:
+    def __init__(self, path: str, cause: str, source: str, error: Exception | None = None) -> None:
         super().__init__(f"{path or '(top level)'}: {cause} [{source}]")
-        self.path = path
-        self.cause = cause
-        self.source = source
-        self.has_state = has_state
-        self.by_batch = by_batch
-        self.leaf_helps = leaf_helps
+        self.path, self.cause, self.source, self.error = path, cause, source, error
 
 
 class BatchDependent(TraceError):
@@ -89,14 +74,7 @@ class Rejected(UntracedEffect):
 
 def describe_failure(path: str, error: Exception) -> Untraceable:
     """Put what went wrong in the module at `path` into words."""
-    return Untraceable(
-        path,
-        _reason(error),
-        _source(error),
-        has_state=isinstance(error, PythonState),
-        by_batch=isinstance(error, BatchDependent),
-        leaf_helps=not isinstance(error, Rejected),
-    )
+    return Untraceable(path, _reason(error), _source(error), error)
 
 
 def is_torch_code() -> bool:

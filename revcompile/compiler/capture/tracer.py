@@ -29,12 +29,11 @@ from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import (
     NEEDS_DATA,
     Values,
-    fold,
     run_on_data,
     size_of_values,
     type_of_values,
 )
-from revcompile.compiler.capture.guards import PythonRead, ReadKind, size_guards
+from revcompile.compiler.capture.guards import ReadKind, size_guards
 from revcompile.compiler.capture.interception import (
     RANDOM,
     TracedFunctions,
@@ -73,7 +72,6 @@ from revcompile.compiler.capture.trace_errors import (
     Untraceable,
     UntracedEffect,
     describe_failure,
-    is_torch_code,
     user_line,
 )
 from revcompile.ir.guards import ModeGuards, autocast_state
@@ -104,8 +102,6 @@ class Tracer(ShapedTracer):
         has_drawn: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
-        self.values = {}
-        self.evaluating = False
         self.failure: Untraceable | None = None
         self.untraceable: dict[str, str] = {}
         """Modules that became leaf modules, and why."""
@@ -117,18 +113,12 @@ class Tracer(ShapedTracer):
         self.constants: dict[str, torch.Tensor] = {}
         """Tensors that the graph reads and that are neither parameters nor buffers."""
         self.restore: Callable[[nn.Module], None] = lambda module: None
-        self.draws: set[str] = set()
-        """Lines that draw random numbers which decide nothing; the graph does not draw them."""
         self.leaked: set[tuple[str, str, Any]] = set()
         """Attributes in which forward passes left tensors: path, name, key of a dict entry."""
-        self._reads: list[PythonRead] = []
-        self.asked: set[tuple[str, str]] = set()
-        """Paths of modules, and names that they were asked for and that are no attributes."""
         self.written: set[tuple[str, str]] = set()
         """Attributes that the forward pass itself changes: path of the module, and name."""
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths, self._constants = leaf_paths, constants
-        self._path = ""
         self._autocast = autocast_state()
         self._foreign_rng, self._has_drawn = foreign_rng_state(), has_drawn
         self._names: dict[int, str] = {}
@@ -139,24 +129,6 @@ class Tracer(ShapedTracer):
         self._stored: set[str] = set()
         self._data: set[fx.Node] = set()
         """Nodes whose tensors are not computed from sizes alone."""
-        self._reading_types: set[str] = set()
-
-    # -- what decides Python's control flow ---------------------------------------------------
-
-    def guard(self, node: fx.Node, value: Any, reading: ReadKind) -> None:
-        if not self.evaluating:
-            self._reads.append(PythonRead(node, value, reading, user_line(), is_torch_code()))
-
-    def leave_out(self, draw: fx.Node) -> None:
-        self.draws.add(draw.meta[SOURCE])
-
-    def reads_types(self) -> bool:
-        return self._path in self._reading_types
-
-    def note_asked(self, module: nn.Module, name: str) -> None:
-        path = None if self.evaluating else (self.submodule_paths or {}).get(module)
-        if path is not None:
-            self.asked.add((path, name))
 
     def _guards(self) -> ModeGuards:
         firsts = {node: values.first for node, values in self.values.items()}
@@ -326,7 +298,7 @@ class Tracer(ShapedTracer):
                 p: cause for p, cause in self.untraceable.items() if not p.startswith(inside)
             }
             self.untraceable[path] = failure.cause
-            if failure.has_state:
+            if isinstance(failure.error, PythonState):
                 self.stateful.add(path)
             return proxy
 
@@ -546,14 +518,6 @@ class Tracer(ShapedTracer):
             self.evaluating = False
             if isinstance(watch, DecisionWatch):
                 node.meta.setdefault(DECIDES, watch.operation)
-
-    def fold(self, node: fx.Node, which: int) -> Any:
-        """The real value of a node that is computed from sizes alone."""
-        self.evaluating = True
-        try:
-            return fold(node, {n: v[which] for n, v in self.values.items()})
-        finally:
-            self.evaluating = False
 
 
 _Key = tuple[str, str]

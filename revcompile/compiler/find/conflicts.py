@@ -186,7 +186,7 @@ def contracted(flow: Flow, residuals: Iterable[Residual]) -> nx.DiGraph[fx.Node]
         if node.target is read_buffer:  # read where its new contents are computed
             meeting, others = flow.read_with(node)
             others = reads[output[meeting]][:1] if meeting in output else others
-            sources = [other for other in others if flow.index[other] < flow.index[node]]
+            sources = [other for other in others if other < node]
         if node not in flow.plain or node.meta.get(VALUE) is None:  # a known size waits for nothing
             graph.add_edges_from((output.get(source, source), node) for source in sources)
     return graph

@@ -98,7 +98,7 @@ def _classify(flow: Flow, total: fx.Node) -> Residual | Refusal:
         numbers = "complex numbers" if kind and kind.dtype.is_complex else "integers"
         return Refusal(path, total.name, f"a sum of {numbers}, not of real features")
     refused = None
-    for x in sorted(terms, key=flow.index.__getitem__, reverse=True):  # nearest first
+    for x in sorted(terms, reverse=True):  # nearest first
         others = [t for t in terms if t is not x]
         if x not in flow.constant and any(flow.depends(t, x) for t in others):
             if len(others) + 1 < len(terms):  # x + x + F(x): the shortcut is scaled
@@ -177,7 +177,7 @@ def _identity(
 
 def _decision(flow: Flow, branch: set[fx.Node], x: fx.Node) -> str | None:
     """Why a branch needs its exact input: it has a discrete operation, which jumps at ties."""
-    for node in sorted(branch, key=flow.index.__getitem__):
+    for node in sorted(branch):
         name = decision(node, flow.root) if flow.depends(node, x) else None
         if name is not None:
             where = f" in {node.target}" if node.op == "call_module" else ""
@@ -238,7 +238,7 @@ def _absorb(flow: Flow, inside: set[fx.Node], sides: list[fx.Node]) -> list[fx.N
             kept[side] = None
     for node in [n for n in kept if n in flow.plain]:
         inside |= _metadata(flow, node, inside)
-    return sorted((n for n in kept if n not in inside), key=flow.index.__getitem__)
+    return sorted(n for n in kept if n not in inside)
 
 
 def _metadata(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
@@ -288,7 +288,7 @@ def _exclusive(
             closure.update(whole)
             sources = dict.fromkeys(i for n in whole for i in n.all_input_nodes)
             work += [i for i in sources if i not in closure]
-    sizes = sorted(closure & flow.plain, key=flow.index.__getitem__)
+    sizes = sorted(closure & flow.plain)
     return closure - flow.plain, [*(n for n in reads if n not in closure), *sizes]
 
 
@@ -312,7 +312,7 @@ def _with_producer(flow: Flow, node: fx.Node) -> list[fx.Node]:
 def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.Node]:
     """Values of a region that are also read outside it."""
     extras: dict[fx.Node, None] = {}
-    for node in sorted(inside, key=flow.index.__getitem__):
+    for node in sorted(inside):
         assert node not in flow.effects  # capturing has left those that nothing reads
         if flow.recomputable(node):
             continue
@@ -338,4 +338,4 @@ def _read_off(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.No
 
 
 def _names(flow: Flow, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    return tuple(n.name for n in sorted(nodes, key=flow.index.__getitem__))
+    return tuple(n.name for n in sorted(nodes))

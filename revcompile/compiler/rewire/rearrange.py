@@ -63,7 +63,7 @@ def build_rearrange(flow: Flow, source: fx.Node, result: fx.Node) -> Rearrange |
     for side in sides:
         forward.bind(side, forward.input(side.name, like=side))
     shapes = []
-    for step in sorted(inside, key=flow.index.__getitem__):
+    for step in sorted(inside):
         new = forward.copy(step, _nothing_else)
         if step in steps:
             assert isinstance(new.args[0], fx.Node)

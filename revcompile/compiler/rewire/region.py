@@ -64,13 +64,10 @@ class Region:
         """Compute a captured node here."""
         for source in original.all_input_nodes:
             self.value(source, outside)
-        new = self.graph.node_copy(original, self._copies.__getitem__)
-        new.meta.setdefault(ORIGIN, original.name)
-        self._copies[original] = new
-        return new
+        return self.copy_size(original, self._copies.__getitem__)
 
     def copy_size(self, original: fx.Node, sized: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """Compute a size here; `sized` gives for each tensor one of the same shape."""
+        """Compute a captured node here from other inputs: a size from values of the same shape."""
         new = self.graph.node_copy(original, sized)
         new.meta.setdefault(ORIGIN, original.name)
         self._copies[original] = new

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.functional import forbid_inplace
-from revcompile.compiler.capture.guards import ExpressionPrinter, copy_needed
+from revcompile.compiler.capture.guards import ExpressionPrinter, copied_for_guards, finished
 from revcompile.compiler.capture.memory import is_effect
 from revcompile.compiler.dataflow import Flow
 from revcompile.compiler.find.residual import Found, find
@@ -273,7 +273,7 @@ def _size_guards(
         return SizeGuards()
     signature = captured.signature
     printer = ExpressionPrinter(dict(zip(signature.placeholders, signature.labels, strict=True)))
-    graph, copies = copy_needed(nodes)
+    graph, copies = copied_for_guards(nodes[0].graph)
     guards: list[SizeGuard] = []
     outputs: list[fx.Node] = []
 
@@ -299,5 +299,4 @@ def _size_guards(
                 expect(item, pair, f"{text}[{i}]", source)
         else:
             expect(copies[node], seen, text, source)
-    graph.output(tuple(outputs))
-    return SizeGuards(tuple(guards), graph)
+    return SizeGuards(tuple(guards), finished(graph, outputs))
