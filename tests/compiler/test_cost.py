@@ -126,6 +126,39 @@ def test_what_looks_at_numbers_is_counted_on_real_ones() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+class ReplacesItsTable(nn.Module):
+    """Chooses by its data, and frees a buffer while it runs if it `replaces` that."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.layer, self.replaces = nn.Linear(8, 8), replaces
+        self.register_buffer("table", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces:
+            self.table = torch.ones(8)
+        else:
+            torch.ones(8)
+        y: Tensor = self.layer(x)
+        return y.relu() if y.sum() > 0 else y.tanh()
+
+
+def test_tensors_count_at_the_address_of_a_freed_buffer() -> None:
+    class Net(nn.Module):
+        def __init__(self, replaces: bool) -> None:
+            super().__init__()
+            self.f = ReplacesItsTable(replaces)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.f(x)
+
+    def work(replaces: bool) -> list[float]:
+        torch.manual_seed(0)
+        return [cost.forward for cost in segment_costs(rewired_of(Net(replaces), torch.ones(4, 8)))]
+
+    assert work(True) == work(False)
+
+
 def test_measuring_needs_a_real_device() -> None:
     with torch.device("meta"):
         rewired = rewired_of(Small(), torch.randn(2, 3))
