@@ -29,7 +29,7 @@ from revcompile.arguments import (
 )
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check
-from revcompile.compiler.capture.isolation import preserve_model
+from revcompile.compiler.capture.isolation import preserve_model, preserve_rng
 from revcompile.compiler.cost import Workload, segment_costs
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import Pieces, partition
@@ -172,7 +172,7 @@ def _reversified(
         number(caller, "tolerance", tolerance, "use a number above 0, or None")
     overlaps = member_of(caller, "overlap", overlap, Overlap)
     compared = None
-    with preserve_model():
+    with preserve_rng():
         captured = capture(
             model, example_inputs, example_kwargs, check=level, leaf_modules=leaf_modules
         )
@@ -190,7 +190,7 @@ def _reversified(
         if level is not Check.OFF:
             is_single = _example_batch(net) == 1  # the model takes no more samples
             example = make_example(model, example_inputs, example_kwargs, is_single)
-            args, kwargs = example.call(0)
+            args, kwargs = example.arguments(example.tensors(0))
             _refuse_uninvertible(net, args, kwargs, caller)
             why_not = why_not_compared(net, level)
             if why_not is None:

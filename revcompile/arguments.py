@@ -186,14 +186,15 @@ def check_device(caller: str, device: Any, *, allow_meta: bool = False) -> torch
     return parsed
 
 
-def check_stage_list(caller: str, name: str, values: Any, stages: int) -> None:
+def check_stage_to_rank(caller: str, values: Any, stages: int) -> None:
     """Refuse what is not a list of ranks or devices, one for each stage."""
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != stages:
         raise InputError(
-            f"{caller}: {name}={values!r}; expected a list of {stages} numbers, one for each stage"
+            f"{caller}: stage_to_rank={values!r}; expected a list of {stages} numbers, one for "
+            "each stage"
         )
     for value in values:
-        whole_number(caller, f"an entry of {name}", value, 0)
+        whole_number(caller, "an entry of stage_to_rank", value, 0)
 
 
 def whole_number(caller: str, name: str, value: Any, least: int, hint: str = "") -> int:

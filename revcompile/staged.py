@@ -16,7 +16,7 @@ from revcompile.arguments import (
     MethodName,
     WeightsName,
     check_device,
-    check_stage_list,
+    check_stage_to_rank,
     file_path,
     flag,
     known_keywords,
@@ -272,7 +272,7 @@ class StagedModel(StageReport):
                 f"{who}: options={type(options).__name__}; write options=TrainerOptions(...)"
             )
         if options.stage_to_rank is not None:
-            check_stage_list(who, "stage_to_rank", options.stage_to_rank, self.num_stages)
+            check_stage_to_rank(who, options.stage_to_rank, self.num_stages)
         settings = Settings(
             accumulation_steps=accumulation_steps,
             lr_schedule=lr_schedule,

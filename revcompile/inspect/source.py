@@ -64,7 +64,7 @@ def _head(partition: Partition, program: StageProgram, variables: Mapping[str, s
 # -- paths of modules ------------------------------------------------------------------------------
 
 
-def module_path(root: nn.Module, path: str, of: str = "self") -> str:
+def module_path(root: nn.Module, path: str) -> str:
     """How Python reads a dotted path.
 
     >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ModuleDict({"0": nn.ReLU()}))
@@ -72,6 +72,7 @@ def module_path(root: nn.Module, path: str, of: str = "self") -> str:
     ('self[0][0].weight', "self[1]['0']")
     """
     module: Any = root
+    of = "self"
     for name in path.split("."):
         value = getattr(module, name)
         if name.isidentifier() and not keyword.iskeyword(name):

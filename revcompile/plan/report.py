@@ -12,7 +12,7 @@ from revcompile.arguments import (
     MethodName,
     WeightsName,
     check_optimizer_copies,
-    check_stage_list,
+    check_stage_to_rank,
     new_file,
     whole_number,
 )
@@ -252,7 +252,7 @@ class StageReport:
         """
         check_optimizer_copies("net.memory_plan", optimizer_copies)
         if stage_to_rank is not None:
-            check_stage_list("net.memory_plan", "stage_to_rank", stage_to_rank, self.num_stages)
+            check_stage_to_rank("net.memory_plan", stage_to_rank, self.num_stages)
         method = choose(self.method, in_flight_per_stage=in_flight_per_stage)
         workload = Workload(
             method,

@@ -143,9 +143,7 @@ def _run_original(
     model: nn.Module, example: Example, trial: _Trial, flags: Flags
 ) -> dict[str, Any]:
     def call(twin: nn.Module, inputs: list[torch.Tensor]) -> Any:
-        tensors = iter(inputs)
-        leaves = [next(tensors) if isinstance(a, torch.Tensor) else a for a in example.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, example.signature.in_spec)
+        args, kwargs = example.arguments(inputs)
         with flag_reads(twin) as reads:
             result = twin(*args, **kwargs)
         for path, names in reads.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -37,10 +37,11 @@ class Example:
         leaves = (self.leaves, self.grown)[which]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def call(self, which: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`(args, kwargs)` at the first or the second batch size."""
-        leaves = (self.leaves, self.grown)[which]
-        args, kwargs = pytree.tree_unflatten(list(leaves), self.signature.in_spec)
+    def arguments(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` with these in place of the tensors, in order."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(a, torch.Tensor) else a for a in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.signature.in_spec)
         return args, kwargs
 
     def __str__(self) -> str:

@@ -123,31 +123,29 @@ def preserve_attributes(model: nn.Module) -> Iterator[Callable[[nn.Module], None
 
 
 @contextmanager
-def preserve_model(*models: nn.Module) -> Iterator[None]:
-    """Restore random generators, and the buffers, modes and attributes of `models`, at the end.
+def preserve_model(model: nn.Module) -> Iterator[None]:
+    """Restore random generators, and the model's buffers, mode and attributes, at the end.
 
-    Attributes of the models themselves stay: those of a reversible module are our own.
+    Attributes of the model itself stay: those of a reversible module are our own.
     """
-    parts = [(part, Contents(part)) for model in models for part in model.children()]
-    slots = [(model, dict(model._buffers), model.training) for model in models]
-    tensors = {id(buffer): buffer for model in models for buffer in model.buffers()}
+    parts = [(part, Contents(part)) for part in model.children()]
+    held, training = dict(model._buffers), model.training
     # An alias shares the memory, which `buffer.data = ...` takes away from the buffer.
-    contents = [(b, b.detach(), b.detach().clone()) for b in tensors.values() if not b.is_meta]
+    contents = [(b, b.detach(), b.detach().clone()) for b in model.buffers() if not b.is_meta]
     with preserve_rng():
         try:
             yield
         finally:
-            for part, held_by_part in parts:
-                held_by_part.restore(part)
-            for model, held, training in slots:
-                model.training = training
-                model._buffers.clear()
-                model._buffers.update(held)
+            for part, before in parts:
+                before.restore(part)
+            model.training = training
+            model._buffers.clear()
+            model._buffers.update(held)
             with torch.no_grad():
-                for buffer, alias, before in contents:
+                for buffer, alias, numbers in contents:
                     if _storage(buffer) != _storage(alias) or buffer.shape != alias.shape:
                         buffer.data = alias
-                    buffer.copy_(before)
+                    buffer.copy_(numbers)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -172,9 +172,8 @@ class Tracer(ShapedTracer):
         self._held = dict(root.named_buffers(remove_duplicate=False))
         with attempts_unlogged(), intercepted(root, self), preserve_attributes(root) as restore:
             self.restore = restore
-            leaves = self._inputs()
+            args, kwargs = self._example.arguments(self._inputs())
             with TracedFunctions(self):
-                args, kwargs = pytree.tree_unflatten(leaves, self._example.signature.in_spec)
                 result = self._traced(root, args, kwargs)
                 self._store_others_buffers()
                 outputs, self.out_spec = pytree.tree_flatten(with_fields(result))
@@ -187,19 +186,16 @@ class Tracer(ShapedTracer):
         return self.graph
 
     def _inputs(self) -> list[Any]:
-        """The leaves of the arguments, with proxies for tensors."""
-        example, leaves = self._example, list(self._example.leaves)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for place, name in zip(places, example.signature.placeholders, strict=True):
+        """Proxies for the tensors among the arguments."""
+        example, proxies = self._example, []
+        pairs = zip(example.tensors(0), example.tensors(1), strict=True)
+        for name, pair in zip(example.signature.placeholders, pairs, strict=True):
             node = self.create_node("placeholder", name, (), {})
-            first, second = (
-                self._mode.from_tensor(each[place].detach())
-                for each in (example.leaves, example.grown)
-            )
+            first, second = (self._mode.from_tensor(tensor.detach()) for tensor in pair)
             with watch_memory(node, self.values):
                 self._learn(node, first, second)
-            leaves[place] = self.proxy(node)
-        return leaves
+            proxies.append(self.proxy(node))
+        return proxies
 
     def proxy(self, node: fx.Node) -> Any:
         """What stands for a node in Python code: a proxy, or a structure of proxies."""

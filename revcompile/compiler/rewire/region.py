@@ -30,7 +30,7 @@ class Region:
         """Use `node` for a captured value inside this region."""
         self._copies[original] = node
 
-    def input(self, name: str, like: fx.Node | None = None) -> fx.Node:
+    def input(self, name: str, like: fx.Node) -> fx.Node:
         """The region's placeholder for a live value."""
         if name in self.defined:
             return self.defined[name]
@@ -40,8 +40,7 @@ class Region:
                 node = self.inputs[name] = self.graph.placeholder(name)
             # The generated function's parameter must not share its name with a variable.
             node.target = node.name
-            if like is not None:
-                describe(self.inputs[name], like)
+            describe(node, like)
         return self.inputs[name]
 
     def has(self, original: fx.Node) -> bool:

@@ -11,8 +11,9 @@ from revcompile.inspect.drawing.svg import document, element
 from revcompile.inspect.formatting import amount, plural, share
 from revcompile.inspect.views import ModelView
 
-WIDTH: Final = 1000.0
+_WIDTH: Final = 1000.0
 _MARGIN: Final = 20.0
+_INSIDE: Final = _WIDTH - 2 * _MARGIN
 _TOP: Final = 66.0
 _BETWEEN: Final = 22.0
 _BLOCK: Final = 62.0
@@ -24,7 +25,7 @@ _SMALLEST: Final = 0.7
 """Smaller ones are for stages that are wider than a row otherwise."""
 
 
-def scale_of(view: ModelView, width: float = WIDTH - 2 * _MARGIN) -> float:
+def scale_of(view: ModelView, width: float) -> float:
     """Pixels for one unit of work: blocks wide enough to read, and no stage wider than a row."""
     wanted = min(_BLOCK * len(view.blocks), _LONGEST)
     most = max(len(stage.blocks) for stage in view.stages)
@@ -33,41 +34,41 @@ def scale_of(view: ModelView, width: float = WIDTH - 2 * _MARGIN) -> float:
     return min(wanted, widest / largest if largest else wanted) / view.work
 
 
-def _arranged(view: ModelView, width: float) -> tuple[StageFigures, list[list[StageFigure]]]:
+def _arranged(view: ModelView) -> tuple[StageFigures, list[list[StageFigure]]]:
     """Figures and rows: as few rows as possible, at the scale that fills them best."""
     candidates = []
     for factor in _SCALES:
-        figures = StageFigures(view, factor * scale_of(view, width))
-        rows = _rows(figures.all, width)
-        overflow = max(max(figure.width for figure in figures.all) - width, 0.0)
+        figures = StageFigures(view, factor * scale_of(view, _INSIDE))
+        rows = _rows(figures.all)
+        overflow = max(max(figure.width for figure in figures.all) - _INSIDE, 0.0)
         # In whole tens of pixels: among nearly equal ones the larger scale wins.
-        loosest = max(_spare(row, width) for row in rows) // 10
+        loosest = max(map(_spare, rows)) // 10
         is_small = factor < _SMALLEST
         candidates.append((overflow, is_small, len(rows), loosest - factor, figures, rows))
     *_, figures, rows = min(candidates, key=lambda candidate: candidate[:4])
     return figures, rows
 
 
-def _rows(figures: Sequence[StageFigure], width: float) -> list[list[StageFigure]]:
+def _rows(figures: Sequence[StageFigure]) -> list[list[StageFigure]]:
     rows: list[list[StageFigure]] = [[]]
     for figure in figures:
-        if rows[-1] and sum(placed.width for placed in rows[-1]) + figure.width > width:
+        if rows[-1] and sum(placed.width for placed in rows[-1]) + figure.width > _INSIDE:
             rows.append([])
         rows[-1].append(figure)
     return rows
 
 
-def _spare(row: Sequence[StageFigure], width: float) -> float:
+def _spare(row: Sequence[StageFigure]) -> float:
     """Width that is left in a row, for each of its figures."""
-    return max(width - sum(figure.width for figure in row), 0.0) / len(row)
+    return max(_INSIDE - sum(figure.width for figure in row), 0.0) / len(row)
 
 
-def network_svg(view: ModelView, width: float = WIDTH) -> str:
+def network_svg(view: ModelView) -> str:
     """The drawing as a complete SVG."""
-    figures, rows = _arranged(view, width - 2 * _MARGIN)
+    figures, rows = _arranged(view)
     y, drawn = _TOP, []
     for row in rows:
-        x, spare = _MARGIN, _spare(row, width - 2 * _MARGIN)
+        x, spare = _MARGIN, _spare(row)
         spare = spare if row is not rows[-1] or spare < 12 else 0.0
         for figure in row:
             placed = f"translate({x:.2f} {y:.2f})"
@@ -79,7 +80,7 @@ def network_svg(view: ModelView, width: float = WIDTH) -> str:
         " · ".join(totals(view)),
         *drawn,
         legend(view, _MARGIN, y + 4),
-        width=width,
+        width=_WIDTH,
         height=y + 42,
         margin=_MARGIN,
     )
