@@ -143,15 +143,17 @@ For each thread. What autograd runs in a thread of its own sets it there."""
 
 def batch_norm(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Tensor:
-    """Batch normalisation that updates no running statistics during a recomputation."""
+    """torch's function, which updates no running statistics during a recomputation."""
     if training and statistics_frozen.get():
-        mean = var = None
-    return torch.nn.functional.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+        running_mean = running_var = None
+    return torch.nn.functional.batch_norm(
+        x, running_mean, running_var, weight, bias, training, momentum, eps
+    )

@@ -165,6 +165,11 @@ class Residual:
     """Values of the branch that are also read outside the block."""
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """All of its nodes."""
+        return (*self.branch, *self.shortcut, *self.adds, *self.post)
+
+    @property
     def is_projected(self) -> bool:
         """Does the shortcut change the shape?"""
         return self.kind is ResidualKind.PROJECTED

@@ -137,8 +137,10 @@ class _Functional:
             location = location_of(buffer)
             assert location is not None
             self.assigned[location.storage] = value
-        elif node.target is functional.batch_norm:
-            self._batch_norm(node)
+        elif node.target is functional.batch_norm:  # recomputing it must not move its statistics
+            norm = self.graph.node_copy(node, self._read)
+            norm.target, norm.meta[WRITES] = batch_norm, frozenset()
+            self._define(node, norm)
         elif (source := passed_on(node, self.root)) is not None:
             self._define(node, self._read(source))
         elif (parts := uncut_parts(node)) and self._are_unwritten([node, *parts]):
@@ -271,17 +273,6 @@ class _Functional:
             if any(tensor is held for held in (*module.parameters(), *module.buffers())):
                 reason = f"{buffer.target} is written outside {node.target}, which reads it"
                 raise NotFunctional(reason, [node])
-
-    def _batch_norm(self, node: fx.Node) -> None:
-        """`F.batch_norm` becomes `ops.batch_norm`: recomputation must not move its statistics."""
-        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-        given = dict(zip((*names, "momentum", "eps"), node.args, strict=False)) | dict(node.kwargs)
-        order = ("input", "weight", "bias", "running_mean", "running_var")
-        args = (*(given.get(n) for n in order), given.get("training", False))
-        args = (*args, given.get("momentum", 0.1), given.get("eps", 1e-5))
-        new = self.graph.call_function(batch_norm, fx.node.map_arg(args, self._read))
-        new.meta.update({k: node.meta.get(k) for k in (TYPE, PATH, SOURCE, VALUE)})
-        self._define(node, new)
 
 
 def written_inputs(graph: fx.Graph) -> tuple[str, ...]:

@@ -139,8 +139,7 @@ def drop_overlapping(flow: Flow, residuals: list[Residual]) -> tuple[list[Residu
     kept: list[Residual] = []
     dropped: list[Refusal] = []
     for block in residuals:
-        nodes = flow.in_order((*block.branch, *block.shortcut, *block.adds, *block.post))
-        computed = [n.name for n in nodes if not flow.recomputable(n) and n not in flow.plain]
+        computed = [node.name for node in _computed(flow, block)]
         shared = next((name for name in computed if name in owner), None)
         if shared is not None:
             other = owner[shared].path or "another block"
@@ -167,6 +166,12 @@ def drop_cyclic(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], 
         residuals = [block for block in residuals if block is not last]
 
 
+def _computed(flow: Flow, block: Residual) -> list[fx.Node]:
+    """The values of a block, but for sizes and what any block can compute again."""
+    nodes = flow.in_order(block.nodes)
+    return [n for n in nodes if not flow.recomputable(n) and n not in flow.plain]
+
+
 def contracted(flow: Flow, residuals: Iterable[Residual]) -> nx.DiGraph[fx.Node]:
     """What waits for what, if all values of a block are computed with its output."""
     output: dict[fx.Node, fx.Node] = {}
@@ -174,9 +179,7 @@ def contracted(flow: Flow, residuals: Iterable[Residual]) -> nx.DiGraph[fx.Node]
     for block in residuals:
         end = flow.by_name[block.out]
         reads[end] = [flow.by_name[name] for name in (block.x, *block.sides)]
-        for node in flow.in_order((*block.branch, *block.shortcut, *block.adds, *block.post)):
-            if node not in flow.plain and not flow.recomputable(node):
-                output[node] = end
+        output |= dict.fromkeys(_computed(flow, block), end)
     graph: nx.DiGraph[fx.Node] = nx.DiGraph()
     for node in flow.nodes:
         if output.get(node, node) is not node:

@@ -167,8 +167,8 @@ def _identity(
         total=total.name,
         out=total.name,
         terms=tuple(t.name for t in others),
-        adds=_names(flow, adds),
-        branch=_names(flow, branch),
+        adds=_names(adds),
+        branch=_names(branch),
         shortcut_term="" if shortcut in others else shortcut.name,
         sides=tuple(s.name for s in sides),
         extras=tuple(e.name for e in extras),
@@ -214,10 +214,10 @@ def _projected(
         total=total.name,
         out=total.name,
         terms=(heavy.name,),
-        adds=_names(flow, adds),
-        branch=_names(flow, regions[heavy][0]),
+        adds=_names(adds),
+        branch=_names(regions[heavy][0]),
         shortcut_term=light.name,
-        shortcut=_names(flow, regions[light][0]),
+        shortcut=_names(regions[light][0]),
         sides=tuple(s.name for r in regions.values() for s in r[1]),
     )
 
@@ -337,5 +337,5 @@ def _read_off(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.No
             yield source
 
 
-def _names(flow: Flow, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     return tuple(n.name for n in sorted(nodes))

@@ -75,10 +75,8 @@ class Blocks:
         """Nodes that are computed inside a block (sizes may be computed outside as well)."""
         owner: dict[fx.Node, Residual] = {}
         for block in self.ordered:
-            for name in (*block.branch, *block.shortcut, *block.adds, *block.post):
-                node = self.flow.by_name[name]
-                if node not in self.flow.constant:
-                    owner[node] = block
+            computed = (n for n in self.flow.in_order(block.nodes) if n not in self.flow.constant)
+            owner |= dict.fromkeys(computed, block)
         shared = self.flow.plain | self.flow.derived
         sizes = [n for n in reversed(self.flow.nodes) if n in owner and n in shared]
         for node in sizes:  # users first: a size read outside needs its own inputs outside
