@@ -144,8 +144,7 @@ def parameter_names(graph: fx.Graph, root: nn.Module) -> tuple[str, ...]:
 
 def convolves(graph: fx.Graph, root: nn.Module) -> bool:
     """Does a graph hold convolutions (which may run in TF32)?"""
-    called = (root.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module"))
-    by_module = any(isinstance(inner, _ConvNd) for module in called for inner in module.modules())
+    by_module = any(isinstance(module, _ConvNd) for module in TreeReads(graph, root).modules)
     return by_module or any(op_name(node) in _CONVOLUTIONS for node in graph.nodes)
 
 

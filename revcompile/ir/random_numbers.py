@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 from torch import fx, nn
 
+from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.ops import is_random_operator, op_name
 from revcompile.kernels.layer_norm import is_layer_norm
 
@@ -50,8 +51,7 @@ class RandomReads(NamedTuple):
 
 def random_reads(graph: fx.Graph, root: nn.Module) -> RandomReads:
     """What of a graph may draw random numbers, hooks of its layers aside."""
-    called = [root.get_submodule(str(n.target)) for n in graph.nodes if n.op == "call_module"]
-    layers = [layer for module in called for layer in module.modules()]
+    layers = TreeReads(graph, root).modules
     dropouts = tuple(layer for layer in layers if type(layer) is nn.Dropout)
     is_known = all(type(layer) is nn.Dropout or _is_deterministic(layer) for layer in layers)
     return RandomReads(not is_known or any(map(draws_random, graph.nodes)), dropouts)

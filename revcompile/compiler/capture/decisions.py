@@ -65,7 +65,7 @@ def decision(node: fx.Node, root: nn.Module) -> str | None:
     if node.op not in ("call_function", "call_method"):
         return None
     name = _name(node)
-    if name in _JUMPS or _rounds(node):
+    if name in _JUMPS or node.kwargs.get("rounding_mode") is not None:
         return name if any(_has_floats(i.meta.get(TYPE)) for i in node.all_input_nodes) else None
     if name in _UNCHANGED or not _is_discrete(node.meta.get(TYPE)):
         return None
@@ -77,10 +77,6 @@ def decision(node: fx.Node, root: nn.Module) -> str | None:
 
 def _name(node: fx.Node) -> str:
     return op_name(node).strip("_")
-
-
-def _rounds(node: fx.Node) -> bool:
-    return node.kwargs.get("rounding_mode") is not None
 
 
 def _is_discrete(kind: Any) -> bool:

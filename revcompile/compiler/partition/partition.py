@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -182,18 +182,13 @@ class _Row:
         self, no_cut: Sequence[tuple[int, int]] = (), *, any_memory: bool = False
     ) -> tuple[int, ...] | None:
         """The ends of stages with the least largest work, and among those the least traffic."""
-        return balance(
-            self.works,
-            allowed=None if any_memory else self._fits(),
-            traffic=self.traffic,
-            no_cut=no_cut,
-        )
+        budget = None if any_memory else self.memory_budget
 
-    def _fits(self) -> Callable[[int, int, int], bool] | None:
-        budget = self.memory_budget
-        if budget is None:
-            return None
-        return lambda stage, start, end: self.needs(stage, start, end) <= budget
+        def fits(stage: int, start: int, end: int) -> bool:
+            return budget is None or self.needs(stage, start, end) <= budget
+
+        allowed = None if budget is None else fits
+        return balance(self.works, allowed=allowed, traffic=self.traffic, no_cut=no_cut)
 
 
 # -- refusing -------------------------------------------------------------------------------------
