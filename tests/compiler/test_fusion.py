@@ -45,6 +45,27 @@ def test_sums_become_a_part_of_their_branch() -> None:
     assert not targets & {coupling_ops.plus, coupling_ops.minus}
 
 
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(input=x).relu()
+
+
+def test_a_layer_that_is_called_by_keyword_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "statistics_frozen", ContextVar("frozen", default=True))
+    x = torch.randn(4, 8)
+    net = revcompile.petrafy(nn.Sequential(ByKeyword(), ByKeyword()), 1, x, check="off")
+    (program,) = net._programs(net.method)
+    fused, _ = Fusion(_same).fuse(program.forward, program.backward, net.model)
+    with torch.no_grad():  # programs switch autograd
+        graphs = fused, program.forward
+        have, want = (compile_graph(graph, "stage")(net.model, KEY, x) for graph in graphs)
+    torch.testing.assert_close(have[0], want[0])
+
+
 @pytest.mark.parametrize("frozen", ["all", "one"])
 def test_frozen_norms_stay_frozen(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They normalize by running statistics, which do not move."""
