@@ -142,7 +142,7 @@ For each thread. What autograd runs in a thread of its own sets it there."""
 
 
 def batch_norm(
-    x: Tensor,
+    input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -155,5 +155,5 @@ def batch_norm(
     if training and statistics_frozen.get():
         running_mean = running_var = None
     return torch.nn.functional.batch_norm(
-        x, running_mean, running_var, weight, bias, training, momentum, eps
+        input, running_mean, running_var, weight, bias, training, momentum, eps
     )
