@@ -190,13 +190,13 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
     return f"{best:.3f} (train {last['train_loss']:.3f}) in {last['seconds']:.0f} s"
 
 
-def rate_factor(update: int, updates: int) -> float:
+def rate_factor(update: int, updates: int, last: float = LAST_RATE) -> float:
     """The share of the peak learning rate at an update: warm-up, then a cosine."""
     done = update / updates
     if done < WARM_UP:
         return (update + 1) / (WARM_UP * updates)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return LAST_RATE + (1 - LAST_RATE) * cosine
+    return last + (1 - last) * cosine
 
 
 def split_parameters(model: nn.Module) -> Callable[[Any], list[dict[str, Any]]]:

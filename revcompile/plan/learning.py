@@ -29,6 +29,10 @@ _LIMITED: Final = (
     "revcompile.optim.DelayAwareMuon (not with max_drift=None) with "
     "param_groups=revcompile.optim.muon_groups(model)"
 )
+_LONG_DELAYS: Final = (
+    "momentum 0.8 and learning rates divided by the delay (docs/guides/choosing.md), which needed "
+    "up to twice the updates"
+)
 _STASHED: Final = "weights='stashed' (a copy of the weights for each update of delay)"
 
 
@@ -65,7 +69,8 @@ def warn_of_delay(trainer: Trainer) -> None:
     problem = "and backward uses other weights than forward did"
     remedy = f"{_LIMITED}, or {_STASHED}"
     if is_far:
-        problem, remedy = "more than any optimizer and weights= make up for", "fewer stages"
+        problem = "more than any optimizer and weights= make up for"
+        remedy = f"fewer stages, or {_LONG_DELAYS}"
     elif plain:
         compensates = f"which {plain[0]} does not compensate"
         problem = f"{compensates}, {problem}" if has_others else compensates

@@ -24,6 +24,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "engine": ("--device", "cpu", *STACK, "--steps", "1", "--rounds", "1", "--backends", "static"),
     "families": ("test_resnet", "--stages", "2"),
     "huggingface": ("gpt2", "--stages", "2"),
+    "late": ("--data", "text.txt", "--width", "8", "--context", "16", "--only", "stages=32"),
     "learning": ("deeper", "--data", "cifar", "--epochs", "1", "--seeds", "1", "--jobs", "1"),
     "memory": ("--depths", "1", "2", "--batch", "2", "--picture", "memory.svg"),
     "peers": (*STACK, "--rounds", "1", "--warmup", "0"),
@@ -34,6 +35,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "whole": ("--model", "test_vit", "--batch", "2", "--rounds", "2", "--warmup", "1"),
 }
 MORE: dict[str, tuple[str, ...]] = {
+    "late": ("--updates", "2", "--device", "cpu"),
     "learning": ("--only", "resnet34-backprop-k4", "--out", "out", "--device", "cpu"),
     "pipelines": ("--accumulation-steps", "2", "--rounds", "1", "--model", "device"),
     "ranks": ("--rounds", "1", "--backends", "eager", "model-parallel", "torch-1f1b"),
@@ -76,6 +78,9 @@ def test_its_smallest_form_runs(name: str, folder: Path, monkeypatch: pytest.Mon
         losses = {row["variant"]: row["loss"] for row in found["rows"] if "loss" in row}
         assert losses["checkpoint"] == losses["plain"]
         assert losses["petra, eager"] == pytest.approx(losses["reversify"], rel=1e-5)
+    if name == "late":
+        (row,) = run(name, monkeypatch, "--check")["rows"]
+        assert row["difference"] < 1e-5
     if name == "text":
         ends = [found["rows"][0]["log"][index]["validation_loss"] for index in (0, -1)]
         assert ends[1] < ends[0] - 0.1

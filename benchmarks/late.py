@@ -1,0 +1,641 @@
+"""Deep pipelines with late gradients: the settings of a table trained side by side, simulated.
+
+    python -m benchmarks.late --table deep --data FOLDER --json out/deep.json
+    python -m benchmarks.late --table deep --data input.txt --trainer --only stages=32
+    python -m benchmarks.late --check
+
+In a full pipeline, the forward pass of a micro-batch runs at a stage with the weights of as many
+updates ago as the stage is late, and its backward pass with the latest weights (PETRA, Eq. 5). So
+micro-batches can be computed one after the other, with a ring of past weights, and many settings as
+one batch of matrix products. `--check` compares the losses with those of `net.trainer`, `--trainer`
+trains the settings with it, one after the other.
+
+The model is the GPT of `benchmarks.text` in two streams, one block per stage or several, with token
+embeddings of standard deviation 0.5. Muon updates matrices, AdamW everything else, on a cosine to
+zero. `--data` is a text or a folder of Python files; its last twentieth is for validation.
+
+    loss           on validation data, after the last update
+    updates to ..  when the loss was reached first, between two evaluations in proportion
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+import revcompile
+from benchmarks.harness import parser_of, save, show
+from benchmarks.text import (
+    GPT,
+    Sizes,
+    Text,
+    next_character_loss,
+    rate_factor,
+    split_parameters,
+    updates_to,
+)
+from revcompile.optim import DelayAwareMuon
+from revcompile.optim.muon import _newton_schulz
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training."""
+
+    updates: int
+    stages: int = 1
+    """1 is backprop."""
+    accumulation_steps: int = 1
+    rate: float = 0.01
+    """Of matrices."""
+    adamw_rate: float = 1e-3
+    embedding_rate: float = 1.5e-2
+    """Of token and position embeddings."""
+    full_rate_within: float = math.inf
+    """All rates are multiplied by this over (1 + delay), where that is less than 1."""
+    momentum: float = 0.9
+    """Of Muon."""
+    adamw_momentum: float = 0.9
+    feedback: float = 0.0
+    max_drift: float = math.inf
+    weights: str = "latest"
+
+    def delays(self, blocks: int) -> list[int]:
+        """Of each block, in updates."""
+        per_stage = blocks // self.stages
+        later = [self.stages - 1 - block // per_stage for block in range(blocks)]
+        return [round(count / self.accumulation_steps) for count in later]
+
+    def share(self, delay: float) -> float:
+        """Of the rates, at a stage."""
+        return min(1.0, self.full_rate_within / (1 + delay))
+
+    def __str__(self) -> str:
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "updates"]
+        changed = [f"{name}={value}" for name, value in given if value != getattr(_PLAIN, name)]
+        return " ".join(changed) or "backprop"
+
+
+_PLAIN: Final = Setting(0)
+
+
+def _deep(updates: int) -> Iterator[Setting]:
+    """What docs/results.md has."""
+    late: dict[str, Any] = {"momentum": 0.8, "adamw_momentum": 0.8}
+    doubled: dict[str, Any] = {"adamw_rate": 2e-3, "embedding_rate": 3e-2}
+    yield Setting(updates)
+    yield Setting(updates // 2)
+    yield Setting(updates, 32, accumulation_steps=32, feedback=1.0)
+    yield Setting(updates, 32, rate=0.02, full_rate_within=1.0, **doubled, **late)
+    for stages in (32, 16):
+        yield Setting(updates, stages, full_rate_within=2.0, **doubled, **late)
+    less: dict[str, Any] = {"adamw_rate": 5e-4, "embedding_rate": 5e-3}
+    yield Setting(updates, 32, rate=0.02, max_drift=0.015, **less, **late)
+
+
+def _momentum(updates: int) -> Iterator[Setting]:
+    yield Setting(updates)
+    for momentum in (0.0, 0.5, 0.7, 0.8, 0.9, 0.95):
+        own = {"momentum": momentum, "adamw_momentum": min(momentum, 0.9)}
+        yield Setting(updates, 32, full_rate_within=4.0, **own)
+
+
+TABLES: Final[dict[str, Callable[[int], Iterable[Setting]]]] = {
+    "deep": _deep,
+    "momentum": _momentum,
+}
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+Weights = dict[str, Tensor]
+"""Of blocks, `(blocks, settings, ...)`, and of the rest, `(settings, ...)`."""
+
+MATRICES: Final = {"qkv": (1, 3), "proj": (1, 1), "up": (1, 4), "down": (4, 1)}
+"""Inputs and outputs of a block's linear layers, in widths."""
+EMBEDDINGS: Final = ("tokens", "positions")
+OUTPUT: Final = ("norm", "norm_bias", "head")
+BRANCHES: Final = (
+    ("attention", ("norm1", "norm1_bias", "qkv", "qkv_bias", "proj", "proj_bias")),
+    ("mlp", ("norm2", "norm2_bias", "up", "up_bias", "down", "down_bias")),
+)
+"""Of a block, and their weights in the order of their arguments."""
+IN_BLOCKS: Final = {name for _, names in BRANCHES for name in names}
+
+
+def initial(sizes: Sizes, vocabulary: int) -> Weights:
+    """As `benchmarks.text.GPT` is initialised, but for the embeddings."""
+    generator = torch.Generator().manual_seed(0)
+    blocks, width = sizes.blocks, sizes.width
+    weights = {
+        "tokens": 0.5 * torch.randn(vocabulary, width, generator=generator),
+        "positions": torch.zeros(sizes.context, width),
+        "norm": torch.ones(width),
+        "norm_bias": torch.zeros(width),
+        "head": 0.02 * torch.randn(width, vocabulary, generator=generator),
+    }
+    for name in ("norm1", "norm2"):
+        weights |= {name: torch.ones(blocks, width), f"{name}_bias": torch.zeros(blocks, width)}
+    for name, (inputs, outputs) in MATRICES.items():
+        std = 0.02 / math.sqrt(2 * blocks) if name in ("proj", "down") else 0.02
+        shape = blocks, inputs * width, outputs * width
+        weights[name] = std * torch.randn(shape, generator=generator)
+        weights[f"{name}_bias"] = torch.zeros(blocks, outputs * width)
+    return weights
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.baddbmm(bias.to(weight.dtype).unsqueeze(1), x.to(weight.dtype), weight)
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:]) * weight.unsqueeze(1) + bias.unsqueeze(1)
+
+
+def attention(x: Tensor, *weights: Tensor, sizes: Sizes) -> Tensor:
+    """`(settings, tokens, width)` to the same."""
+    norm, norm_bias, qkv, qkv_bias, proj, proj_bias = weights
+    mixed = _linear(_norm(x, norm, norm_bias), qkv, qkv_bias)
+    q, k, v = mixed.view(-1, sizes.context, 3, sizes.heads, sizes.width // sizes.heads).permute(
+        2, 0, 3, 1, 4
+    )
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return _linear(out.transpose(1, 2).reshape(x.shape), proj, proj_bias).float()
+
+
+def mlp(x: Tensor, *weights: Tensor) -> Tensor:
+    """`(settings, tokens, width)` to the same."""
+    norm, norm_bias, up, up_bias, down, down_bias = weights
+    hidden = F.gelu(_linear(_norm(x, norm, norm_bias), up, up_bias))
+    return _linear(hidden, down, down_bias).float()
+
+
+def head(target: Tensor, a: Tensor, b: Tensor, *weights: Tensor) -> Tensor:
+    """The loss of each setting."""
+    norm, norm_bias, out = weights
+    logits = torch.bmm(_norm((a + b) / 2, norm, norm_bias).to(out.dtype), out).float()
+    targets = target.expand(len(a), -1).flatten()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+    return losses.view(len(a), -1).mean(1)
+
+
+# -- all settings of a table -----------------------------------------------------------------------
+
+
+class Simulation:
+    """Everything lies on the device, so that a CUDA graph can capture a step."""
+
+    def __init__(
+        self, settings: Sequence[Setting], sizes: Sizes, vocabulary: int, device: torch.device
+    ) -> None:
+        self.settings, self.sizes, self.vocabulary = settings, sizes, vocabulary
+        self._low = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._delays = torch.tensor([s.delays(sizes.blocks) for s in settings], device=device).T
+        self._versions = int(self._delays.max()) + 1
+        shapes = initial(sizes, vocabulary)
+        self.weights = {
+            name: torch.empty_like(
+                w.unsqueeze(int(name in IN_BLOCKS)).repeat_interleave(
+                    len(settings), int(name in IN_BLOCKS)
+                ),
+                device=device,
+            )
+            for name, w in shapes.items()
+        }
+        empty = {name: torch.empty_like(w) for name, w in self.weights.items()}
+        self._means, self._last = empty, {n: torch.empty_like(w) for n, w in empty.items()}
+        self._squares = {n: torch.empty_like(w) for n, w in empty.items() if n not in MATRICES}
+        low = {name: self._cast(name, weight) for name, weight in self.weights.items()}
+        self._gradients = {n: torch.empty_like(w) for n, w in low.items()}
+        self._past = {
+            n: torch.empty((self._versions, *w.shape), dtype=w.dtype, device=device)
+            for n, w in low.items()
+            if n not in OUTPUT
+        }
+        self.number = torch.zeros((), dtype=torch.long, device=device)
+        """Updates so far."""
+        self.losses = torch.zeros(len(settings), device=device)
+        """Of the last micro-batch."""
+        numbers = [f.name for f in fields(Setting) if f.name != "weights"]
+        self._given = {
+            field: torch.tensor([float(getattr(s, field)) for s in settings], device=device)
+            for field in numbers
+        }
+        for kind in ("stashed", "predicted"):
+            chosen = [float(s.weights == kind) for s in settings]
+            self._given[kind] = torch.tensor(chosen, device=device)
+        functions = {"attention": partial(attention, sizes=sizes), "mlp": mlp, "head": head}
+        functions |= {"nesterov": nesterov, "apply": apply}
+        is_compiled = device.type == "cuda"
+        self._functions: dict[str, Callable[..., Any]] = {
+            n: torch.compile(f, dynamic=False) if is_compiled else f for n, f in functions.items()
+        }
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Begin."""
+        for name, weight in initial(self.sizes, self.vocabulary).items():
+            self.weights[name].copy_(weight.unsqueeze(int(name in IN_BLOCKS)))
+        for state in (self._means, self._last, self._squares):
+            for tensor in state.values():
+                tensor.zero_()
+        self.number.zero_()
+
+    def _of(self, name: str, values: Tensor) -> Tensor:
+        """A number for each setting, as a factor of weights of this name."""
+        lead = int(name in IN_BLOCKS)
+        return values.view(*[1] * lead, -1, *[1] * (self.weights[name].ndim - lead - 1))
+
+    def _late(self, name: str) -> Tensor:
+        """Delays, as a factor of weights of this name."""
+        if name in IN_BLOCKS:
+            return self._delays.reshape(*self._delays.shape, *[1] * (self.weights[name].ndim - 2))
+        return self._of(name, self._delays[0] * int(name in EMBEDDINGS))
+
+    def _cast(self, name: str, weight: Tensor) -> Tensor:
+        """As autocast does."""
+        return weight.to(self._low) if name in MATRICES or name == "head" else weight
+
+    # -- passes
+
+    @torch.no_grad()
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One micro-batch of `(sequences, context)`: its passes and the update."""
+        now = {n: self._cast(n, w) for n, w in self.weights.items()}
+        before = now | self._before()
+        a, b = self._forward(*self._enter(before, x), before)
+        stashed = {n: self._of(n, self._given["stashed"]) > 0 for n in before}
+        used = {n: torch.where(stashed[n], before[n], w) for n, w in now.items()}
+        self._backward(a, b, x, y, used)
+        self._update()
+        self.number += 1
+
+    def _before(self) -> Weights:
+        """What forward passes compute with; keeps the present weights for those to come."""
+        rows = torch.arange(len(self.settings), device=self.number.device)
+        blocks = torch.arange(self.sizes.blocks, device=self.number.device).view(-1, 1)
+        version = (self.number - self._delays).clamp(min=0) % self._versions
+        weights = {}
+        for name, past in self._past.items():
+            ahead = self._of(name, self._given["predicted"]) * self._late(name) * self._last[name]
+            kept = (self.weights[name] - ahead).to(past.dtype)
+            past.index_copy_(0, (self.number % self._versions).view(1), kept.unsqueeze(0))
+            at = (version, blocks, rows) if name in IN_BLOCKS else (version[0], rows)
+            weights[name] = past[at]
+        return weights
+
+    def _enter(self, weights: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = (weights["tokens"][:, x] + weights["positions"].unsqueeze(1)).flatten(1, 2)
+        return embedded, embedded
+
+    def _forward(self, a: Tensor, b: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        for block in range(self.sizes.blocks):
+            for kind, names in BRANCHES:
+                a, b = b, a + self._functions[kind](b, *(weights[n][block] for n in names))
+        return a, b
+
+    def _backward(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, weights: Weights) -> None:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (a, b, *(weights[n] for n in OUTPUT))]
+            losses = self._functions["head"](y.reshape(1, -1), *leaves)
+            da, db, *gradients = torch.autograd.grad(losses.sum(), leaves)
+        self.losses.copy_(losses.detach())
+        for name, gradient in zip(OUTPUT, gradients, strict=True):
+            self._gradients[name].copy_(gradient)
+        for block in reversed(range(self.sizes.blocks)):
+            for kind, names in reversed(BRANCHES):
+                with torch.enable_grad():
+                    inputs = (a, *(weights[n][block] for n in names))
+                    leaves = [t.detach().requires_grad_() for t in inputs]
+                    f = self._functions[kind](*leaves)
+                    through, *gradients = torch.autograd.grad(f, leaves, db)
+                a, b = b - f.detach(), a
+                da, db = db, da + through
+                for name, gradient in zip(names, gradients, strict=True):
+                    self._gradients[name][block].copy_(gradient)
+        into = da + db
+        index = x.reshape(1, -1, 1).expand_as(into)
+        self._gradients["tokens"].zero_().scatter_add_(1, index, into)
+        self._gradients["positions"].copy_(into.unflatten(1, x.shape).sum(1))
+
+    @torch.no_grad()
+    def validation_losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+        """With the latest weights, for each setting."""
+        now = {n: self._cast(n, w) for n, w in self.weights.items()}
+        total = torch.zeros_like(self.losses)
+        for x, y in batches:
+            streams = self._forward(*self._enter(now, x), now)
+            total += self._functions["head"](y.reshape(1, -1), *streams, *map(now.get, OUTPUT))
+        losses: list[float] = (total / len(batches)).tolist()
+        return losses
+
+    # -- the update
+
+    def _update(self) -> None:
+        done = self.number / self._given["updates"]
+        warm_up = (self.number + 1) / (WARM_UP * self._given["updates"])
+        cosine = 0.5 * (1 + torch.cos(math.pi * done.clamp(max=1.0)))
+        factor = torch.where(done < WARM_UP, warm_up, cosine)
+        for name, weight in self.weights.items():
+            late, given = self._late(name), partial(self._given_of, name)
+            kind = "embedding_rate" if name in EMBEDDINGS else "adamw_rate"
+            kind = "rate" if name in MATRICES else kind
+            share = (given("full_rate_within") / (1 + late)).clamp(max=1.0)
+            rate = self._of(name, factor) * given(kind) * share
+            direction = self._muon(name) if name in MATRICES else self._adam(name)
+            drift = given("max_drift") if name in MATRICES else None
+            state = self._last[name], late, given("feedback"), drift
+            self._functions["apply"](weight, direction, rate, *state)
+
+    def _given_of(self, name: str, field: str) -> Tensor:
+        return self._of(name, self._given[field])
+
+    def _muon(self, name: str) -> Tensor:
+        momentum, chunks = self._given_of(name, "momentum"), 3 if name == "qkv" else 1
+        gradient, mean = self._gradients[name], self._means[name]
+        matrices = self._functions["nesterov"](gradient, mean, momentum, chunks, self._low)
+        result = _newton_schulz(matrices.flatten(0, 2), 5).view(matrices.shape)
+        result = result * math.sqrt(max(1.0, result.shape[-2] / result.shape[-1]))
+        return result.permute(0, 1, 4, 2, 3).flatten(-2)
+
+    def _adam(self, name: str) -> Tensor:
+        gradient, mean = self._gradients[name].float(), self._means[name]
+        square, step = self._squares[name], self.number + 1
+        momentum = self._given_of(name, "adamw_momentum")
+        mean.copy_(torch.lerp(gradient, mean, momentum))
+        square.mul_(0.99).addcmul_(gradient, gradient, value=0.01)
+        return (mean / (1 - momentum**step)) / ((square / (1 - 0.99**step)).sqrt() + 1e-8)
+
+
+def nesterov(
+    gradient: Tensor, mean: Tensor, momentum: Tensor, chunks: int, low: torch.dtype
+) -> Tensor:
+    """The momentum of matrices, `(blocks, settings, chunks, outputs, inputs)`."""
+    wide = gradient.float()
+    mean.copy_(torch.lerp(wide, mean, momentum))
+    ahead = torch.lerp(wide, mean, momentum)
+    return ahead.to(low).unflatten(-1, (chunks, -1)).permute(0, 1, 3, 4, 2).contiguous()
+
+
+def apply(
+    weight: Tensor,
+    direction: Tensor,
+    rate: Tensor,
+    last: Tensor,
+    late: Tensor,
+    feedback: Tensor,
+    max_drift: Tensor | None,
+) -> None:
+    """Update weights along a direction; keeps the update in `last`."""
+    update = rate * direction.float()
+    if max_drift is not None:
+        norm = weight.norm(dim=(-2, -1), keepdim=True)
+        most = max_drift * norm.clamp(min=0.1 * math.sqrt(min(weight.shape[-2:]))) / late
+        scale = (most / update.norm(dim=(-2, -1), keepdim=True)).nan_to_num(1.0).clamp(max=1.0)
+        update = torch.where(late > 0, update * scale, update)
+    weight.sub_(update + feedback * late * (update - last))
+    last.copy_(update)
+
+
+# -- trainings -------------------------------------------------------------------------------------
+
+WARM_UP: Final = 0.05
+Log = list[dict[str, float]]
+Batches = Sequence[tuple[Tensor, Tensor]]
+
+
+def load(path: Path, size: int = 24_000_000) -> Text:
+    """Bytes of a file, or of the Python files of a folder in a random order."""
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    random.Random(0).shuffle(files)
+    text = bytearray()
+    for file in files:
+        text += file.read_bytes()
+        if len(text) > size:
+            break
+    numbers = torch.frombuffer(text[:size], dtype=torch.uint8).long()
+    cut = len(numbers) * 19 // 20
+    return Text(numbers[:cut], numbers[cut:], 256)
+
+
+def validation(text: Text, sequences: int, context: int) -> Batches:
+    """Eight batches, evenly spread over the held-out text."""
+    last = len(text.validation) - context - 2
+    starts = torch.linspace(0, last, 8 * sequences).long().unsqueeze(1)
+    windows = text.validation[starts.to(text.validation.device) + _along(context, text)]
+    return [(part[:, :-1], part[:, 1:]) for part in windows.split(sequences)]
+
+
+def _along(context: int, text: Text) -> Tensor:
+    return torch.arange(context + 1, device=text.train.device)
+
+
+def simulate(
+    settings: Sequence[Setting], sizes: Sizes, text: Text, sequences: int, evaluations: int
+) -> list[Log]:
+    """Train all settings side by side; for each the losses it had."""
+    device = text.train.device
+    simulation = Simulation(settings, sizes, text.vocabulary, device)
+    updates = max(setting.updates for setting in settings)
+    every, batches = max(1, updates // evaluations), validation(text, sequences, sizes.context)
+    x, y = (torch.empty_like(part) for part in next(iter(_data(text, sizes, sequences, 1))))
+    step = partial(simulation.step, x, y)
+    advance = step
+    if device.type == "cuda":
+        advance = captured(step)
+        simulation.reset()
+    logs: list[Log] = [[] for _ in settings]
+    data = track(_data(text, sizes, sequences, updates), "updates", updates)
+    for number, batch in enumerate(data, 1):
+        x.copy_(batch[0])
+        y.copy_(batch[1])
+        advance()
+        if number % every == 0 or number == updates:
+            losses = simulation.validation_losses(batches)
+            for setting, log, loss in zip(settings, logs, losses, strict=True):
+                if number < setting.updates + every:
+                    log.append({"update": number, "validation_loss": loss})
+    return logs
+
+
+def _data(text: Text, sizes: Sizes, sequences: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return text.batches(count, sequences, sizes.context, seed=1)
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A CUDA graph of it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def trainer_of(setting: Setting, sizes: Sizes, vocabulary: int, device: torch.device) -> Any:
+    """The trainer that is simulated."""
+    model, start = GPT(vocabulary, sizes), initial(sizes, vocabulary)
+    with torch.no_grad():
+        model.tokens.weight.copy_(start["tokens"])
+        model.head.weight.copy_(start["head"].T)
+        for index, block in enumerate(model.blocks):
+            layers = (block.attention.qkv, block.attention.proj, block.mlp[1], block.mlp[3])
+            for layer, name in zip(layers, MATRICES, strict=True):
+                layer.weight.copy_(start[name][index].T)
+    model.to(device)
+    example = torch.zeros(2, sizes.context, dtype=torch.long, device=device)
+    net = revcompile.petrafy(model, setting.stages, example)
+
+    def groups(named: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+        names = {id(p): name for name, p in named}
+        split = []
+        for group in split_parameters(model)(named):
+            embeddings = [p for p in group["params"] if names[id(p)].startswith(EMBEDDINGS)]
+            others = [p for p in group["params"] if not names[id(p)].startswith(EMBEDDINGS)]
+            rate = setting.rate if group["use_muon"] else setting.adamw_rate
+            split.append({**group, "params": others, "lr": rate})
+            split.append({**group, "params": embeddings, "lr": setting.embedding_rate})
+        return [group for group in split if group["params"]]
+
+    def schedule(optimizer: Any) -> LambdaLR:
+        share = setting.share(optimizer.delay or optimizer.predicted_delay)
+        factor = partial(rate_factor, updates=setting.updates, last=0.0)
+        return LambdaLR(optimizer, lambda update: share * factor(update))
+
+    return net.trainer(
+        lambda params: DelayAwareMuon(
+            params,
+            momentum=setting.momentum,
+            betas=(setting.adamw_momentum, 0.99),
+            feedback=setting.feedback,
+            max_drift=setting.max_drift if setting.max_drift < math.inf else None,
+            capturable=device.type == "cuda",
+        ),
+        next_character_loss,
+        method="petra" if setting.stages > 1 else "backprop",
+        weights=setting.weights if setting.stages > 1 else None,
+        accumulation_steps=setting.accumulation_steps,
+        param_groups=groups,
+        lr_schedule=schedule,
+        autocast=torch.bfloat16 if device.type == "cuda" else None,
+    )
+
+
+def train(setting: Setting, sizes: Sizes, text: Text, sequences: int, evaluations: int) -> Log:
+    """One setting, with stages; the losses it had."""
+    trainer = trainer_of(setting, sizes, text.vocabulary, text.train.device)
+    count = setting.updates * setting.accumulation_steps
+    every, batches = max(1, count // evaluations), validation(text, sequences, sizes.context)
+    log: Log = []
+    data = track(_data(text, sizes, sequences, count), str(setting), count)
+    for number, batch in enumerate(data, 1):
+        trainer.step(*batch)
+        if number == count:
+            trainer.flush()
+        if number % every == 0 or number == count:
+            update = number // setting.accumulation_steps
+            loss = trainer.evaluate(batches).loss
+            log.append({"update": update, "validation_loss": loss})
+    return log
+
+
+def check() -> float:
+    """The largest difference between losses of trainers and those simulated, in float32."""
+    sizes, vocabulary = Sizes(8, 32, 2, 16), 16
+    late: dict[str, Any] = {"rate": 0.02, "momentum": 0.8}
+    settings = [
+        Setting(40, **late),
+        Setting(40, 8, full_rate_within=2.0, **late),
+        Setting(40, 4, feedback=1.0, max_drift=0.0075, **late),
+        Setting(40, 4, weights="stashed", **late),
+        Setting(40, 8, weights="predicted", **late),
+    ]
+    simulation = Simulation(settings, sizes, vocabulary, torch.device("cpu"))
+    trainers = [trainer_of(s, sizes, vocabulary, torch.device("cpu")) for s in settings]
+    generator = torch.Generator().manual_seed(0)
+    simulated, trained = [], [list[float]() for _ in settings]
+    for _ in range(40):
+        window = torch.randint(vocabulary, (3, sizes.context + 1), generator=generator)
+        x, y = window[:, :-1], window[:, 1:]
+        simulation.step(x, y)
+        simulated.append(simulation.losses.tolist())
+        for losses, trainer in zip(trained, trainers, strict=True):
+            loss = trainer.step(x, y).loss
+            losses += [] if loss is None else [loss]
+    return max(
+        abs(ours - theirs[index])
+        for index, losses in enumerate(trained)
+        for ours, theirs in zip(losses, simulated, strict=False)
+    )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Its options."""
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--table", choices=TABLES, default="deep")
+    add("--data", type=Path, help="a text, or a folder of Python files", default=Path("."))
+    add("--only", default="", help="settings with this in their name")
+    add("--updates", type=int, default=8000)
+    add("--sequences", type=int, default=2, help="per micro-batch")
+    add("--blocks", type=int, default=32)
+    add("--width", type=int, default=128)
+    add("--context", type=int, default=256)
+    add("--evaluations", type=int, default=40)
+    add("--reach", type=float, nargs="*", metavar="LOSS", default=[2.05, 1.6, 1.3])
+    add("--trainer", action="store_true", help="train with stages, not simulated")
+    add("--check", action="store_true", help="compare both, on a CPU")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train a table and show it."""
+    args = parse_args(argv)
+    if args.check:
+        difference = check()
+        print(f"largest difference between losses: {difference:.1e}")
+        save(args, [{"difference": difference}])
+        return
+    text = load(args.data).to(torch.device(args.device))
+    sizes = Sizes(args.blocks, args.width, 4, args.context)
+    settings = [s for s in TABLES[args.table](args.updates) if args.only in str(s)]
+    given = sizes, text, args.sequences, args.evaluations
+    if args.trainer:
+        logs = [train(setting, *given) for setting in settings]
+    else:
+        logs = simulate(settings, *given)
+    columns = ("setting", "updates", "loss", *(f"updates to {loss:g}" for loss in args.reach))
+    lines = [
+        (
+            str(setting),
+            setting.updates,
+            f"{log[-1]['validation_loss']:.3f}",
+            *(updates_to(loss, log) for loss in args.reach),
+        )
+        for setting, log in zip(settings, logs, strict=True)
+    ]
+    show(f"{args.table}: GPT of {sizes.blocks} blocks x {sizes.width}", columns, lines)
+    save(args, [{**asdict(s), "log": log} for s, log in zip(settings, logs, strict=True)])
+
+
+if __name__ == "__main__":
+    main()
