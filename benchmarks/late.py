@@ -1,7 +1,7 @@
-"""Deep pipelines with late gradients: the settings of a table trained side by side, simulated.
+"""Deep pipelines with late gradients: settings trained side by side, simulated.
 
-    python -m benchmarks.late --table deep --data FOLDER --json out/deep.json
-    python -m benchmarks.late --table deep --data input.txt --trainer --only stages=32
+    python -m benchmarks.late --data FOLDER --json out/late.json
+    python -m benchmarks.late --data input.txt --trainer --only stages=32
     python -m benchmarks.late --check
 
 In a full pipeline, the forward pass of a micro-batch runs at a stage with the weights of as many
@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -78,10 +78,6 @@ class Setting:
         later = [self.stages - 1 - block // per_stage for block in range(blocks)]
         return [round(count / self.accumulation_steps) for count in later]
 
-    def share(self, delay: float) -> float:
-        """Of the rates, at a stage."""
-        return min(1.0, self.full_rate_within / (1 + delay))
-
     def __str__(self) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "updates"]
         changed = [f"{name}={value}" for name, value in given if value != getattr(_PLAIN, name)]
@@ -91,7 +87,7 @@ class Setting:
 _PLAIN: Final = Setting(0)
 
 
-def _deep(updates: int) -> Iterator[Setting]:
+def table(updates: int) -> Iterator[Setting]:
     """What docs/results.md has."""
     late: dict[str, Any] = {"momentum": 0.8, "adamw_momentum": 0.8}
     doubled: dict[str, Any] = {"adamw_rate": 2e-3, "embedding_rate": 3e-2}
@@ -103,19 +99,6 @@ def _deep(updates: int) -> Iterator[Setting]:
         yield Setting(updates, stages, full_rate_within=2.0, **doubled, **late)
     less: dict[str, Any] = {"adamw_rate": 5e-4, "embedding_rate": 5e-3}
     yield Setting(updates, 32, rate=0.02, max_drift=0.015, **less, **late)
-
-
-def _momentum(updates: int) -> Iterator[Setting]:
-    yield Setting(updates)
-    for momentum in (0.0, 0.5, 0.7, 0.8, 0.9, 0.95):
-        own = {"momentum": momentum, "adamw_momentum": min(momentum, 0.9)}
-        yield Setting(updates, 32, full_rate_within=4.0, **own)
-
-
-TABLES: Final[dict[str, Callable[[int], Iterable[Setting]]]] = {
-    "deep": _deep,
-    "momentum": _momentum,
-}
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -204,19 +187,13 @@ class Simulation:
         self._low = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._delays = torch.tensor([s.delays(sizes.blocks) for s in settings], device=device).T
         self._versions = int(self._delays.max()) + 1
-        shapes = initial(sizes, vocabulary)
         self.weights = {
-            name: torch.empty_like(
-                w.unsqueeze(int(name in IN_BLOCKS)).repeat_interleave(
-                    len(settings), int(name in IN_BLOCKS)
-                ),
-                device=device,
-            )
-            for name, w in shapes.items()
+            name: torch.stack([w.to(device)] * len(settings), int(name in IN_BLOCKS))
+            for name, w in initial(sizes, vocabulary).items()
         }
-        empty = {name: torch.empty_like(w) for name, w in self.weights.items()}
-        self._means, self._last = empty, {n: torch.empty_like(w) for n, w in empty.items()}
-        self._squares = {n: torch.empty_like(w) for n, w in empty.items() if n not in MATRICES}
+        self._means, self._last, self._squares = (
+            {name: torch.zeros_like(w) for name, w in self.weights.items()} for _ in range(3)
+        )
         low = {name: self._cast(name, weight) for name, weight in self.weights.items()}
         self._gradients = {n: torch.empty_like(w) for n, w in low.items()}
         self._past = {
@@ -229,30 +206,33 @@ class Simulation:
         self.losses = torch.zeros(len(settings), device=device)
         """Of the last micro-batch."""
         numbers = [f.name for f in fields(Setting) if f.name != "weights"]
-        self._given = {
+        self._numbers = {
             field: torch.tensor([float(getattr(s, field)) for s in settings], device=device)
             for field in numbers
         }
         for kind in ("stashed", "predicted"):
             chosen = [float(s.weights == kind) for s in settings]
-            self._given[kind] = torch.tensor(chosen, device=device)
+            self._numbers[kind] = torch.tensor(chosen, device=device)
         functions = {"attention": partial(attention, sizes=sizes), "mlp": mlp, "head": head}
         functions |= {"nesterov": nesterov, "apply": apply}
         is_compiled = device.type == "cuda"
         self._functions: dict[str, Callable[..., Any]] = {
             n: torch.compile(f, dynamic=False) if is_compiled else f for n, f in functions.items()
         }
-        self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Begin."""
+        """Begin again."""
         for name, weight in initial(self.sizes, self.vocabulary).items():
             self.weights[name].copy_(weight.unsqueeze(int(name in IN_BLOCKS)))
         for state in (self._means, self._last, self._squares):
             for tensor in state.values():
                 tensor.zero_()
         self.number.zero_()
+
+    def _given(self, name: str, field: str) -> Tensor:
+        """What the settings say, as a factor of weights of this name."""
+        return self._of(name, self._numbers[field])
 
     def _of(self, name: str, values: Tensor) -> Tensor:
         """A number for each setting, as a factor of weights of this name."""
@@ -277,8 +257,9 @@ class Simulation:
         now = {n: self._cast(n, w) for n, w in self.weights.items()}
         before = now | self._before()
         a, b = self._forward(*self._enter(before, x), before)
-        stashed = {n: self._of(n, self._given["stashed"]) > 0 for n in before}
-        used = {n: torch.where(stashed[n], before[n], w) for n, w in now.items()}
+        used = {
+            n: torch.lerp(w, before[n], self._given(n, "stashed").to(w)) for n, w in now.items()
+        }
         self._backward(a, b, x, y, used)
         self._update()
         self.number += 1
@@ -290,7 +271,7 @@ class Simulation:
         version = (self.number - self._delays).clamp(min=0) % self._versions
         weights = {}
         for name, past in self._past.items():
-            ahead = self._of(name, self._given["predicted"]) * self._late(name) * self._last[name]
+            ahead = self._given(name, "predicted") * self._late(name) * self._last[name]
             kept = (self.weights[name] - ahead).to(past.dtype)
             past.index_copy_(0, (self.number % self._versions).view(1), kept.unsqueeze(0))
             at = (version, blocks, rows) if name in IN_BLOCKS else (version[0], rows)
@@ -339,18 +320,17 @@ class Simulation:
         for x, y in batches:
             streams = self._forward(*self._enter(now, x), now)
             total += self._functions["head"](y.reshape(1, -1), *streams, *map(now.get, OUTPUT))
-        losses: list[float] = (total / len(batches)).tolist()
-        return losses
+        return (total / len(batches)).tolist()
 
     # -- the update
 
     def _update(self) -> None:
-        done = self.number / self._given["updates"]
-        warm_up = (self.number + 1) / (WARM_UP * self._given["updates"])
+        done = self.number / self._numbers["updates"]
+        warm_up = (self.number + 1) / (WARM_UP * self._numbers["updates"])
         cosine = 0.5 * (1 + torch.cos(math.pi * done.clamp(max=1.0)))
         factor = torch.where(done < WARM_UP, warm_up, cosine)
         for name, weight in self.weights.items():
-            late, given = self._late(name), partial(self._given_of, name)
+            late, given = self._late(name), partial(self._given, name)
             kind = "embedding_rate" if name in EMBEDDINGS else "adamw_rate"
             kind = "rate" if name in MATRICES else kind
             share = (given("full_rate_within") / (1 + late)).clamp(max=1.0)
@@ -360,11 +340,8 @@ class Simulation:
             state = self._last[name], late, given("feedback"), drift
             self._functions["apply"](weight, direction, rate, *state)
 
-    def _given_of(self, name: str, field: str) -> Tensor:
-        return self._of(name, self._given[field])
-
     def _muon(self, name: str) -> Tensor:
-        momentum, chunks = self._given_of(name, "momentum"), 3 if name == "qkv" else 1
+        momentum, chunks = self._given(name, "momentum"), 3 if name == "qkv" else 1
         gradient, mean = self._gradients[name], self._means[name]
         matrices = self._functions["nesterov"](gradient, mean, momentum, chunks, self._low)
         result = _newton_schulz(matrices.flatten(0, 2), 5).view(matrices.shape)
@@ -374,7 +351,7 @@ class Simulation:
     def _adam(self, name: str) -> Tensor:
         gradient, mean = self._gradients[name].float(), self._means[name]
         square, step = self._squares[name], self.number + 1
-        momentum = self._given_of(name, "adamw_momentum")
+        momentum = self._given(name, "adamw_momentum")
         mean.copy_(torch.lerp(gradient, mean, momentum))
         square.mul_(0.99).addcmul_(gradient, gradient, value=0.01)
         return (mean / (1 - momentum**step)) / ((square / (1 - 0.99**step)).sqrt() + 1e-8)
@@ -413,8 +390,9 @@ def apply(
 # -- trainings -------------------------------------------------------------------------------------
 
 WARM_UP: Final = 0.05
+REACHED: Final = (2.05, 1.6, 1.3)
+"""Losses for which the table says when they were."""
 Log = list[dict[str, float]]
-Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 def load(path: Path, size: int = 24_000_000) -> Text:
@@ -431,16 +409,12 @@ def load(path: Path, size: int = 24_000_000) -> Text:
     return Text(numbers[:cut], numbers[cut:], 256)
 
 
-def validation(text: Text, sequences: int, context: int) -> Batches:
+def validation(text: Text, sequences: int, context: int) -> Sequence[tuple[Tensor, Tensor]]:
     """Eight batches, evenly spread over the held-out text."""
     last = len(text.validation) - context - 2
     starts = torch.linspace(0, last, 8 * sequences).long().unsqueeze(1)
-    windows = text.validation[starts.to(text.validation.device) + _along(context, text)]
+    windows = text.validation[(starts + torch.arange(context + 1)).to(text.validation.device)]
     return [(part[:, :-1], part[:, 1:]) for part in windows.split(sequences)]
-
-
-def _along(context: int, text: Text) -> Tensor:
-    return torch.arange(context + 1, device=text.train.device)
 
 
 def simulate(
@@ -451,14 +425,14 @@ def simulate(
     simulation = Simulation(settings, sizes, text.vocabulary, device)
     updates = max(setting.updates for setting in settings)
     every, batches = max(1, updates // evaluations), validation(text, sequences, sizes.context)
-    x, y = (torch.empty_like(part) for part in next(iter(_data(text, sizes, sequences, 1))))
+    x, y = next(text.batches(1, sequences, sizes.context, seed=1))
     step = partial(simulation.step, x, y)
     advance = step
     if device.type == "cuda":
         advance = captured(step)
         simulation.reset()
     logs: list[Log] = [[] for _ in settings]
-    data = track(_data(text, sizes, sequences, updates), "updates", updates)
+    data = track(text.batches(updates, sequences, sizes.context, seed=1), "updates", updates)
     for number, batch in enumerate(data, 1):
         x.copy_(batch[0])
         y.copy_(batch[1])
@@ -471,10 +445,6 @@ def simulate(
     return logs
 
 
-def _data(text: Text, sizes: Sizes, sequences: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    return text.batches(count, sequences, sizes.context, seed=1)
-
-
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """A CUDA graph of it."""
     stream = torch.cuda.Stream()
@@ -482,7 +452,6 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -516,7 +485,8 @@ def trainer_of(setting: Setting, sizes: Sizes, vocabulary: int, device: torch.de
         return [group for group in split if group["params"]]
 
     def schedule(optimizer: Any) -> LambdaLR:
-        share = setting.share(optimizer.delay or optimizer.predicted_delay)
+        delay = optimizer.delay or optimizer.predicted_delay
+        share = min(1.0, setting.full_rate_within / (1 + delay))
         factor = partial(rate_factor, updates=setting.updates, last=0.0)
         return LambdaLR(optimizer, lambda update: share * factor(update))
 
@@ -545,7 +515,7 @@ def train(setting: Setting, sizes: Sizes, text: Text, sequences: int, evaluation
     count = setting.updates * setting.accumulation_steps
     every, batches = max(1, count // evaluations), validation(text, sequences, sizes.context)
     log: Log = []
-    data = track(_data(text, sizes, sequences, count), str(setting), count)
+    data = track(text.batches(count, sequences, sizes.context, seed=1), str(setting), count)
     for number, batch in enumerate(data, 1):
         trainer.step(*batch)
         if number == count:
@@ -591,7 +561,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Its options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--table", choices=TABLES, default="deep")
     add("--data", type=Path, help="a text, or a folder of Python files", default=Path("."))
     add("--only", default="", help="settings with this in their name")
     add("--updates", type=int, default=8000)
@@ -600,7 +569,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--width", type=int, default=128)
     add("--context", type=int, default=256)
     add("--evaluations", type=int, default=40)
-    add("--reach", type=float, nargs="*", metavar="LOSS", default=[2.05, 1.6, 1.3])
     add("--trainer", action="store_true", help="train with stages, not simulated")
     add("--check", action="store_true", help="compare both, on a CPU")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -613,27 +581,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.check:
         difference = check()
         print(f"largest difference between losses: {difference:.1e}")
-        save(args, [{"difference": difference}])
-        return
+        return save(args, [{"difference": difference}])
     text = load(args.data).to(torch.device(args.device))
     sizes = Sizes(args.blocks, args.width, 4, args.context)
-    settings = [s for s in TABLES[args.table](args.updates) if args.only in str(s)]
+    settings = [s for s in table(args.updates) if args.only in str(s)]
     given = sizes, text, args.sequences, args.evaluations
-    if args.trainer:
-        logs = [train(setting, *given) for setting in settings]
-    else:
-        logs = simulate(settings, *given)
-    columns = ("setting", "updates", "loss", *(f"updates to {loss:g}" for loss in args.reach))
+    by_trainer = (train(setting, *given) for setting in settings)
+    logs = list(by_trainer) if args.trainer else simulate(settings, *given)
+    columns = ("setting", "updates", "loss", *(f"updates to {loss:g}" for loss in REACHED))
     lines = [
         (
             str(setting),
             setting.updates,
             f"{log[-1]['validation_loss']:.3f}",
-            *(updates_to(loss, log) for loss in args.reach),
+            *(updates_to(loss, log) for loss in REACHED),
         )
         for setting, log in zip(settings, logs, strict=True)
     ]
-    show(f"{args.table}: GPT of {sizes.blocks} blocks x {sizes.width}", columns, lines)
+    show(f"GPT of {sizes.blocks} blocks x {sizes.width}", columns, lines)
     save(args, [{**asdict(s), "log": log} for s, log in zip(settings, logs, strict=True)])
 
 

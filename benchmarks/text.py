@@ -9,10 +9,9 @@ folder is not trained again. Every row is the best validation loss of its run; w
 learning rates of a setting were trained, `--show` gives the best one and says which.
 
 Tables: weights (8 stages, an update every micro-batch), averaged (the same with averaged
-couplings), start (with a tenth of the updates without delay first), accumulated (micro-batches of 8
-and an update every 8), orders (12 stages, and the paper's order), wide (GPT-2 small's sizes).
-`--max-drift` trains rows of `DelayAwareMuon` with another limit to how far matrices move during the
-delay.
+couplings), accumulated (micro-batches of 8 and an update every 8), orders (12 stages, and the
+paper's order). `--max-drift` trains rows of `DelayAwareMuon` with another limit to how far matrices
+move during the delay.
 """
 
 from __future__ import annotations
@@ -61,13 +60,9 @@ class Training:
     accumulation_steps: int = 1
     in_flight_per_stage: float | None = None
     weights: str | None = None
-    synchronous_updates: int = 0
-    """Updates without delay at the start."""
     updates: int = 1200
     seed: int = 0
     size: str = "char"
-    until: int | None = None
-    """Stop after so many updates, with the learning rates of a training to the end."""
     policy: str = "paper"
     max_drift: float | None = MAX_DRIFT
     """Of `DelayAwareMuon`."""
@@ -77,19 +72,17 @@ class Training:
         """Its name without learning rate and seed."""
         in_flight_per_stage = f"-{self.in_flight_per_stage}" if self.in_flight_per_stage else ""
         weights = f"-{self.weights}" if self.weights else ""
-        start = f"-sync{self.synchronous_updates}" if self.synchronous_updates else ""
         where = f"{self.size}-{self.stages}stages-k{self.accumulation_steps}"
         policy = f"-{self.policy}" if self.policy != "paper" else ""
         optimizer = self.optimizer
         if self.max_drift != MAX_DRIFT:
             optimizer += "-unlimited" if self.max_drift is None else f"-drift{self.max_drift:g}"
-        return f"{where}{policy}-{self.method}{weights}{in_flight_per_stage}{start}-{optimizer}"
+        return f"{where}{policy}-{self.method}{weights}{in_flight_per_stage}-{optimizer}"
 
     @property
     def name(self) -> str:
         """Its name: of its folder, and in tables."""
-        until = f"-until{self.until}" if self.until else ""
-        return f"{self.setting}-lr{self.rate:g}-{self.updates}u{until}-s{self.seed}"
+        return f"{self.setting}-lr{self.rate:g}-{self.updates}u-s{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -158,7 +151,7 @@ def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
     log: list[dict[str, float]] = []
     losses: list[Tensor] = []
     start = time.monotonic()
-    count = (training.until or training.updates) * training.accumulation_steps
+    count = training.updates * training.accumulation_steps
     every = max(1, training.updates * training.accumulation_steps // 24)
     batches = text.batches(count, sequences, sizes.context, 1 + training.seed)
     for number, (x, y) in enumerate(batches, 1):
@@ -223,7 +216,6 @@ def _trainer(
         **chosen,
         options=TrainerOptions(
             in_flight_per_stage=training.in_flight_per_stage,
-            synchronous_updates=training.synchronous_updates,
         ),
     )
 
@@ -279,16 +271,6 @@ def _weights(updates: int, size: str) -> Iterator[Training]:
     )
 
 
-def _start(updates: int, size: str) -> Iterator[Training]:
-    yield from _rows(
-        ("petra_stashed", None, FEEDBACK),
-        ("petra", "predicted", FEEDBACK),
-        updates=updates,
-        size=size,
-        synchronous_updates=updates // 10,
-    )
-
-
 def _averaged(updates: int, size: str) -> Iterator[Training]:
     yield from _rows(
         ("petra_stashed", None, FEEDBACK),
@@ -326,24 +308,11 @@ def _orders(updates: int, size: str) -> Iterator[Training]:
         yield from _rows(stashed, policy="pretrained", **same)
 
 
-def _wide(updates: int, size: str) -> Iterator[Training]:
-    yield from _rows(
-        ("petra", None, FEEDBACK),
-        ("petra_stashed", None, FEEDBACK),
-        ("backprop", None, "muon"),
-        updates=updates,
-        size=size if size == "tiny" else "wide",
-        accumulation_steps=8,
-    )
-
-
 TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
     "weights": _weights,
     "averaged": _averaged,
-    "start": _start,
     "accumulated": _accumulated,
     "orders": _orders,
-    "wide": _wide,
 }
 
 
@@ -363,7 +332,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--reach", type=float, metavar="LOSS", help="say when a validation loss was reached")
     add("--updates", type=int, default=1200)
-    add("--until", type=int, help="stop after so many of them")
     add("--size", choices=SIZES, default="char")
     return parser.parse_args(argv)
 
@@ -372,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train what is missing, show the best of every setting."""
     args = parse_args(argv)
     rows = [
-        replace(row, seed=seed, until=args.until, max_drift=limit)
+        replace(row, seed=seed, max_drift=limit)
         for seed, table in itertools.product(range(args.seeds), args.table)
         for row in TABLES[table](args.updates, args.size)
         for limit in (args.max_drift if row.optimizer == FEEDBACK else [MAX_DRIFT])
@@ -442,7 +410,7 @@ class Sizes:
     context: int = 256
 
 
-SIZES = {"char": Sizes(), "wide": Sizes(12, 768, 12, 512), "tiny": Sizes(4, 32, 2, 16)}
+SIZES = {"char": Sizes(), "tiny": Sizes(4, 32, 2, 16)}
 
 
 class Attention(nn.Module):
