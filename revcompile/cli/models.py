@@ -207,7 +207,7 @@ def _call_factory(module: str, function: str) -> tuple[nn.Module, Any]:
         sys.path.insert(0, os.getcwd())
     try:
         factory: Callable[[], Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InputError(
             f"{module}:{function} cannot be imported ({error}); expected package.module:factory, "
             "seen from the folder the command is run in"

@@ -246,8 +246,10 @@ def _totals(view: ModelView, plain: StageMemory) -> Iterator[str]:
     if len(view.stages) > 1:
         yield f"balance: the largest stage ({largest.index}) has {view.balance:.2f}x the mean work"
     parameters, before = sum(s.parameters for s in view.stages), plain_parameters(view.rewired)
-    grown = f"{before:,} before rewiring: {100 * (parameters / before - 1):+.1f} %"
-    yield f"{parameters:,} parameters ({grown if parameters != before else 'as before rewiring'})"
+    grown = "as before rewiring"
+    if parameters != before:
+        grown = f"{before:,} before rewiring: {100 * (parameters / before - 1):+.1f} %"
+    yield f"{parameters:,} parameters ({grown})"
     memories = [stage.memory for stage in view.stages]
     copies, totals = sum(m.stashed + m.newest for m in memories), [m.total for m in memories]
     yield (

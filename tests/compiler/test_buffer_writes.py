@@ -192,3 +192,43 @@ def test_a_mean_of_what_it_scales_is_no_shortcut() -> None:
     assert [coupling.name for coupling in net.rewired.couplings if "mean" in coupling.name] == []
     net(x)
     assert not torch.equal(net.mean, model.mean)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+
+class ReadsBefore(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.norm.running_mean.clone()
+        return self.norm(self.layer(x)) * (1 + mean)
+
+
+class WritesBefore(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        norm.running_mean.mul_(0.5)
+        statistics = norm.running_mean, norm.running_var
+        return nn.functional.batch_norm(self.layer(x), *statistics, training=self.training)
+
+
+class MovesUnseen(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
+        return torch.batch_norm(self.layer(x), *tensors, self.training, 0.1, 1e-5, False)
+
+
+@pytest.mark.parametrize("kind", [ReadsBefore, WritesBefore, MovesUnseen])
+def test_running_statistics_with_other_readers_stay_in_one_module(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 6)), torch.randn(8, 6)
+    net = revcompile.reversify(model, x, policy="same_parameters")
+    for _ in range(2):
+        torch.testing.assert_close(net(x), model(x))
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(net.get_buffer(name), buffer)
+    with pytest.raises(CaptureError, match="running statistics|a batch norm moves"):
+        revcompile.reversify(kind(), x)

@@ -47,6 +47,7 @@ from revcompile.compiler.capture.memory import (
     overwrites_unshared,
     works_in_place,
 )
+from revcompile.ir.module_tree import has_batch_norm
 from revcompile.ir.ops import (
     attribute,
     batch_norm,
@@ -57,6 +58,10 @@ from revcompile.ir.ops import (
     with_item,
 )
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, TensorType
+
+
+_NORMS: Final = {"batch_norm": 3, "native_batch_norm": 3, "cudnn_batch_norm": 3}
+"""Functions with running statistics, and where torch's own, other than `F.batch_norm`, take them."""
 
 
 class NotFunctional(Exception):
@@ -114,6 +119,7 @@ class _Functional:
         """The original value that a buffer was assigned, by the buffer's storage."""
 
     def run(self) -> fx.Graph:
+        self._refuse_reads_of_statistics()
         for node in self.original.nodes:
             self._visit(node)
         eliminate_dead_code(self.graph)
@@ -273,6 +279,40 @@ class _Functional:
             if any(tensor is held for held in (*module.parameters(), *module.buffers())):
                 reason = f"{buffer.target} is written outside {node.target}, which reads it"
                 raise NotFunctional(reason, [node])
+
+    def _refuse_reads_of_statistics(self) -> None:
+        """Refuse other readers of running statistics: they would read before or after the norm."""
+        norms = [node for node in self.original.nodes if op_name(node) in _NORMS]
+        moved: set[int] = set()
+        for norm in norms:
+            statistics = [n for n in _statistics(norm) if isinstance(n, fx.Node)]
+            moved.update(*map(_storages, statistics))
+            if norm.target is not functional.batch_norm and statistics:
+                reason = f"{norm.name} moves running statistics; call F.batch_norm"
+                raise NotFunctional(reason, [norm])
+        buffers: set[int] = set()
+        for node in self.original.find_nodes(op="call_module"):
+            module = self.root.get_submodule(str(node.target))
+            if has_batch_norm(module):
+                norms.append(node)
+                buffers.update(map(id, module.buffers()))
+        for node in self.original.find_nodes(op="get_attr"):
+            is_moved = not moved.isdisjoint(_storages(node))
+            if not is_moved and id(attribute(self.root, str(node.target))) not in buffers:
+                continue
+            readers = [u for u in node.users if _reads(u) and node not in _statistics(u)]
+            if readers:
+                reason = f"{readers[0].name} reads {node.target}, which a batch norm moves"
+                raise NotFunctional(reason, [*readers, *norms])
+
+
+def _statistics(node: fx.Node) -> tuple[Any, ...]:
+    """The running statistics that a batch norm function is given."""
+    if op_name(node) not in _NORMS:
+        return ()
+    first = _NORMS[op_name(node)] if node.target is not functional.batch_norm else 1
+    names = ("running_mean", "running_var")
+    return (*node.args[first : first + 2], *(node.kwargs.get(name) for name in names))
 
 
 def written_inputs(graph: fx.Graph) -> tuple[str, ...]:
