@@ -59,9 +59,8 @@ from revcompile.ir.ops import (
 )
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, TensorType
 
-
-_NORMS: Final = {"batch_norm": 3, "native_batch_norm": 3, "cudnn_batch_norm": 3}
-"""Functions with running statistics, and where torch's own, other than `F.batch_norm`, take them."""
+_NORMS: Final = frozenset(("batch_norm", "native_batch_norm", "cudnn_batch_norm"))
+"""Functions that move running statistics: `F.batch_norm`, and those of torch's that it calls."""
 
 
 class NotFunctional(Exception):
@@ -310,7 +309,7 @@ def _statistics(node: fx.Node) -> tuple[Any, ...]:
     """The running statistics that a batch norm function is given."""
     if op_name(node) not in _NORMS:
         return ()
-    first = _NORMS[op_name(node)] if node.target is not functional.batch_norm else 1
+    first = 1 if node.target is functional.batch_norm else 3
     names = ("running_mean", "running_var")
     return (*node.args[first : first + 2], *(node.kwargs.get(name) for name in names))
 
