@@ -69,7 +69,26 @@ class InsideABranch(Net):
         return self.head(h)
 
 
-MODELS = [InPlaceBefore, AssignedInTheLoop, InsideABranch]
+class InEachBlock(Net):
+    """Each branch is divided by a mean of its own, which it moves first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(len(self.layers)):
+            self.register_buffer(f"square_{index}", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for index, layer in enumerate(self.layers):
+            y, square = layer(h), self.get_buffer(f"square_{index}")
+            if self.training:
+                with torch.no_grad():
+                    square.lerp_(y.pow(2).mean(), 0.1)
+            h = h + torch.tanh(y) * torch.rsqrt(square)
+        return self.head(h)
+
+
+MODELS = [InPlaceBefore, AssignedInTheLoop, InsideABranch, InEachBlock]
 
 
 def made(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor]]:
@@ -101,7 +120,8 @@ def test_reversible_steps_move_buffers_once(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("method", ["petra", "backprop"])
 def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: str) -> None:
     model, batches = made(kind)
-    net = revcompile.petrafy(model, 2, example_inputs=batches[0])
+    stages = 4 if kind is InEachBlock else 2
+    net = revcompile.petrafy(model, stages, example_inputs=batches[0])
     reference = net.to_module().train()
     data = [(x, torch.zeros(5, 3).double()) for x in batches]
     trained(net, data, method=method, accumulation_steps=len(batches))

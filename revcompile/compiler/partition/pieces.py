@@ -15,6 +15,7 @@ from revcompile.compiler.find.residual import Found
 from revcompile.compiler.rewire.region import ORIGIN, Region
 from revcompile.compiler.rewire.rewire import rewire
 from revcompile.ir.module_tree import called_module
+from revcompile.ir.ops import store_buffer
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import TYPE, Body, Captured, Coupling, Opaque, Rewired, Segment
 
@@ -147,17 +148,19 @@ class _Split:
         return parts
 
     def _groups(self) -> list[list[fx.Node]]:
-        """Nodes between two legal cuts: just before a layer with a weight matrix or kernel.
+        """Nodes between two legal cuts: before a layer with a weight matrix or kernel, and behind
+        a write to a buffer.
 
         If there are `ends`, just behind these nodes of the captured graph instead.
         """
         groups: list[list[fx.Node]] = [[]]
         weighted, uncuttable = False, self._uncuttable()
         for index, node in enumerate(self.computed):
-            begins = self.flow.is_weighted(node)
+            begins, before = self.flow.is_weighted(node), self.computed[index - 1]
+            is_end = before.target is store_buffer
             if self.ends:
-                begins = weighted = self.computed[index - 1].meta.get(ORIGIN) in self.ends
-            if begins and weighted and groups[-1] and index not in uncuttable:
+                begins = weighted = before.meta.get(ORIGIN) in self.ends
+            if (begins and weighted or is_end) and groups[-1] and index not in uncuttable:
                 groups.append([])
                 weighted = False
             groups[-1].append(node)
