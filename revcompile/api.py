@@ -397,9 +397,10 @@ def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
     """One warning, at the line that called `caller`."""
     if rewired.couplings:
         return
+    leaves = [note for note in rewired.notes if " is a leaf module: " in note]
     why = (
-        "; ".join(refusals(rewired)[:3])
-        or "nowhere is the input of layers added to their output, x + F(x)"
+        "; ".join((refusals(rewired) or leaves)[:3])
+        or "it has no sum x + F(x) of the input and the output of layers"
     )
     effect = {
         "reversify": "training it keeps all activations, as training the original does",
