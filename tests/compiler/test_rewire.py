@@ -10,6 +10,7 @@ import timm
 import torch
 import torchvision
 from helpers import assert_exact
+from nets import Chain, Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -256,6 +257,15 @@ def test_a_layer_is_as_wide_in_eval_mode_as_in_training() -> None:
     logits, _ = net(torch.randn(3, 4))
     assert logits.shape == net.eval()(torch.randn(3, 4)).shape == (3, 5)
     assert any("keep their widths" in note for note in net.rewired.notes)
+
+
+def test_a_net_of_dense_layers_takes_inputs_of_any_rank() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), Chain(Mlp(), Mlp()), nn.Tanh(), nn.Linear(6, 5))
+    net = revcompile.reversify(model, torch.randn(2, 4))
+    assert net.get_parameter("3.weight").shape == (5, 12)
+    x = torch.randn(3, 5, 4)
+    torch.testing.assert_close(net(x), net(x.flatten(0, 1)).view(3, 5, 5))
+    torch.testing.assert_close(net(x[0, 0]), net(x[0])[0])
 
 
 class _SecondReader(nn.Module):

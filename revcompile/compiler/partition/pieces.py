@@ -160,7 +160,7 @@ class _Split:
             is_end = before.target is store_buffer
             if self.ends:
                 begins = weighted = before.meta.get(ORIGIN) in self.ends
-            if (begins and weighted or is_end) and groups[-1] and index not in uncuttable:
+            if ((begins and weighted) or is_end) and groups[-1] and index not in uncuttable:
                 groups.append([])
                 weighted = False
             groups[-1].append(node)

@@ -69,38 +69,38 @@ def leave_concatenated(
         is_read_once = len(users) == len(flow.users(out)) == 1 and users[0] not in inside
         if not is_read_once or any(flow.depends(x, out) or x is out for x in starts):
             continue
-        dimension = _double_consumer(flow, editor, users[0])
-        if dimension is not None:
-            ends[out] = dimension
+        if _double_consumer(flow, editor, users[0]):
+            # From the end, so that a net of dense layers takes inputs of any rank.
+            ends[out] = -1 if _rank(out) == 2 else 1
     return ends
 
 
-def _double_consumer(flow: Flow, editor: ModuleEditor, node: fx.Node) -> int | None:
-    """Double the inputs of the first dense layer at or after `node`, if one is in reach."""
+def _double_consumer(flow: Flow, editor: ModuleEditor, node: fx.Node) -> bool:
+    """Double the inputs of the first dense layer at or after `node`; False if none is in reach."""
     norms: list[str] = []
     while True:
         if not _called_once(flow, node):
-            return None
+            return False
         if _allows(editor, "double_inputs", node):
             break
         if _allows(editor, "widen_norm", node):
             norms.append(str(node.target))
         elif not _is_channelwise(flow, node) and not _is_spatial(node):
-            return None
+            return False
         users = flow.users(node)
         if len(users) != 1 or users[0].op == "output":
-            return None
+            return False
         node = users[0]
     layer = editor.root.get_submodule(str(node.target))
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
-        return None
+        return False
     if isinstance(layer, nn.Linear) and _rank(source) != 2:
-        return None
+        return False
     for norm in norms:
         editor.change(norm, "widen_norm")
     editor.change(str(node.target), "double_inputs")
-    return 1
+    return True
 
 
 def _rank(node: fx.Node) -> int:
