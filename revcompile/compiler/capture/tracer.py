@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Number
 from typing import Any, Final
 
 import torch
@@ -224,6 +225,8 @@ class Tracer(ShapedTracer):
                 self.root.get_submodule(self._path),
             )
         refuse_lost_type(a)
+        if isinstance(a, Number) and hasattr(a, "item"):  # one of NumPy's
+            return a.item()
         if isinstance(a, torch.Size):
             return tuple(self.create_arg(n) for n in a)
         if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
