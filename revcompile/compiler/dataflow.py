@@ -181,23 +181,10 @@ class Flow:
         return inside, sorted(sides)
 
     def _belongs(self, node: fx.Node, x: fx.Node) -> bool:
-        if self.recomputable(node):
-            return True
-        if node in self.plain:
-            return self._plain_from(node, x)
-        return self.needs(node, x)
-
-    def _plain_from(self, node: fx.Node, x: fx.Node) -> bool:
-        """Is a size computed from `x` and values after it alone?"""
-        for source in node.all_input_nodes:
-            if source is x or self.recomputable(source):
-                continue
-            if source in self.plain:
-                if not self._plain_from(source, x):
-                    return False
-            elif not self.needs(source, x):
-                return False
-        return True
+        """Is a value computed from `x`, or a size from `x` and values after it alone?"""
+        if node in self.plain and not self.recomputable(node):
+            return all(source is x or self._belongs(source, x) for source in node.all_input_nodes)
+        return self.recomputable(node) or self.needs(node, x)
 
     def items(self, node: fx.Node) -> list[fx.Node]:
         """The items of a structured value, which stay with the node that computes it."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -148,7 +148,9 @@ class _Functional:
             self._define(node, norm)
         elif (source := passed_on(node, self.root)) is not None:
             self._define(node, self._read(source))
-        elif (parts := uncut_parts(node)) and self._are_unwritten([node, *parts]):
+        elif (parts := uncut_parts(node)) and all(
+            _storages(each).isdisjoint(self.written) for each in (node, *parts)
+        ):
             whole: Any = node.args[0]
             new = [self._read(part) for part in parts]
             if len(new) > 1:
@@ -161,9 +163,6 @@ class _Functional:
             self._layer(node)
         else:
             self._operation(node)
-
-    def _are_unwritten(self, nodes: Iterable[fx.Node]) -> bool:
-        return all(_storages(node).isdisjoint(self.written) for node in nodes)
 
     def _read(self, node: fx.Node) -> fx.Node:
         """The new node with the current contents of an original one."""
