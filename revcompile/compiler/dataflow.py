@@ -113,15 +113,14 @@ class Flow:
                 metadata |= self._ancestors[source]
         self._metadata[node] = metadata
         from_constants = all(i in self.constant for i in inputs)
+        is_known = all(i in self.plain or self.recomputable(i) for i in inputs)
         is_call = node.op in ("call_function", "call_method") and bool(inputs)
         is_call = is_call and node not in self.effects and not draws_random(node)
         is_call = is_call and node.target is not read_buffer  # later it may hold something else
         if node.op == "get_attr" or (is_call and from_constants):
             self.constant.add(node)
-        elif is_call and node not in self.plain and not metadata:
-            known = self.constant | self.plain | self.derived
-            if all(i in known for i in inputs):
-                self.derived.add(node)
+        elif is_call and is_known and node not in self.plain and not metadata:
+            self.derived.add(node)
 
     def recomputable(self, node: fx.Node) -> bool:
         """Can the value be computed again wherever it is needed: from parameters and sizes?"""
