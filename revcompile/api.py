@@ -43,7 +43,7 @@ from revcompile.inspect.views import block_of
 from revcompile.interop import huggingface
 from revcompile.ir.module_tree import looks_trained
 from revcompile.ir.policy import Policy
-from revcompile.ir.types import Rewired, TensorType
+from revcompile.ir.types import Rewired
 from revcompile.kernels.fixed_point import STREAM_RANGE
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
@@ -188,7 +188,7 @@ def _reversified(
         if rewired.couplings and not chosen.averaged and looks_trained(model):
             _warn_of_another_function(rewired, caller)
         if level is not Check.OFF:
-            is_single = _example_batch(net) == 1  # the model takes no more samples
+            is_single = net.rewired.batch == 1  # the model takes no more samples
             example = make_example(model, example_inputs, example_kwargs, is_single)
             args, kwargs = example.arguments(example.tensors(0))
             _refuse_uninvertible(net, args, kwargs, caller)
@@ -274,7 +274,7 @@ def petrafy(
     _refuse_state_in_python(net.rewired, "petrafy")
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
     method = choose("petra_stashed" if net.rewired.policy.averaged else "petra")
-    batch = microbatch_size or _example_batch(net)
+    batch = microbatch_size or net.rewired.batch
     workload = Workload(method, batch, optimizer_copies=optimizer_copies)
     pieces = Pieces.of(net.rewired, cost)
     cut = partition(pieces, num_stages, workload, memory_budget=budget, keeps=keeps)
@@ -285,11 +285,6 @@ def petrafy(
         programs = {method.name: staged._programs(method) for method in methods}
         compare_stages(net, cut, programs, compared)
     return staged
-
-
-def _example_batch(net: ReversibleModule) -> int:
-    kinds = net.rewired.body.types.values()
-    return next((kind.batch for kind in kinds if isinstance(kind, TensorType)), 1)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Show a model's stages: what each computes, sends and keeps, and why it is reversible or not.
 
-The model is built on the meta device and takes no memory (hf: models are built on the CPU).
+The model is built on the meta device and takes no memory; one that reads contents of tensors is
+built on the CPU.
 """
 
 from __future__ import annotations

@@ -87,11 +87,15 @@ def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> N
 def load(
     args: argparse.Namespace, *, microbatch_size: int | None = None, device: str = "meta"
 ) -> Loaded:
-    """Build the model, by default on the meta device, where it takes no memory."""
+    """Build the model, by default on the meta device, where it takes no memory.
+
+    A model that does not run there, as it reads contents of tensors, is built on the CPU.
+    """
     import torch
 
-    if args.model.startswith("hf:"):  # they read values of masks
-        device = "cpu" if device == "meta" else device
+    from revcompile.compiler.capture import make_example
+    from revcompile.compiler.capture.check import why_it_fails
+
     with torch.device(device):
         model, example = _build(args.model)
     name = args.model.rpartition(":")[2]
@@ -107,6 +111,8 @@ def load(
         example = torch.randn(microbatch_size or 2, *dims, device=on)
     elif isinstance(example, torch.Tensor) and microbatch_size:
         example = torch.cat([example] * microbatch_size)[:microbatch_size]
+    if device == "meta" and why_it_fails(model, make_example(model, example), 0):
+        return load(args, microbatch_size=microbatch_size, device="cpu")
     return Loaded(name, model, example)
 
 

@@ -113,15 +113,14 @@ class Flow:
                 metadata |= self._ancestors[source]
         self._metadata[node] = metadata
         from_constants = all(i in self.constant for i in inputs)
+        is_known = all(i in self.plain or self.recomputable(i) for i in inputs)
         is_call = node.op in ("call_function", "call_method") and bool(inputs)
         is_call = is_call and node not in self.effects and not draws_random(node)
         is_call = is_call and node.target is not read_buffer  # later it may hold something else
         if node.op == "get_attr" or (is_call and from_constants):
             self.constant.add(node)
-        elif is_call and node not in self.plain and not metadata:
-            known = self.constant | self.plain | self.derived
-            if all(i in known for i in inputs):
-                self.derived.add(node)
+        elif is_call and is_known and node not in self.plain and not metadata:
+            self.derived.add(node)
 
     def recomputable(self, node: fx.Node) -> bool:
         """Can the value be computed again wherever it is needed: from parameters and sizes?"""
@@ -181,23 +180,10 @@ class Flow:
         return inside, sorted(sides)
 
     def _belongs(self, node: fx.Node, x: fx.Node) -> bool:
-        if self.recomputable(node):
-            return True
-        if node in self.plain:
-            return self._plain_from(node, x)
-        return self.needs(node, x)
-
-    def _plain_from(self, node: fx.Node, x: fx.Node) -> bool:
-        """Is a size computed from `x` and values after it alone?"""
-        for source in node.all_input_nodes:
-            if source is x or self.recomputable(source):
-                continue
-            if source in self.plain:
-                if not self._plain_from(source, x):
-                    return False
-            elif not self.needs(source, x):
-                return False
-        return True
+        """Is a value computed from `x`, or a size from `x` and values after it alone?"""
+        if node in self.plain and not self.recomputable(node):
+            return all(source is x or self._belongs(source, x) for source in node.all_input_nodes)
+        return self.recomputable(node) or self.needs(node, x)
 
     def items(self, node: fx.Node) -> list[fx.Node]:
         """The items of a structured value, which stay with the node that computes it."""

@@ -408,6 +408,12 @@ class Rewired:
     def couplings(self) -> tuple[Coupling, ...]:
         return tuple(s for s in self.body.segments if isinstance(s, Coupling))
 
+    @property
+    def batch(self) -> int:
+        """The batch size of the example."""
+        kinds = self.body.types.values()
+        return next(kind.batch for kind in kinds if isinstance(kind, TensorType))
+
     @functools.cached_property
     def stored(self) -> tuple[tuple[str, str], ...]:
         """Attributes in which leaf modules of branches leave tensors: path of the module, name."""

@@ -193,6 +193,21 @@ def test_a_model_can_be_inspected_without_stages(called: Called) -> None:
     assert "(a, b) -> (b, a + F(b))" in called("inspect", MODEL, "--explain", "1")[1]
 
 
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if x.sum() > 0 else x
+
+
+def gated() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(3, 6), block(), Gate(), block()), torch.randn(2, 3)
+
+
+def test_a_model_that_reads_contents_is_built_on_the_cpu(called: Called) -> None:
+    for argv in (("inspect",), ("coverage",), ("plan", "--devices", "2")):
+        code, out, err = called(*argv, "test_cli:gated")
+        assert code == 0 and out, err
+
+
 # -- coverage -------------------------------------------------------------------------------------
 
 

@@ -244,7 +244,7 @@ class MovesUnseen(Normed):
 @pytest.mark.parametrize("kind", [ReadsBefore, WritesBefore, MovesUnseen])
 def test_running_statistics_with_other_readers_stay_in_one_module(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 6)), torch.randn(8, 6)
+    model, x = nn.Sequential(nn.Linear(6, 6), kind(), nn.BatchNorm1d(6)), torch.randn(8, 6)
     net = revcompile.reversify(model, x, policy="same_parameters")
     for _ in range(2):
         torch.testing.assert_close(net(x), model(x))
@@ -252,3 +252,31 @@ def test_running_statistics_with_other_readers_stay_in_one_module(kind: type[nn.
         torch.testing.assert_close(net.get_buffer(name), buffer)
     with pytest.raises(CaptureError, match=r"running statistics|which a batch norm moves"):
         revcompile.reversify(kind(), x)
+
+
+class Decides(Normed):
+    """A leaf module: its control flow reads contents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) * self.table if x.isfinite().all() else x
+
+
+def test_only_statistics_of_a_leaf_module_with_a_batch_norm_have_no_other_readers() -> None:
+    class Reads(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name, self.stem, self.inner = name, nn.Linear(6, 6), Decides()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.stem(x)) * self.inner.get_buffer(self.name)
+
+    torch.manual_seed(0)
+    model, x = Reads("table"), torch.randn(8, 6)
+    net = revcompile.reversify(model, x, policy="same_parameters")
+    torch.testing.assert_close(net(x), model(x))
+    with pytest.raises(CaptureError, match=r"reads inner\.norm\.running_mean, which"):
+        revcompile.reversify(Reads("norm.running_mean"), x)

@@ -164,3 +164,35 @@ def test_a_size_behind_random_numbers_is_free(draw: Callable[[int], Tensor]) -> 
     net = revcompile.petrafy(Dropped(draw).double(), 3, batches[0], check="off")
     assert len(net._partition.rewired.couplings) == 6
     _same_with_stored_activations(net, batches)
+
+
+class Table(nn.Module):
+    """Positions in a plain attribute; it grows if `grows`, and remembers for how many."""
+
+    def __init__(self, length: int, grows: bool) -> None:
+        super().__init__()
+        self.table, self.length, self.grows = torch.randn(length, 6), length, grows
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grows and x.shape[1] > self.length:
+            self.length = x.shape[1]
+            self.table = torch.arange(self.length)[:, None] / self.length
+        return x + self.table[: x.shape[1]]
+
+
+@pytest.mark.parametrize("length", [5, 8])
+def test_a_table_in_a_plain_attribute_is_sliced(length: int) -> None:
+    model = Table(length, grows=False)
+    net = revcompile.reversify(model, torch.randn(2, 5, 6))
+    for size in (5, 3, 1):
+        x = torch.randn(2, size, 6)
+        assert torch.equal(net(x), model(x))
+
+
+@pytest.mark.parametrize("length", [0, 5, 8])
+def test_a_table_that_grows_depends_on_earlier_calls(length: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Table(length, grows=True), nn.Linear(6, 6))
+    net = revcompile.reversify(model, torch.randn(2, 5, 6))
+    for size in (5, 3, 9, 5, 12, 2, 6):
+        x = torch.randn(2, size, 6)
+        torch.testing.assert_close(net(x), model(x))

@@ -76,10 +76,23 @@ def test_a_size_that_steers_python_is_captured_anew(steer: Any) -> None:
     assert net(short).shape == model(short).shape
 
 
-def test_control_flow_on_the_batch_size_follows_the_batch() -> None:
-    model = Blocks(on_batch).double()
+ON_BATCH = [
+    on_batch,
+    lambda self, x, h: h * 2 if x.shape[0] in {7, 9} else h,
+    lambda self, x, h: h * {"7": 2.0}.get(f"{x.shape[0]}", 1.0),
+    lambda self, x, h: h * {(7, 4): 2.0}.get((x.shape[0], x.shape[1]), 1.0),
+    lambda self, x, h: h * {torch.Size((7, 4, WIDTH)): 2.0}.get(x.shape, 1.0),
+]
+
+
+@pytest.mark.parametrize("steer", ON_BATCH)
+def test_control_flow_on_the_batch_size_follows_the_batch(steer: Any) -> None:
+    model = Blocks(lambda self, x, h: h).double()
     small, large = (torch.randn(n, 4, WIDTH, dtype=torch.float64) for n in (3, 7))
-    references = [(x, _expected(model, x)(x)) for x in (small, large)]
+    references = [(small, _expected(model, small)(small))]
+    model.steer = lambda self, x, h: h * 2
+    references += [(large, _expected(model, large)(large))]
+    model.steer = steer
     for example in (small, torch.cat([small, small[:2]])):  # 5: one sample more is another case
         net = _expected(model, example)
         for x, expected in references:

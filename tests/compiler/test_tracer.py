@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import operator
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,8 @@ X = torch.randn(2, 6)
         (lambda x: x.new_zeros(round(x.shape[0] * 1.6)), (3, 5)),
         (lambda x: x.new_zeros(-(-x.shape[0] // 4)), (1, 1)),
         (lambda x: x.new_zeros(math.prod([x.shape[0], 2])), (4, 6)),
+        (lambda x: x.new_zeros(sum(divmod(x.shape[0], 2))), (1, 2)),
+        (lambda x: x.new_zeros(round(np.sqrt(x.shape[0]) * 4)), (6, 7)),
         (lambda x: torch.zeros(x.shape[0], device=x.device), (2, 3)),
         (lambda x: torch.full((x.size(0),), 1.0), (2, 3)),
         (lambda x: torch.tensor([x.shape[0], 1]), (2, 2)),
@@ -81,6 +84,14 @@ X = torch.randn(2, 6)
 def test_arithmetic_of_the_batch_size(forward: Callable[..., Any], size: tuple[int, int]) -> None:
     result = list(traced(forward, X).graph.nodes)[-2].meta[TYPE]
     assert (result.at(2), result.at(3)) == ((size[0],), (size[1],))
+
+
+@pytest.mark.parametrize("number", [1 / np.sqrt(4), np.float32(0.5), np.int64(3)])
+def test_numbers_of_numpy_are_plain_in_graphs(number: Any) -> None:
+    (product,) = traced(lambda x: x * number, X).graph.find_nodes(
+        op="call_function", target=operator.mul
+    )
+    assert product.args[1] == number and type(product.args[1]) in (float, int)
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,10 @@ def check_capture(
     captured: Captured,
     example: Example,
     level: Check,
-    flags: Flags | None = None,
+    flags: Flags,
 ) -> str | None:
     """What differs between the model and its capture, or None. `flags` collects those it reads."""
     on_meta = any(t.is_meta for t in (*model.parameters(), *example.tensors(0)))
-    flags = {} if flags is None else flags
     if level is Check.OFF or on_meta:
         return None
     for trial in _trials(captured, level):

@@ -67,7 +67,8 @@ def decision(node: fx.Node, root: nn.Module) -> str | None:
     name = _name(node)
     if name in _JUMPS or node.kwargs.get("rounding_mode") is not None:
         return name if any(_has_floats(i.meta.get(TYPE)) for i in node.all_input_nodes) else None
-    if name in _UNCHANGED or not _is_discrete(node.meta.get(TYPE)):
+    kind = node.meta.get(TYPE)  # of several tensors, the items are nodes of their own
+    if name in _UNCHANGED or not isinstance(kind, TensorType) or kind.differentiable:
         return None
     sources = [i for i in node.all_input_nodes if _has_floats(i.meta.get(TYPE))]
     if not sources:
@@ -77,11 +78,6 @@ def decision(node: fx.Node, root: nn.Module) -> str | None:
 
 def _name(node: fx.Node) -> str:
     return op_name(node).strip("_")
-
-
-def _is_discrete(kind: Any) -> bool:
-    """Is it one tensor of integers or booleans? (Of several, the items are nodes of their own.)"""
-    return isinstance(kind, TensorType) and not _has_floats(kind)
 
 
 def _has_floats(kind: Any) -> bool:

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile.compiler.capture.cleanup import passed_on, uncut_parts
 from revcompile.compiler.capture.memory import (
@@ -47,7 +48,6 @@ from revcompile.compiler.capture.memory import (
     overwrites_unshared,
     works_in_place,
 )
-from revcompile.ir.module_tree import has_batch_norm
 from revcompile.ir.ops import (
     attribute,
     batch_norm,
@@ -148,7 +148,9 @@ class _Functional:
             self._define(node, norm)
         elif (source := passed_on(node, self.root)) is not None:
             self._define(node, self._read(source))
-        elif (parts := uncut_parts(node)) and self._are_unwritten([node, *parts]):
+        elif (parts := uncut_parts(node)) and all(
+            _storages(each).isdisjoint(self.written) for each in (node, *parts)
+        ):
             whole: Any = node.args[0]
             new = [self._read(part) for part in parts]
             if len(new) > 1:
@@ -161,9 +163,6 @@ class _Functional:
             self._layer(node)
         else:
             self._operation(node)
-
-    def _are_unwritten(self, nodes: Iterable[fx.Node]) -> bool:
-        return all(_storages(node).isdisjoint(self.written) for node in nodes)
 
     def _read(self, node: fx.Node) -> fx.Node:
         """The new node with the current contents of an original one."""
@@ -281,28 +280,27 @@ class _Functional:
 
     def _refuse_reads_of_statistics(self) -> None:
         """Refuse other readers of running statistics: they would read before or after the norm."""
-        norms = [node for node in self.original.nodes if op_name(node) in _NORMS]
-        moved: set[int] = set()
-        for norm in norms:
-            statistics = [n for n in _statistics(norm) if isinstance(n, fx.Node)]
-            moved.update(*map(_storages, statistics))
-            if norm.target is not functional.batch_norm and statistics:
-                reason = f"{norm.name} moves running statistics; call F.batch_norm"
-                raise NotFunctional(reason, [norm])
-        buffers: set[int] = set()
-        for node in self.original.find_nodes(op="call_module"):
-            module = self.root.get_submodule(str(node.target))
-            if has_batch_norm(module):
-                norms.append(node)
-                buffers.update(map(id, module.buffers()))
-        for node in self.original.find_nodes(op="get_attr"):
-            is_moved = not moved.isdisjoint(_storages(node))
-            if not is_moved and id(attribute(self.root, str(node.target))) not in buffers:
-                continue
-            readers = [u for u in node.users if _reads(u) and node not in _statistics(u)]
-            if readers:
-                reason = f"{readers[0].name} reads {node.target}, which a batch norm moves"
-                raise NotFunctional(reason, [*readers, *norms])
+        calls = [n for n in self.original.nodes if n.op == "call_module" or any(_statistics(n))]
+        for node in calls:
+            if node.target is not functional.batch_norm and any(_statistics(node)):
+                reason = f"{node.name} moves running statistics; call F.batch_norm"
+                raise NotFunctional(reason, [node])
+        for buffer in self.original.find_nodes(op="get_attr"):
+            norms = [node for node in calls if self._moves(node, buffer)]
+            for reader in buffer.users if norms else ():
+                if _reads(reader) and buffer not in _statistics(reader):
+                    reason = f"{reader.name} reads {buffer.target}, which a batch norm moves"
+                    raise NotFunctional(reason, [reader, *norms])
+
+    def _moves(self, node: fx.Node, buffer: fx.Node) -> bool:
+        """Is a buffer one of the running statistics of a batch norm?"""
+        if node.op != "call_module":
+            given = (n for n in _statistics(node) if isinstance(n, fx.Node))
+            return any(_storages(n) & _storages(buffer) for n in given)
+        tensor = attribute(self.root, str(buffer.target))
+        modules = self.root.get_submodule(str(node.target)).modules()
+        norms = (module for module in modules if isinstance(module, _BatchNorm))
+        return any(tensor is held for norm in norms for held in norm.buffers())
 
 
 def _statistics(node: fx.Node) -> tuple[Any, ...]:

@@ -177,7 +177,8 @@ def is_effect(node: fx.Node) -> bool:
     name = str(getattr(node.target, "__name__", node.target))
     is_seen = bool(node.meta.get(WRITES)) or node.target is store_buffer
     is_said = getattr(schema, "is_mutable", False) or bool(node.kwargs.get("inplace"))
-    is_named = name.endswith("_") and name != "requires_grad_" and hasattr(torch.Tensor, name)
+    is_written = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    is_named = is_written and hasattr(torch.Tensor, name)
     return is_seen or is_said or (is_named and node.op in ("call_method", "call_function"))
 
 

@@ -206,11 +206,12 @@ class ShapedProxy:
         return item in self.plain()
 
     def __hash__(self) -> int:
-        """By value where it is plain, so that `n in {8, 16}` compares values."""
+        """By value where it is a plain one, so that `n in {8, 16}` compares values."""
+        return hash(self.plain()) if self._is_hashed() else id(self)
+
+    def _is_hashed(self) -> bool:
         known = self.tracer.values.get(self.node)
-        if known is None or type(known.first) not in _HASHED or known.first != known.second:
-            return id(self)
-        return hash(self.plain())
+        return known is not None and isinstance(known.first, _HASHED)
 
     def __eq__(self, other: object) -> Any:
         if isinstance(other, ShapedProxy) and other.tracer is not self.tracer:
@@ -228,11 +229,8 @@ class ShapedProxy:
 
     def _text(self, spec: str) -> str:
         """The value as text, unless the text only goes into a message."""
-        known = self.tracer.values.get(self.node)
-        is_plain = known is not None and type(known.first) in _HASHED
-        if known is None or not is_plain or known.first != known.second or in_bare_call():
-            return repr(self)
-        return format(self.plain(), spec)
+        is_message = not self._is_hashed() or in_bare_call()
+        return repr(self) if is_message else format(self.plain(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TraceError("copy.deepcopy of a tensor; use clone()")
@@ -267,7 +265,7 @@ for _name in (name for name in magic_methods if name != "eq" and hasattr(operato
     setattr(ShapedProxy, f"__{_name.strip('_')}__", _operator(getattr(operator, _name), False))
 for _name in (name for name in reflectable_magic_methods if hasattr(operator, name)):
     setattr(ShapedProxy, f"__r{_name.strip('_')}__", _operator(getattr(operator, _name), True))
-for _function in (operator.abs, math.ceil, math.floor, math.trunc, round):
+for _function in (divmod, operator.abs, math.ceil, math.floor, math.trunc, round):
     setattr(ShapedProxy, f"__{_function.__name__}__", _operator(_function, False))
 for _function, _plain in INPLACE_OPERATORS.items():
     setattr(ShapedProxy, f"__{_function.__name__}__", _inplace(_function, _plain))
@@ -289,6 +287,12 @@ class NumberProxy(ShapedProxy):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """NumPy's functions of a number."""
+        if method != "__call__":
+            return NotImplemented
+        return self.tracer.create_proxy("call_function", function, args, kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -375,12 +379,9 @@ def proxy_for(node: fx.Node, tracer: ShapedTracer, is_data: bool) -> ShapedProxy
     value = tracer.values[node].first
     if isinstance(value, torch.Tensor):
         return (DataProxy if is_data else TensorProxy)(node, tracer)
-    kinds: dict[type, type[ShapedProxy]] = {
-        int: NumberProxy,
-        float: NumberProxy,
-        torch.dtype: TypeProxy,
-    }
-    return kinds.get(type(value), ShapedProxy)(node, tracer)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return NumberProxy(node, tracer)
+    return (TypeProxy if isinstance(value, torch.dtype) else ShapedProxy)(node, tracer)
 
 
 def contains_proxy(values: Any) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Number
 from typing import Any, Final
 
 import torch
@@ -51,6 +52,7 @@ from revcompile.compiler.capture.memory import (
     watch_memory,
 )
 from revcompile.compiler.capture.proxy import (
+    NumberProxy,
     ShapedProxy,
     ShapedTracer,
     custom_function,
@@ -224,6 +226,8 @@ class Tracer(ShapedTracer):
                 self.root.get_submodule(self._path),
             )
         refuse_lost_type(a)
+        if isinstance(a, Number) and hasattr(a, "item"):  # one of NumPy's
+            return a.item()
         if isinstance(a, torch.Size):
             return tuple(self.create_arg(n) for n in a)
         if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
@@ -354,6 +358,11 @@ class Tracer(ShapedTracer):
                 where = "its attribute" if path == self._path else "the attribute"
                 of = "" if path == self._path else f" of {path}"
                 raise PythonState(f"the forward pass counts in {where} {name!r}{of}", module)
+            # with a table that grows, results may depend on the sizes of earlier calls
+            sizes = [k for k in held if k not in stored and type(held[k]) in (int, NumberProxy)]
+            if sizes and self._path and not any(module.children()):
+                reason = f"the forward pass keeps a size in its attribute {sizes[0][1]!r}"
+                raise UntracedEffect(reason, module)
         return result
 
     def _state(self, module: nn.Module) -> dict[tuple[str, str], Any]:

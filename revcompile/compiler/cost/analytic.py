@@ -19,12 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from revcompile.compiler.capture.fake_values import NEEDS_DATA, FakeMode, fake_copy
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng, set_mode
-from revcompile.compiler.cost.run_pieces import (
-    PieceCall,
-    example_batch_size,
-    run_pieces,
-    submodules_only,
-)
+from revcompile.compiler.cost.run_pieces import PieceCall, run_pieces, submodules_only
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read
 from revcompile.ir.types import Cost, Rewired, Segment, TensorType
@@ -77,7 +72,6 @@ def _counted(
     root = set_mode(copy, original, training=True)
     # kept, as a storage that is freed could give its address to another
     of_model = {_storage(t): t for t in (*copy.parameters(), *copy.buffers())}
-    batch = example_batch_size(rewired, types)
     costs: list[Cost] = []
     counted: set[int] = set()
     saved_before: dict[int, int] = {}
@@ -116,7 +110,7 @@ def _counted(
                 unsaved=sum(made[key].nbytes() for key in unsaved),
                 weights=sum(p.numel() * p.itemsize for p in new),
                 trained=sum(p.numel() * p.itemsize for p in new if p.requires_grad),
-                batch=batch,
+                batch=rewired.batch,
             )
         )
         saved_before = saved

@@ -14,11 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from revcompile.compiler.capture.isolation import (
-    preserve_model,
-    seed_all,
-    set_mode,
-)
+from revcompile.compiler.capture.isolation import preserve_model, seed_all, set_mode
 from revcompile.compiler.cost.run_pieces import PieceCall, run_pieces, submodules_only
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from revcompile.ir import coupling_ops
 from revcompile.ir.python_code import compile_graph
-from revcompile.ir.types import Coupling, Opaque, Rewired, Segment, TensorType
+from revcompile.ir.types import Coupling, Opaque, Segment
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,3 @@ def submodules_only(root: nn.Module) -> nn.Module:
     plain._buffers = dict(root._buffers)
     plain.training = root.training
     return plain
-
-
-def example_batch_size(rewired: Rewired, types: Mapping[str, Any]) -> int:
-    """The batch size of the example the model was captured with."""
-    kinds = (types[name] for name in rewired.signature.placeholders)
-    return next(kind.batch for kind in kinds if isinstance(kind, TensorType))

@@ -88,7 +88,8 @@ def split_pieces(
     types: dict[str, Any] = {}
     result: list[tuple[Segment, ...]] = []
     for piece in pieces:
-        if isinstance(piece, Opaque) and not _computes_any(piece.graph, blocks):
+        origins = {node.meta.get(ORIGIN) for node in piece.graph.nodes if not is_plain(node)}
+        if isinstance(piece, Opaque) and blocks.isdisjoint(origins):
             split = _Split(piece, rewired.root, used_names)
             result.append(tuple(split.parts()))
             types |= split.types
@@ -96,10 +97,6 @@ def split_pieces(
         else:
             result.append((piece,))
     return tuple(result), types
-
-
-def _computes_any(graph: fx.Graph, names: set[str]) -> bool:
-    return any(n.meta.get(ORIGIN) in names for n in graph.nodes if not is_plain(n))
 
 
 class _Split:

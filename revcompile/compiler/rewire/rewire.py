@@ -176,7 +176,7 @@ class _Rewiring:
             region = self.place.regions[index]
             outputs = tuple(name for name in region.defined if name in needed)
             graph = region.finish(tuple(region.defined[name] for name in outputs))
-            if not outputs and not _has_effect(region):
+            if not outputs and not any(n.op == "call_module" or is_effect(n) for n in graph.nodes):
                 continue
             name = self._region_name(index, region)
             inputs = tuple(region.inputs)
@@ -200,10 +200,6 @@ class _Rewiring:
                 return str(node.meta.get(PATH) or node.target)
         before = self.names[self.blocks.ordered[index - 1].total]
         return f"between {before} and the next block"
-
-
-def _has_effect(region: Region) -> bool:
-    return any(n.op == "call_module" or is_effect(n) for n in region.graph.nodes)
 
 
 def _block_names(flow: Flow, blocks: list[Residual]) -> dict[str, str]:
