@@ -49,6 +49,10 @@ def by_text(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
     return h * {"9": 2.0, "11": 3.0}.get(f"{x.shape[1]}", 1.0)
 
 
+def by_text_of_a_list(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
+    return h * {"[11, 8]": 3.0}.get(str([*x.shape[1:]]), 1.0)
+
+
 def baked_length(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
     return h.view(x.shape[0], int(x.shape[1]), WIDTH) + int(x.shape[1])
 
@@ -57,7 +61,7 @@ def on_contents_of_sizes(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
     return h * 2 if torch.arange(h.shape[1]).max() > 7 else h
 
 
-STEERED = [on_length, by_text, baked_length, on_contents_of_sizes]
+STEERED = [on_length, by_text, by_text_of_a_list, baked_length, on_contents_of_sizes]
 
 
 def _expected(model: nn.Module, x: Tensor) -> nn.Module:
@@ -80,6 +84,7 @@ ON_BATCH = [
     on_batch,
     lambda self, x, h: h * 2 if x.shape[0] in {7, 9} else h,
     lambda self, x, h: h * {"7": 2.0}.get(f"{x.shape[0]}", 1.0),
+    lambda self, x, h: h * 2 if "7" in str(list(x.shape)) else h,
     lambda self, x, h: h * {(7, 4): 2.0}.get((x.shape[0], x.shape[1]), 1.0),
     lambda self, x, h: h * {torch.Size((7, 4, WIDTH)): 2.0}.get(x.shape, 1.0),
 ]

@@ -219,18 +219,18 @@ class ShapedProxy:
         return self._call(operator.eq, other)
 
     def __repr__(self) -> str:
-        return f"Proxy({self.node.name})"
+        return self._text(repr)
 
     def __str__(self) -> str:
-        return self._text("")
+        return self._text(str)
 
     def __format__(self, spec: str) -> str:
-        return self._text(spec)
+        return self._text(lambda value: format(value, spec))
 
-    def _text(self, spec: str) -> str:
+    def _text(self, text_of: Callable[[Any], str]) -> str:
         """The value as text, unless the text only goes into a message."""
         is_message = not self._is_hashed() or in_bare_call()
-        return repr(self) if is_message else format(self.plain(), spec)
+        return f"Proxy({self.node.name})" if is_message else text_of(self.plain())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TraceError("copy.deepcopy of a tensor; use clone()")
