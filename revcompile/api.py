@@ -401,16 +401,14 @@ def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
         "reversify": "training it keeps all activations, as training the original does",
         "petrafy": "every stage keeps its inputs and computes the rest again",
     }
-    warn(
-        f"{caller}: nothing in {rewired.name} became reversible, so {effect[caller]}. Why: {why}",
-    )
+    warn(f"{caller}: nothing in {rewired.name} became reversible, so {effect[caller]}. Why: {why}")
 
 
 def _warn_of_another_function(rewired: Rewired, caller: str) -> None:
     warn(
         f"{caller}: {rewired.name} looks trained, but this policy makes a new two-stream "
         "model of it, which computes another function and has to be trained. Pass "
-        "policy='pretrained' to keep what the model computes",
+        "policy='pretrained' to keep what the model computes"
     )
 
 
@@ -419,7 +417,7 @@ def _warn_of_hooks(net: ReversibleModule, caller: str) -> None:
         warn(
             f"{caller}: {path} has hooks, but its forward is part of the captured graph now: what "
             "they computed was traced, and they will not run again. Register hooks on the layers "
-            f"inside {path}, or keep it whole with leaf_modules=[{path!r}]",
+            f"inside {path}, or keep it whole with leaf_modules=[{path!r}]"
         )
 
 

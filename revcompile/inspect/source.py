@@ -18,13 +18,7 @@ from torch.nn import functional as F
 from revcompile.inspect.formatting import common_start
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.coupling_ops import HELPERS
-from revcompile.ir.program import (
-    GraphFunction,
-    Partition,
-    StageProgram,
-    commented,
-    legal,
-)
+from revcompile.ir.program import GraphFunction, Partition, StageProgram, commented, legal
 from revcompile.ir.python_code import path_expression, python_code
 from revcompile.ir.types import PATH, TYPE, Coupling, TensorType
 

@@ -11,16 +11,7 @@ from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from revcompile.inspect.formatting import (
-    amount,
-    dtype,
-    first_few,
-    plural,
-    shape,
-    share,
-    size,
-    span,
-)
+from revcompile.inspect.formatting import amount, dtype, first_few, plural, shape, share, size, span
 from revcompile.inspect.views import ModelView, StageView, refusals_by_reason
 from revcompile.ir.program import StageMemory
 from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment, TensorType

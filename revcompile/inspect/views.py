@@ -11,15 +11,7 @@ from typing import Any
 
 from revcompile.inspect.formatting import counted, size, span
 from revcompile.ir.program import Partition, Port, StageMemory, StageProgram
-from revcompile.ir.types import (
-    PATH,
-    Cost,
-    Coupling,
-    Residual,
-    Rewired,
-    Segment,
-    TensorType,
-)
+from revcompile.ir.types import PATH, Cost, Coupling, Residual, Rewired, Segment, TensorType
 from revcompile.schedule import Tie, delay, window
 
 

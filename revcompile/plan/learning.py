@@ -80,7 +80,7 @@ def warn_of_delay(trainer: Trainer) -> None:
     warn(
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
         f"{problem}: expect it to learn much less than by backprop. Use {remedy}; or "
-        f"accumulation_steps={enough}, with smaller micro-batches, for at most one update of delay",
+        f"accumulation_steps={enough}, with smaller micro-batches, for at most one update of delay"
     )
 
 

@@ -114,10 +114,7 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({m.name: m for m in _tab
 
 
 def choose(
-    name: str | Method,
-    *,
-    in_flight_per_stage: float | None = None,
-    weights: str | None = None,
+    name: str | Method, *, in_flight_per_stage: float | None = None, weights: str | None = None
 ) -> Method:
     """Look up a method by name.
 

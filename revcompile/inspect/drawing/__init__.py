@@ -65,11 +65,7 @@ def draw_schedule(
 
 
 def draw_frontier(
-    path: str | Path,
-    title: str,
-    subtitle: str,
-    points: Mapping[str, Point],
-    curve: Sequence[Point],
+    path: str | Path, title: str, subtitle: str, points: Mapping[str, Point], curve: Sequence[Point]
 ) -> Path:
     """Draw throughput over memory, as an `.svg`: labelled points, and a curve of one method."""
     target = _target("draw_frontier", path, (".svg",))
