@@ -7,6 +7,7 @@ subcommand runs, so that --help is fast.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(), _spinner(f"{args.command} {args.model}"):
             warnings.showwarning = warn  # type: ignore[assignment]
             answer: Answer = _COMMANDS[args.command].run(args)
-        sys.stdout.write(f"{answer.json if args.json else answer.text}\n")
+        sys.stdout.write(f"{json.dumps(answer.facts, indent=2) if args.json else answer.text}\n")
         sys.stdout.flush()
         return answer.code
     except RevcompileError as error:

@@ -139,34 +139,24 @@ def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
 
 def _build(name: str) -> tuple[nn.Module, Any]:
     source, _, wanted = name.rpartition(":")
-    libraries = {"timm": _from_timm, "torchvision": _from_torchvision}
     if source == "hf":
         return _from_transformers(wanted)
-    if source and source not in libraries:
+    if source not in ("", "timm", "torchvision"):
         return _call_factory(source, wanted)
-    for library in [source] if source else libraries:
-        if (model := libraries[library](wanted)) is not None:
-            return model, None
-    raise InputError(_unknown(wanted))
-
-
-def _from_timm(name: str) -> nn.Module | None:
-    timm = _import_or_none("timm")
-    if timm is None or not timm.is_model(name):
-        return None
-    model: nn.Module = timm.create_model(name)
-    return model
-
-
-def _from_torchvision(name: str) -> nn.Module | None:
-    vision = _import_or_none("torchvision")
-    if vision is None or name not in vision.models.list_models():
-        return None
-    builder = vision.models.get_model_builder(name)
-    takes = inspect.signature(builder).parameters
-    has_backbone = "weights_backbone" in takes  # which would be downloaded
-    model: nn.Module = builder(weights=None, **{"weights_backbone": None} if has_backbone else {})
-    return model
+    known: list[str] = []
+    if source != "torchvision" and (timm := _import_or_none("timm")):
+        if timm.is_model(wanted):
+            return timm.create_model(wanted), None
+        known += timm.list_models()
+    if source != "timm" and (vision := _import_or_none("torchvision")):
+        if wanted in vision.models.list_models():
+            builder = vision.models.get_model_builder(wanted)
+            has_backbone = "weights_backbone" in inspect.signature(builder).parameters
+            no_download = {"weights_backbone": None} if has_backbone else {}
+            return builder(weights=None, **no_download), None
+        known += vision.models.list_models()
+    hint = nearest(wanted, known, "give the name of a timm or torchvision model that is installed")
+    raise InputError(f"no model {wanted!r}; {hint} (your own: package.module:factory)")
 
 
 def _from_transformers(kind: str) -> tuple[nn.Module, Any]:
@@ -192,18 +182,6 @@ def _import_or_none(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         return None
-
-
-def _unknown(name: str) -> str:
-    timm, vision = _import_or_none("timm"), _import_or_none("torchvision")
-    if timm is None and vision is None:
-        return f"no model {name!r}: install timm or torchvision, or give package.module:factory"
-    known = [
-        *(timm.list_models() if timm else ()),
-        *(vision.models.list_models() if vision else ()),
-    ]
-    hint = nearest(name, known, "give a timm or torchvision name")
-    return f"no model {name!r}; {hint} (your own: package.module:factory)"
 
 
 def _call_factory(module: str, function: str) -> tuple[nn.Module, Any]:
