@@ -12,7 +12,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from revcompile.inspect.formatting import amount, dtype, first_few, plural, shape, share, size, span
-from revcompile.inspect.views import ModelView, StageView, refusals_by_reason
+from revcompile.inspect.views import ModelView, StageView
 from revcompile.ir.program import StageMemory
 from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion
@@ -109,8 +109,10 @@ def _shape(rewired: Rewired, segment: Segment) -> str:
 
 def refusals(rewired: Rewired) -> list[str]:
     """The reasons why sums were not rewired, the most frequent first, with some of the places."""
-    by_reason = refusals_by_reason(rewired).items()
-    frequent = sorted(by_reason, key=lambda entry: -len(entry[1]))
+    by_reason: dict[str, list[str]] = {}
+    for refusal in rewired.refusals:
+        by_reason.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
+    frequent = sorted(by_reason.items(), key=lambda entry: -len(entry[1]))
     return [f"{first_few(paths)}: {reason}" for reason, paths in frequent]
 
 

@@ -221,14 +221,6 @@ def block_of(rewired: Rewired, piece: Segment) -> Residual | None:
     return next((block for block in rewired.residuals if names & {*block.branch}), None)
 
 
-def refusals_by_reason(rewired: Rewired) -> dict[str, list[str]]:
-    """Where sums were not rewired, for every reason."""
-    places: dict[str, list[str]] = {}
-    for refusal in rewired.refusals:
-        places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
-    return places
-
-
 def _between(before: Segment, after: Segment, types: Mapping[str, Any]) -> int:
     """One value or two streams between two pieces."""
     if before.reversible or after.reversible:
