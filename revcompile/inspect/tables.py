@@ -43,28 +43,25 @@ def render(*parts: object) -> str:
 
 def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
     """The segments of a rewired model: how much they compute, and why some are not reversible."""
-    flops = max(sum(cost.flops for cost in costs), 1)
-    parameters = max(sum(cost.parameters for cost in costs), 1)
-    segments = plural(len(rewired.body.segments), "segment")
-    table = table_of(f"{rewired.name}: {segments}", _SEGMENT_COLUMNS, "segment")
-    inside = Cost(0, 0)
+    segments = zip(rewired.body.segments, costs, strict=True)
+    inside = [cost for segment, cost in segments if isinstance(segment, Coupling)]
+    flops, parameters = sum(cost.flops for cost in costs), sum(cost.parameters for cost in costs)
+    title = f"{rewired.name}: {plural(len(costs), 'segment')}"
+    table = table_of(title, _SEGMENT_COLUMNS, "segment")
     opaque = [(s.name, s.reason) for s in rewired.body.segments if isinstance(s, Opaque)]
     letters = _letters(opaque)
     for segment, cost in zip(rewired.body.segments, costs, strict=True):
-        reversible = isinstance(segment, Coupling)
-        if reversible:
-            inside = Cost(inside.flops + cost.flops, inside.parameters + cost.parameters)
         table.add_row(
             segment.name,
-            f"{100 * cost.flops / flops:.1f} %",
+            share(cost.flops, flops),
             amount(cost.parameters),
             _shape(rewired, segment),
             f"opaque ({letters[segment.reason]})" if isinstance(segment, Opaque) else "reversible",
         )
     totals = (
         f"reversible: {len(rewired.couplings)} blocks with "
-        f"{100 * inside.flops / flops:.1f} % of the forward FLOPs and "
-        f"{100 * inside.parameters / parameters:.1f} % of {parameters:,} parameters"
+        f"{share(sum(cost.flops for cost in inside), flops)} of the forward FLOPs and "
+        f"{share(sum(cost.parameters for cost in inside), parameters)} of {parameters:,} parameters"
     )
     below = totals, *_reasons(opaque, letters), *_remarks(rewired), _NEXT_OF_MODULE
     return render(function_of(rewired), "", table, "", *below)

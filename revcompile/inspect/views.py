@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 from revcompile.inspect.formatting import counted, size, span
@@ -89,11 +89,6 @@ class StageView:
     def opaque(self) -> tuple[tuple[str, str], ...]:
         """Pieces that are not reversible, and why."""
         return tuple((block.name, block.why) for block in self.blocks if not block.reversible)
-
-    @property
-    def work(self) -> float:
-        """Forward and backward of all blocks."""
-        return math.fsum(block.work for block in self.blocks)
 
     @property
     def parameters(self) -> int:
@@ -179,17 +174,13 @@ def model_view(
     """What there is to show; `batch` is the size of a micro-batch, `name` that of the model."""
     pieces = [piece for part in partition.parts for piece in part.pieces]
     between = [_between(before, after, partition.types) for before, after in pairwise(pieces)]
-    ends = (2 if piece.reversible else 1 for piece in (pieces[0], pieces[-1]))
-    lines = zip([next(ends), *between], [*between, next(ends)], strict=True)
+    first, last = (2 if piece.reversible else 1 for piece in (pieces[0], pieces[-1]))
+    ends = pairwise([first, *between, last])
     blocks = [
         tuple(
-            BlockView(piece, cost, work, *ends)
-            for piece, cost, work, ends in zip(
-                part.pieces,
-                part.costs,
-                partition.works(part),
-                islice(lines, len(part.pieces)),
-                strict=True,
+            BlockView(piece, cost, work, *next(ends))
+            for piece, cost, work in zip(
+                part.pieces, part.costs, partition.works(part), strict=True
             )
         )
         for part in partition.parts

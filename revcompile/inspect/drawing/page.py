@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from revcompile.inspect.code import action_list
 from revcompile.inspect.drawing.blocks import legend
-from revcompile.inspect.drawing.graph import Drawn, drawn_graph, layout, operation
+from revcompile.inspect.drawing.graph import drawn_graph, layout, operation
 from revcompile.inspect.drawing.network import headline, scale_of, totals
 from revcompile.inspect.drawing.stages import StageFigure, StageFigures
 from revcompile.inspect.drawing.svg import asset, element, escape
@@ -21,7 +21,7 @@ from revcompile.inspect.formatting import amount, listed, plural, share, size
 from revcompile.inspect.source import code_text
 from revcompile.inspect.tables import refusals
 from revcompile.inspect.views import ModelView, StageView, tensors
-from revcompile.ir.program import Port, StageProgram
+from revcompile.ir.program import Port
 from revcompile.ir.types import PATH
 from revcompile.schedule import Action, actions
 
@@ -146,7 +146,6 @@ def embedded(value: Any) -> str:
 
 def _details(view: ModelView, stage: StageView, steps: Sequence[Action]) -> dict[str, Any]:
     """Everything the page's script shows of a stage."""
-    graph = drawn_graph(stage.program.forward)
     return {
         "name": stage.title,
         "facts": list(_facts(view, stage).items()),
@@ -163,8 +162,7 @@ def _details(view: ModelView, stage: StageView, steps: Sequence[Action]) -> dict
         ],
         "code": code_text(view.partition, stage.program),
         "actions": action_list(stage.program, steps).lines,
-        "graph": layout(graph),
-        "note": _note(stage.program, graph),
+        "graph": layout(drawn_graph(stage.program.forward)),
         "names": _names(stage),
     }
 
@@ -202,15 +200,6 @@ def _ports(view: ModelView, ports: Sequence[Port]) -> str:
     parts = [f"{listed(kinds)} ({size(total)})"] if kinds else []
     parts += [plural(plain, "plain value")] if plain else []
     return " and ".join(parts) or "nothing"
-
-
-def _note(program: StageProgram, graph: Drawn) -> str:
-    drawn, every = sum(len(one.nodes) for one in graph.vertices), len(program.forward.nodes)
-    opens = any(one.inside is not None for one in graph.vertices)
-    return (
-        f"{drawn} of the forward program's {every} operations; sizes, weights and bookkeeping are "
-        f"not drawn{', and boxes with a thick border open' if opens else ''}."
-    )
 
 
 def _names(stage: StageView) -> list[str]:
