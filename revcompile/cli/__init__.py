@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import json
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import getdoc  # `inspect` is a command here
 from typing import Any, Final
 
 from revcompile import __version__
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"revcompile {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, add_options in COMMANDS.items():
-        text = inspect.getdoc(add_options) or ""
+        text = getdoc(add_options) or ""
         command = commands.add_parser(
             name,
             help=text.partition("\n")[0].rstrip("."),
