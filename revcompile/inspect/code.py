@@ -22,11 +22,10 @@ class ActionList(tuple[Action, ...]):
     @property
     def lines(self) -> list[str]:
         """A line for each micro-batch that enters."""
+        enters = Op.RECV_X if any(action.op is Op.RECV_X for action in self) else Op.FORWARD
         lines: list[list[str]] = [[]]
-        for action, before in zip(self, (None, *self), strict=False):
-            last = None if before is None else before.op
-            enters = action.op is Op.RECV_X or (action.op is Op.FORWARD and last is not Op.RECV_X)
-            if enters and lines[-1]:
+        for action in self:
+            if action.op is enters and lines[-1]:
                 lines.append([])
             lines[-1].append(self._text(action))
         return [" · ".join(line) for line in lines]

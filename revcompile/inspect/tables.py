@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from revcompile.inspect.formatting import amount, dtype, first_few, plural, shape, share, size, span
+from revcompile.inspect.formatting import amount, first_few, listed, plural, share, size, span
 from revcompile.inspect.views import ModelView, StageView
 from revcompile.ir.program import StageMemory
 from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment, TensorType
@@ -101,7 +101,7 @@ _SEGMENT_COLUMNS: Final[Mapping[str, JustifyMethod]] = {
 
 def _shape(rewired: Rewired, segment: Segment) -> str:
     kind = rewired.body.types.get(segment.outputs[-1]) if segment.outputs else None
-    return f"{dtype(kind)}{shape(kind)}" if isinstance(kind, TensorType) else ""
+    return listed([kind]) if isinstance(kind, TensorType) else ""
 
 
 def refusals(rewired: Rewired) -> list[str]:
