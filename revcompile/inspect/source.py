@@ -7,7 +7,6 @@ import keyword
 import operator
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -174,10 +173,7 @@ class Listing:
                     name if name == alias else f"{name} as {alias}"
                 )
         for module, names in sorted(modules.items()):
-            line = f"from {module} import {', '.join(names)}"
-            if len(line) > 100:
-                line = f"from {module} import ({', '.join(names)})"
-            lines.append("\n".join(textwrap.wrap(line, 100, subsequent_indent="    ")))
+            lines.append(f"from {module} import {', '.join(names)}")
         return ["\n".join(lines)] if lines else []
 
 
