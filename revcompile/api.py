@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from revcompile.arguments import (
     known_keywords,
     member_of,
     number,
-    one_of,
     whole_number,
 )
 from revcompile.compiler.capture import capture, make_example
@@ -258,7 +257,7 @@ def petrafy(
     order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     names = list(keep) if isinstance(keep, list | tuple) else [keep] * num_stages
-    keeps = [Keep(one_of("petrafy", "keep", name, get_args(KeepName))) for name in names]
+    keeps = [member_of("petrafy", "keep", name, Keep) for name in names]
     if len(keeps) != num_stages:
         raise InputError(
             f"petrafy: keep has {len(keeps)} items, num_stages={num_stages}; give one name, or one "

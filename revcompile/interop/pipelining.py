@@ -112,9 +112,11 @@ def _stage(partition: Partition, part: Part, sizes: Mapping[str, tuple[Size, Siz
         replace(piece, grid=None) if isinstance(piece, Coupling) else piece for piece in part.pieces
     )
     expansions = rewired.weight_expansions
+    read = {name for piece in pieces for name in piece.inputs}
     made = {name for piece in pieces for name in piece.outputs} & sizes.keys()
-    computed = [_sizes_segment(partition, part, _sizes_read(part, sizes), sizes)]
-    checked = [_sizes_segment(partition, part, sorted(made), sizes, is_check=True)]
+    entering = [name for name in part.inputs if name in sizes and name in read]
+    computed = _sizes_segment(partition, part, entering, sizes)
+    checked = _sizes_segment(partition, part, sorted(made), sizes, is_check=True)
     weights = _copy_of_read(root, pieces)
     names = dict(weights.named_parameters()) | dict(weights.named_buffers())
     takes_inputs = inputs == rewired.signature.placeholders
@@ -123,7 +125,7 @@ def _stage(partition: Partition, part: Part, sizes: Mapping[str, tuple[Size, Siz
         name=f"{rewired.name}, stage {part.index}",
         root=weights,
         body=Body(
-            tuple(filter(None, (*computed, *pieces, *checked))), tuple(map(Live, outputs)), types
+            tuple(filter(None, (computed, *pieces, checked))), tuple(map(Live, outputs)), types
         ),
         signature=_signature(inputs, outputs, is_last),
         residuals=(),
@@ -238,11 +240,6 @@ def _crossing_sizes(partition: Partition) -> dict[str, tuple[Size, Size]]:
             if isinstance(results, tuple | list):
                 made.update(zip(names, results, strict=True))
     return sizes
-
-
-def _sizes_read(part: Part, sizes: Mapping[str, Any]) -> list[str]:
-    read = {name for piece in part.pieces for name in piece.inputs}
-    return [name for name in part.inputs if name in sizes and name in read]
 
 
 def _sizes_segment(
