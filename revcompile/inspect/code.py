@@ -8,6 +8,7 @@ from textwrap import TextWrapper
 
 from torch import fx
 
+from revcompile.inspect.formatting import span
 from revcompile.inspect.source import code_text
 from revcompile.inspect.tables import text_width
 from revcompile.ir.program import Part, Partition, StageProgram
@@ -102,7 +103,6 @@ class CompiledStage:
         return self.code
 
     def __repr__(self) -> str:
-        pieces = self.part.pieces
-        span = pieces[0].name if len(pieces) == 1 else f"{pieces[0].name} to {pieces[-1].name}"
+        shown = span([piece.name for piece in self.part.pieces])
         kind = "reversible" if self.reversible else "not reversible"
-        return f"CompiledStage({self.part.index} of {self.generated.stages}: {span}, {kind})"
+        return f"CompiledStage({self.part.index} of {self.generated.stages}: {shown}, {kind})"

@@ -274,7 +274,7 @@ class _Device:
 
     def plans(self, budget: float) -> list[_Sum]:
         """Plans that fit, among them those of the least work and of the least memory."""
-        limits = {self.split(choice.memory)[1] for of in self.options for choice in of}
+        limits = sorted({self.split(c.memory)[1] for of in self.options for c in of})
         fronts = (self._front(limit, budget - limit) for limit in limits)
         return [plan for front in fronts if front for plan in (front[0], front[-1])]
 
