@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from revcompile.arguments import (
     known_keywords,
     member_of,
     number,
-    one_of,
     whole_number,
 )
 from revcompile.compiler.capture import capture, make_example
@@ -159,7 +158,7 @@ def _reversified(
     *,
     policy: str,
     check: str,
-    leaf_modules: Iterable[str | type[nn.Module]],
+    leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None,
     overlap: str | Overlap = "auto",
 ) -> tuple[ReversibleModule, Compared | None]:
@@ -181,12 +180,20 @@ def _reversified(
         verify_rewired(captured, rewired)
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, overlaps)
-        any_arguments = huggingface.is_pretrained_model(model)
-        cases = net._cases
-        cases.recapture, cases.any_arguments = Recompiler(model, captured, chosen), any_arguments
-        _warn_of_hooks(net, caller)
+        net._cases.recapture = Recompiler(model, captured, chosen)
+        net._cases.any_arguments = huggingface.is_pretrained_model(model)
+        for path in net._inlined.hooked:
+            warn(
+                f"{caller}: {path} has hooks, but its forward is part of the captured graph now: "
+                "what they computed was traced, and they will not run again. Register hooks on the "
+                f"layers inside {path}, or keep it whole with leaf_modules=[{path!r}]"
+            )
         if rewired.couplings and not chosen.averaged and looks_trained(model):
-            _warn_of_another_function(rewired, caller)
+            warn(
+                f"{caller}: {rewired.name} looks trained, but this policy makes a new two-stream "
+                "model of it, which computes another function and has to be trained. Pass "
+                "policy='pretrained' to keep what the model computes"
+            )
         if level is not Check.OFF:
             is_single = net.rewired.batch == 1  # the model takes no more samples
             example = make_example(model, example_inputs, example_kwargs, is_single)
@@ -250,7 +257,7 @@ def petrafy(
     order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     names = list(keep) if isinstance(keep, list | tuple) else [keep] * num_stages
-    keeps = [Keep(one_of("petrafy", "keep", name, get_args(KeepName))) for name in names]
+    keeps = [member_of("petrafy", "keep", name, Keep) for name in names]
     if len(keeps) != num_stages:
         raise InputError(
             f"petrafy: keep has {len(keeps)} items, num_stages={num_stages}; give one name, or one "
@@ -354,7 +361,6 @@ def check_invertible(
             kwargs,
             policy="paper" if policy is None else policy,
             check="off",
-            leaf_modules=(),
             tolerance=tolerance,
         )
     return _inversion_report(model, args, kwargs, tolerance)
@@ -401,26 +407,7 @@ def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
         "reversify": "training it keeps all activations, as training the original does",
         "petrafy": "every stage keeps its inputs and computes the rest again",
     }
-    warn(
-        f"{caller}: nothing in {rewired.name} became reversible, so {effect[caller]}. Why: {why}",
-    )
-
-
-def _warn_of_another_function(rewired: Rewired, caller: str) -> None:
-    warn(
-        f"{caller}: {rewired.name} looks trained, but this policy makes a new two-stream "
-        "model of it, which computes another function and has to be trained. Pass "
-        "policy='pretrained' to keep what the model computes",
-    )
-
-
-def _warn_of_hooks(net: ReversibleModule, caller: str) -> None:
-    for path in net._inlined.hooked:
-        warn(
-            f"{caller}: {path} has hooks, but its forward is part of the captured graph now: what "
-            "they computed was traced, and they will not run again. Register hooks on the layers "
-            f"inside {path}, or keep it whole with leaf_modules=[{path!r}]",
-        )
+    warn(f"{caller}: nothing in {rewired.name} became reversible, so {effect[caller]}. Why: {why}")
 
 
 def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: str) -> None:
@@ -434,6 +421,9 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
     if not report.ok:
         _refuse_state_in_python(net.rewired, caller)
         name, error = report.worst
+        coupling = next(segment for segment in net.rewired.couplings if segment.name == name)
+        block = block_of(net.rewired, coupling)
+        around = repr(block.path) if block is not None and block.path else "..."
         if net.rewired.policy.averaged and error == float("inf"):
             raise InversionError(
                 f"{caller}: in the chain of {name} numbers are not finite, or grow to more than "
@@ -448,13 +438,6 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
             "of its input (it counts, or reads torch.is_grad_enabled()), or batch norms see too "
             "few samples of the example; give an example with a larger batch, scale the branch "
             "down, keep the whole block, shortcut included, as one piece with "
-            f"leaf_modules=[{_block_path(net.rewired, name)}], or accept the error with "
+            f"leaf_modules=[{around}], or accept the error with "
             f"tolerance={error * 2:.0e}"
         )
-
-
-def _block_path(rewired: Rewired, name: str) -> str:
-    """The module around a coupling and its shortcut, for `leaf_modules`."""
-    coupling = next(segment for segment in rewired.couplings if segment.name == name)
-    block = block_of(rewired, coupling)
-    return repr(block.path) if block is not None and block.path else "..."

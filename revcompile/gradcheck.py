@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.check import Check
-from revcompile.compiler.capture.decisions import Ties
 from revcompile.compiler.capture.isolation import (
     preserve_model,
     preserve_rng,
@@ -30,19 +29,17 @@ from revcompile.compiler.capture.isolation import (
 )
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.compiler.cost import segment_costs
-from revcompile.compiler.cost.run_pieces import PieceCall, run_pieces, submodules_only
 from revcompile.compiler.dataflow import tensor_type
-from revcompile.errors import InversionError, RevcompileError, VerificationError
+from revcompile.errors import RevcompileError, VerificationError
 from revcompile.ir.module_tree import copy_module, device_of_model
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.ir.signature import bind
-from revcompile.ir.types import Coupling, Rewired, Segment
+from revcompile.ir.types import Rewired
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.settings import Settings, Task
 from revcompile.runtime.stage.stage import Stage
-from revcompile.schedule import Keep, choose
 
 _PASSES: Final = 14
 """Cost of all comparisons in forward passes: 3 + 4 (two ways to differentiate), twice."""
@@ -120,38 +117,8 @@ def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, A
         if wrong := _differences(stored, reversible, net.tolerance):
             precise = _in_double(net, args, kwargs)
             if precise is None or precise:
-                _explain_by_ties("reversify", net, args, kwargs, wrong)
                 raise VerificationError(_message("reversify", net.rewired, "chains", wrong))
     return Compared(args, kwargs, stored)
-
-
-def _explain_by_ties(
-    where: str,
-    net: Reversible,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    wrong: Sequence[str],
-) -> None:
-    """Refuse a model that selects among equal numbers: reconstructed, they are not equal."""
-    rewired, twin = net.rewired, set_mode(copy_module(net), net, training=True)
-    root, (given, _) = submodules_only(twin), _fresh((args, dict(kwargs)))
-
-    def run(piece: Segment, call: PieceCall) -> tuple[Any, ...]:
-        with Ties() as ties:
-            results = call.run()
-        if isinstance(piece, Coupling) and ties.operations:
-            raise InversionError(
-                f"{where}: {piece.name} selects among numbers that are exactly equal (by "
-                f"{', '.join(ties.operations)}). Its input is reconstructed up to rounding errors, "
-                "so another of them may get the gradient; make the module a leaf module with "
-                f"leaf_modules=[...], or avoid exact ties. On the example:\n  - {wrong[0]}"
-            )
-        return call.outputs(results)
-
-    seed_all(0)
-    values = bind(rewired.signature, rewired.name, *given)
-    with torch.enable_grad():
-        run_pieces(rewired.body.segments, values, root, run)
 
 
 def _in_double(
@@ -160,7 +127,9 @@ def _in_double(
     """What differs in float64, where rounding errors are negligible; None if it cannot run."""
     try:
         twin = copy_module(net).double()
-        given = _converted((args, kwargs))
+        given = pytree.tree_map_only(
+            Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs)
+        )
         stored, rebuilt = (
             _module_gradients(net, twin, *given, reversible=reversible)
             for reversible in (False, True)
@@ -168,10 +137,6 @@ def _in_double(
     except Exception:
         return None
     return _differences(stored, rebuilt, None)
-
-
-def _converted(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, tree)
 
 
 def _module_gradients(
@@ -254,9 +219,6 @@ def compare_stages(
         reference = stored if is_same else by_method[first]
     for method, gradients in by_method.items():
         if wrong := _differences(reference, gradients, net.tolerance):
-            if choose(method).keep is Keep.NOTHING:
-                with preserve_rng():
-                    _explain_by_ties("petrafy", net, compared.args, compared.kwargs, wrong)
             raise VerificationError(_message("petrafy", net.rewired, f"stages ({method})", wrong))
 
 
@@ -329,7 +291,7 @@ def _differences(expected: Gradients, actual: Gradients, tolerance: Tolerance) -
             if size > 1e-6 * overall:
                 wrong.append(f"{name} has {'a' if right is None else 'no'} gradient")
             continue
-        dtype = _real(right.dtype)
+        dtype = right.real.dtype
         allowed = 10 * tolerance_for(dtype, tolerance)
         limit = max(_LIMITS.get(dtype, _LIMIT_LOW_PRECISION), allowed)
         # A gradient that is zero in exact arithmetic is noise: measured against the largest.
@@ -349,14 +311,11 @@ def _largest(gradient: Tensor | None) -> float:
     return float(gradient.detach().abs().max())
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return {torch.complex128: torch.float64, torch.complex64: torch.float32}.get(dtype, dtype)
-
-
 _ADVICE: Final = (
-    "Make the module in question a leaf module with leaf_modules=[...]. If it makes values grow by "
-    "orders of magnitude, its input cannot be rebuilt in this precision; if it does not, this is a "
-    'bug in revcompile: please report it (check="off" skips the comparison)'
+    "Make the module in question a leaf module with leaf_modules=[...]. Its input cannot be "
+    "rebuilt precisely enough if it makes values grow by orders of magnitude, or selects (max, "
+    "max_pool2d) among numbers that are exactly equal. Otherwise this is a bug in revcompile: "
+    'please report it (check="off" skips the comparison)'
 )
 
 

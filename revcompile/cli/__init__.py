@@ -1,34 +1,28 @@
 """The command line: inspect a model, draw it, plan its training on a cluster.
 
-Each subcommand is a file with `add` (its options) and `run`. Torch is imported only when a
-subcommand runs, so that --help is fast.
+Each subcommand is a file with `run`, imported when it runs; `options` has the options of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
+from inspect import getdoc  # `inspect` is a command here
 from typing import Any, Final
 
 from revcompile import __version__
-from revcompile.cli import coverage, draw, inspect, measure, plan
+from revcompile.cli.options import COMMANDS
 from revcompile.cli.output import Answer
 from revcompile.errors import InputError, RevcompileError
 
 __all__ = ["main"]
 
-_COMMANDS: Final[dict[str, ModuleType]] = {
-    "inspect": inspect,
-    "coverage": coverage,
-    "measure": measure,
-    "draw": draw,
-    "plan": plan,
-}
 _EPILOG: Final = """\
 exit codes: 0 done; 1 negative result (nothing reversible, nothing fits) or failed run; 2 invalid
 command or input; 130 interrupted. Errors go to stderr, results to stdout.
@@ -72,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings(), _spinner(f"{args.command} {args.model}"):
             warnings.showwarning = warn  # type: ignore[assignment]
-            answer: Answer = _COMMANDS[args.command].run(args)
-        sys.stdout.write(f"{answer.json if args.json else answer.text}\n")
+            command = importlib.import_module(f"revcompile.cli.{args.command}")
+            answer: Answer = command.run(args)
+        sys.stdout.write(f"{json.dumps(answer.facts, indent=2) if args.json else answer.text}\n")
         sys.stdout.flush()
         return answer.code
     except RevcompileError as error:
@@ -105,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"revcompile {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, module in _COMMANDS.items():
-        text = module.__doc__ or ""
+    for name, add_options in COMMANDS.items():
+        text = getdoc(add_options) or ""
         command = commands.add_parser(
             name,
             help=text.partition("\n")[0].rstrip("."),
@@ -115,5 +110,5 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.add_argument("--json", action="store_true", help="print the result as JSON")
-        module.add(command)
+        add_options(command)
     return parser

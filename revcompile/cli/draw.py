@@ -1,24 +1,12 @@
-"""Draw a model's stages, or its schedule beside others.
-
---out net.svg writes a picture, --out net.html a page with the blocks, graph and code of each stage.
---schedule timeline.svg writes a timeline of what each stage computes.
-"""
+"""revcompile draw: pictures of a model's stages and schedule."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from revcompile.cli.models import add_model, add_stages, load, staged
+from revcompile.cli.models import load, staged
 from revcompile.cli.output import Answer
 from revcompile.errors import InputError
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_stages(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="net.svg or net.html")
-    parser.add_argument("--schedule", type=Path, metavar="FILE", help="timeline.svg")
 
 
 def run(args: argparse.Namespace) -> Answer:

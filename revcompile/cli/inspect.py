@@ -1,37 +1,21 @@
-"""Show a model's stages: what each computes, sends and keeps, and why it is reversible or not.
-
-The model is built on the meta device and takes no memory; one that reads contents of tensors is
-built on the CPU.
-"""
+"""revcompile inspect: the stages of a model, or details of one."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from revcompile.cli.models import add_model, add_stages, load, staged
+from revcompile.cli.models import load, staged
 from revcompile.cli.output import Answer
 from revcompile.errors import InputError
-
-if TYPE_CHECKING:
-    from revcompile.inspect.code import CompiledStage
-    from revcompile.staged import StagedModel
-
+from revcompile.inspect.code import CompiledStage
+from revcompile.staged import StagedModel
 
 _FACTS: Final = (
     *("index", "pieces", "modules", "reversible", "opaque", "parameters", "work_share"),
     *("flops", "sends", "sent_bytes", "window", "delay", "batch"),
 )
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_stages(parser, default=1)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--explain", metavar="PATH", help="how a module was rewired, where it runs")
-    what.add_argument("--code", type=int, metavar="STAGE", help="a stage's generated Python")
-    what.add_argument("--program", type=int, metavar="STAGE", help="a stage's list of actions")
 
 
 def run(args: argparse.Namespace) -> Answer:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -28,16 +28,18 @@ class LiveStorages(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((*args, *kwargs.values())):
-            self._watch(tensor, counts=False)
+        for value in pytree.tree_leaves((args, kwargs)):
+            self._watch(value, counts=False)
         out = func(*args, **kwargs)
-        for tensor in _tensors((out,)):
-            self._watch(tensor, counts=True)
+        for value in pytree.tree_leaves(out):
+            self._watch(value, counts=True)
         self.peak = max(self.peak, self.live)
         return out
 
-    def _watch(self, tensor: Tensor, counts: bool) -> None:
-        storage = tensor.untyped_storage()
+    def _watch(self, value: Any, counts: bool) -> None:
+        if not isinstance(value, Tensor):
+            return
+        storage = value.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
@@ -48,12 +50,3 @@ class LiveStorages(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.live -= self._known.pop(key)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors among an operator's arguments or results, which may be lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

@@ -1,8 +1,4 @@
-"""Measure memory and time of a plain, a checkpointed and a reversible training step.
-
-A step is a forward and a backward pass. Memory is the peak, parameters and gradients included.
-Checkpointing is that of timm or transformers; other models have no such row.
-"""
+"""revcompile measure: memory and time of training steps."""
 
 from __future__ import annotations
 
@@ -10,30 +6,23 @@ import argparse
 import copy
 from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from revcompile.cli.models import add_model, load, rewired
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from revcompile.arguments import check_device
+from revcompile.cli.live_storages import LiveStorages
+from revcompile.cli.models import load, rewired
 from revcompile.cli.output import Answer
-from revcompile.cli.units import count
 from revcompile.units import format_size
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _BAR = 30
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    parser.add_argument("--batch-size", type=count, default=8, metavar="B", help="samples per step")
-    parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
-    parser.add_argument("--steps", type=count, default=3, help="number of timed steps")
-
-
 def run(args: argparse.Namespace) -> Answer:
     """A row with a bar for each way to train."""
-    from revcompile.arguments import check_device
-
     device = check_device("measure", args.device)
     loaded = load(args, microbatch_size=args.batch_size, device=str(device))
     makers: dict[str, Callable[[], nn.Module | None]] = {
@@ -65,11 +54,6 @@ def _checkpointed(model: nn.Module) -> nn.Module | None:
 
 def _measured(model: nn.Module, example: Any, device: str, steps: int) -> dict[str, float]:
     """The most bytes allocated in a step, and the seconds of one."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    from revcompile.cli.live_storages import LiveStorages
-
     inputs = example if isinstance(example, tuple) else (example,)
     on_gpu = device.startswith("cuda")
 

@@ -10,17 +10,17 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from revcompile.cli.units import count, shape
+import torch
+from torch import nn
+
+from revcompile.api import ReversibleModule, petrafy, reversify
+from revcompile.compiler.capture import make_example
+from revcompile.compiler.capture.check import why_it_fails
 from revcompile.errors import InputError, nearest
-from revcompile.schedule.methods import METHODS, Weights
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from revcompile.api import ReversibleModule
-    from revcompile.staged import StagedModel
+from revcompile.schedule import choose
+from revcompile.staged import StagedModel
 
 
 @dataclass(frozen=True)
@@ -32,58 +32,6 @@ class Loaded:
     example: Any
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a model."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a timm or torchvision name (or timm:NAME, torchvision:NAME), hf:TYPE (a model type "
-        "of transformers in its default configuration, e.g. hf:gpt2), or "
-        "package.module:factory (a function that returns a model or (model, example inputs))",
-    )
-    parser.add_argument(
-        "--input",
-        type=shape,
-        metavar="C,H,W",
-        help="shape of one sample (default: the model's own, 3,224,224 for torchvision)",
-    )
-    parser.add_argument(
-        "--policy",
-        default="paper",
-        choices=("paper", "pretrained", "same_parameters"),
-        help="how to rewire",
-    )
-
-
-def add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> None:
-    """Add the options for stages and method; without a default, --stages is required."""
-    parser.add_argument(
-        "--stages",
-        type=count,
-        default=default,
-        required=default is None,
-        metavar="N",
-        help="how many stages to cut it into",
-    )
-    names = ", ".join(METHODS)
-    parser.add_argument("--method", metavar="NAME", help=f"{names} (default: petra)")
-    parser.add_argument(
-        "--in-flight-per-stage",
-        type=float,
-        metavar="N",
-        help="micro-batches in flight for each later stage, 1 or more (default: the method's)",
-    )
-    parser.add_argument(
-        "--weights", choices=[kind.value for kind in Weights], help="which weights passes use"
-    )
-    parser.add_argument(
-        "--microbatch-size",
-        type=count,
-        metavar="B",
-        help="samples per micro-batch, for sizes of messages and memory",
-    )
-
-
 def load(
     args: argparse.Namespace, *, microbatch_size: int | None = None, device: str = "meta"
 ) -> Loaded:
@@ -91,11 +39,6 @@ def load(
 
     A model that does not run there, as it reads contents of tensors, is built on the CPU.
     """
-    import torch
-
-    from revcompile.compiler.capture import make_example
-    from revcompile.compiler.capture.check import why_it_fails
-
     with torch.device(device):
         model, example = _build(args.model)
     name = args.model.rpartition(":")[2]
@@ -118,16 +61,11 @@ def load(
 
 def rewired(loaded: Loaded, args: argparse.Namespace) -> ReversibleModule:
     """The model made reversible, not cut into stages."""
-    from revcompile.api import reversify
-
     return reversify(loaded.model, loaded.example, policy=args.policy, check="off")
 
 
 def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
     """The model cut into stages, for the method given on the command line."""
-    from revcompile.api import petrafy
-    from revcompile.schedule import choose
-
     net = petrafy(loaded.model, args.stages, loaded.example, policy=args.policy, check="off")
     if args.method is not None:
         net.method = args.method
@@ -139,40 +77,28 @@ def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
 
 def _build(name: str) -> tuple[nn.Module, Any]:
     source, _, wanted = name.rpartition(":")
-    libraries = {"timm": _from_timm, "torchvision": _from_torchvision}
     if source == "hf":
         return _from_transformers(wanted)
-    if source and source not in libraries:
+    if source not in ("", "timm", "torchvision"):
         return _call_factory(source, wanted)
-    for library in [source] if source else libraries:
-        if (model := libraries[library](wanted)) is not None:
-            return model, None
-    raise InputError(_unknown(wanted))
-
-
-def _from_timm(name: str) -> nn.Module | None:
-    timm = _import_or_none("timm")
-    if timm is None or not timm.is_model(name):
-        return None
-    model: nn.Module = timm.create_model(name)
-    return model
-
-
-def _from_torchvision(name: str) -> nn.Module | None:
-    vision = _import_or_none("torchvision")
-    if vision is None or name not in vision.models.list_models():
-        return None
-    builder = vision.models.get_model_builder(name)
-    takes = inspect.signature(builder).parameters
-    has_backbone = "weights_backbone" in takes  # which would be downloaded
-    model: nn.Module = builder(weights=None, **{"weights_backbone": None} if has_backbone else {})
-    return model
+    known: list[str] = []
+    if source != "torchvision" and (timm := _import_or_none("timm")):
+        if timm.is_model(wanted):
+            return timm.create_model(wanted), None
+        known += timm.list_models()
+    if source != "timm" and (vision := _import_or_none("torchvision")):
+        if wanted in vision.models.list_models():
+            builder = vision.models.get_model_builder(wanted)
+            has_backbone = "weights_backbone" in inspect.signature(builder).parameters
+            no_download = {"weights_backbone": None} if has_backbone else {}
+            return builder(weights=None, **no_download), None
+        known += vision.models.list_models()
+    hint = nearest(wanted, known, "give a name of timm or torchvision, which must be installed")
+    raise InputError(f"no model {wanted!r}; {hint} (your own: package.module:factory)")
 
 
 def _from_transformers(kind: str) -> tuple[nn.Module, Any]:
     """A model of transformers from the default configuration of its type: nothing is downloaded."""
-    import torch
-
     transformers = _import_or_none("transformers")
     if transformers is None:
         raise InputError(f"hf:{kind} needs transformers: pip install transformers")
@@ -194,21 +120,7 @@ def _import_or_none(name: str) -> Any:
         return None
 
 
-def _unknown(name: str) -> str:
-    timm, vision = _import_or_none("timm"), _import_or_none("torchvision")
-    if timm is None and vision is None:
-        return f"no model {name!r}: install timm or torchvision, or give package.module:factory"
-    known = [
-        *(timm.list_models() if timm else ()),
-        *(vision.models.list_models() if vision else ()),
-    ]
-    hint = nearest(name, known, "give a timm or torchvision name")
-    return f"no model {name!r}; {hint} (your own: package.module:factory)"
-
-
 def _call_factory(module: str, function: str) -> tuple[nn.Module, Any]:
-    from torch import nn
-
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +13,3 @@ class Answer:
     text: object
     facts: dict[str, Any]
     code: int = 0
-
-    @property
-    def json(self) -> str:
-        """Infinities and NaN, which JSON has not, are null."""
-        return json.dumps(_finite(self.facts), indent=2)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -8,6 +8,7 @@ from textwrap import TextWrapper
 
 from torch import fx
 
+from revcompile.inspect.formatting import span
 from revcompile.inspect.source import code_text
 from revcompile.inspect.tables import text_width
 from revcompile.ir.program import Part, Partition, StageProgram
@@ -22,11 +23,10 @@ class ActionList(tuple[Action, ...]):
     @property
     def lines(self) -> list[str]:
         """A line for each micro-batch that enters."""
+        enters = Op.RECV_X if any(action.op is Op.RECV_X for action in self) else Op.FORWARD
         lines: list[list[str]] = [[]]
-        for action, before in zip(self, (None, *self), strict=False):
-            last = None if before is None else before.op
-            enters = action.op is Op.RECV_X or (action.op is Op.FORWARD and last is not Op.RECV_X)
-            if enters and lines[-1]:
+        for action in self:
+            if action.op is enters and lines[-1]:
                 lines.append([])
             lines[-1].append(self._text(action))
         return [" · ".join(line) for line in lines]
@@ -103,7 +103,6 @@ class CompiledStage:
         return self.code
 
     def __repr__(self) -> str:
-        pieces = self.part.pieces
-        span = pieces[0].name if len(pieces) == 1 else f"{pieces[0].name} to {pieces[-1].name}"
+        shown = span([piece.name for piece in self.part.pieces])
         kind = "reversible" if self.reversible else "not reversible"
-        return f"CompiledStage({self.part.index} of {self.generated.stages}: {span}, {kind})"
+        return f"CompiledStage({self.part.index} of {self.generated.stages}: {shown}, {kind})"

@@ -11,22 +11,8 @@ from typing import Final
 from revcompile.errors import InputError, nearest
 from revcompile.inspect.formatting import plural, share, size
 from revcompile.inspect.tables import counted_span, text_width
-from revcompile.inspect.views import (
-    BlockView,
-    ModelView,
-    StageView,
-    block_of,
-    modules_of,
-    tensors,
-)
-from revcompile.ir.types import (
-    PATH,
-    SOURCE,
-    Coupling,
-    Opaque,
-    ResidualKind,
-    TensorType,
-)
+from revcompile.inspect.views import BlockView, ModelView, StageView, block_of, modules_of, tensors
+from revcompile.ir.types import PATH, SOURCE, Coupling, Opaque, ResidualKind, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.schedule import Keep
 

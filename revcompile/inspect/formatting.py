@@ -34,23 +34,17 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "0 %"
 
 
-def dtype(kind: TensorType) -> str:
-    """`torch.float32` as `f32`."""
-    name = str(kind.dtype).removeprefix("torch.")
+def counted(kinds: Sequence[TensorType]) -> tuple[str, ...]:
+    """Several tensors, equal ones once: `2×f32[B,64,56,56]`."""
+    counts = Counter(map(_short, kinds))
+    return tuple(f"{n}×{name}" if n > 1 else name for name, n in counts.items())
+
+
+def _short(kind: TensorType) -> str:
+    name = str(kind).replace(", ", ",")
     return (
         name.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
     )
-
-
-def shape(kind: TensorType) -> str:
-    """`[B,256,56,56]`."""
-    return str(kind)[str(kind).index("[") :].replace(", ", ",")
-
-
-def counted(kinds: Sequence[TensorType]) -> tuple[str, ...]:
-    """Several tensors, equal ones once: `2×f32[B,64,56,56]`."""
-    counts = Counter(f"{dtype(kind)}{shape(kind)}" for kind in kinds)
-    return tuple(f"{n}×{name}" if n > 1 else name for name, n in counts.items())
 
 
 def listed(kinds: Sequence[TensorType]) -> str:

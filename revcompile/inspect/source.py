@@ -7,7 +7,6 @@ import keyword
 import operator
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,20 +17,15 @@ from torch.nn import functional as F
 from revcompile.inspect.formatting import common_start
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.coupling_ops import HELPERS
-from revcompile.ir.program import (
-    GraphFunction,
-    Partition,
-    StageProgram,
-    commented,
-    legal,
-)
-from revcompile.ir.python_code import path_expression, python_code
+from revcompile.ir.program import GraphFunction, Partition, StageProgram, commented, legal
+from revcompile.ir.python_code import path_expression
 from revcompile.ir.types import PATH, TYPE, Coupling, TensorType
 
 _NN_FUNCTION: Final = re.compile(r"\btorch\._C\._nn\.(\w+)")
 _WORD: Final = re.compile(r"(?<![\w.\"'])[A-Za-z_]\w*")
 _GRID: Final = "unit of the fixed-point grid of a and b, or None"
 _INLINED: Final = "revcompile_inlined_"
+_PATH: Final = "revcompile_path_"
 
 
 def code_text(partition: Partition, program: StageProgram) -> str:
@@ -98,18 +92,6 @@ def _functional(name: re.Match[str]) -> str:
     return f"torch.nn.functional.{name[1]}" if known is getattr(torch._C._nn, name[1]) else name[0]
 
 
-def _python_text(graph: fx.Graph, root: nn.Module) -> tuple[str, dict[str, Any]]:
-    """A graph's code with readable module paths, and the globals it uses."""
-    code = python_code(graph)
-    paths = {str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")}
-    text = _NN_FUNCTION.sub(_functional, code.src.strip())
-    for path in sorted(paths, key=lambda path: (-len(path), path)):
-        pattern = re.escape(path_expression(path)) + r"(?![\w.\"])"
-        text = re.sub(pattern, module_path(root, path).replace("\\", r"\\"), text)
-    used = set(_WORD.findall(text))
-    return text, {name: value for name, value in code.globals.items() if name in used}
-
-
 # -- functions of graphs ---------------------------------------------------------------------------
 
 
@@ -122,14 +104,22 @@ class Listing:
 
     def function(self, function: GraphFunction) -> str:
         """The text of a function."""
-        graph = _readable(function.graph, function.arguments)
-        text, used = _python_text(graph, self.root)
-        imported = {alias: self._imported(alias, value) for alias, value in used.items()}
+        graph, names = _readable(function.graph, function.arguments), dict[str, str]()
+        for place, node in enumerate(graph.nodes):
+            if node.op in ("call_module", "get_attr"):
+                names[f"{_PATH}{place}"] = module_path(self.root, str(node.target))
+                node.target = f"{_PATH}{place}"
+        code = graph.python_code("self")
+        text = _NN_FUNCTION.sub(_functional, code.src.strip())
+        used = set(_WORD.findall(text))
+        for alias, value in code.globals.items():
+            if alias in used:
+                names[alias] = self._imported(alias, value)
         (definition,) = ast.parse(text).body
         assert isinstance(definition, ast.FunctionDef)
         owners = {node.name: _owner(node) for node in graph.nodes}
         head = f"def {function.name}({ast.unparse(definition.args)}):"
-        lines = [ast.unparse(one) for one in _Tidy(imported).body(definition.body)]
+        lines = [ast.unparse(one) for one in _Tidy(names).body(definition.body)]
         body = (f"    {line}" for line in _with_paths(lines, owners))
         return "\n".join([commented(head, self._comment(function)), *body])
 
@@ -180,10 +170,7 @@ class Listing:
                     name if name == alias else f"{name} as {alias}"
                 )
         for module, names in sorted(modules.items()):
-            line = f"from {module} import {', '.join(names)}"
-            if len(line) > 100:
-                line = f"from {module} import ({', '.join(names)})"
-            lines.append("\n".join(textwrap.wrap(line, 100, subsequent_indent="    ")))
+            lines.append(f"from {module} import {', '.join(names)}")
         return ["\n".join(lines)] if lines else []
 
 
@@ -227,11 +214,15 @@ def _is_inlined(node: fx.Node) -> bool:
 class _Tidy(ast.NodeTransformer):
     """Puts expressions in place of names, and writes `x[:, 0]` for `x[(slice(None), 0)]`."""
 
-    def __init__(self, imported: Mapping[str, str]) -> None:
-        self.names = {name: ast.parse(text, mode="eval").body for name, text in imported.items()}
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = {name: ast.parse(text, mode="eval").body for name, text in names.items()}
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.names.get(node.id, node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        return self.names.get(node.attr, node) if node.attr.startswith(_PATH) else node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)

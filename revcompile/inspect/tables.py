@@ -11,17 +11,8 @@ from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from revcompile.inspect.formatting import (
-    amount,
-    dtype,
-    first_few,
-    plural,
-    shape,
-    share,
-    size,
-    span,
-)
-from revcompile.inspect.views import ModelView, StageView, refusals_by_reason
+from revcompile.inspect.formatting import amount, first_few, listed, plural, share, size, span
+from revcompile.inspect.views import ModelView, StageView
 from revcompile.ir.program import StageMemory
 from revcompile.ir.types import Cost, Coupling, Opaque, Rewired, Segment, TensorType
 from revcompile.ir.weight_expansion import WeightExpansion
@@ -52,28 +43,25 @@ def render(*parts: object) -> str:
 
 def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
     """The segments of a rewired model: how much they compute, and why some are not reversible."""
-    flops = max(sum(cost.flops for cost in costs), 1)
-    parameters = max(sum(cost.parameters for cost in costs), 1)
-    segments = plural(len(rewired.body.segments), "segment")
-    table = table_of(f"{rewired.name}: {segments}", _SEGMENT_COLUMNS, "segment")
-    inside = Cost(0, 0)
+    segments = zip(rewired.body.segments, costs, strict=True)
+    inside = [cost for segment, cost in segments if isinstance(segment, Coupling)]
+    flops, parameters = sum(cost.flops for cost in costs), sum(cost.parameters for cost in costs)
+    title = f"{rewired.name}: {plural(len(costs), 'segment')}"
+    table = table_of(title, _SEGMENT_COLUMNS, "segment")
     opaque = [(s.name, s.reason) for s in rewired.body.segments if isinstance(s, Opaque)]
     letters = _letters(opaque)
     for segment, cost in zip(rewired.body.segments, costs, strict=True):
-        reversible = isinstance(segment, Coupling)
-        if reversible:
-            inside = Cost(inside.flops + cost.flops, inside.parameters + cost.parameters)
         table.add_row(
             segment.name,
-            f"{100 * cost.flops / flops:.1f} %",
+            share(cost.flops, flops),
             amount(cost.parameters),
             _shape(rewired, segment),
             f"opaque ({letters[segment.reason]})" if isinstance(segment, Opaque) else "reversible",
         )
     totals = (
         f"reversible: {len(rewired.couplings)} blocks with "
-        f"{100 * inside.flops / flops:.1f} % of the forward FLOPs and "
-        f"{100 * inside.parameters / parameters:.1f} % of {parameters:,} parameters"
+        f"{share(sum(cost.flops for cost in inside), flops)} of the forward FLOPs and "
+        f"{share(sum(cost.parameters for cost in inside), parameters)} of {parameters:,} parameters"
     )
     below = totals, *_reasons(opaque, letters), *_remarks(rewired), _NEXT_OF_MODULE
     return render(function_of(rewired), "", table, "", *below)
@@ -113,13 +101,15 @@ _SEGMENT_COLUMNS: Final[Mapping[str, JustifyMethod]] = {
 
 def _shape(rewired: Rewired, segment: Segment) -> str:
     kind = rewired.body.types.get(segment.outputs[-1]) if segment.outputs else None
-    return f"{dtype(kind)}{shape(kind)}" if isinstance(kind, TensorType) else ""
+    return listed([kind]) if isinstance(kind, TensorType) else ""
 
 
 def refusals(rewired: Rewired) -> list[str]:
     """The reasons why sums were not rewired, the most frequent first, with some of the places."""
-    by_reason = refusals_by_reason(rewired).items()
-    frequent = sorted(by_reason, key=lambda entry: -len(entry[1]))
+    by_reason: dict[str, list[str]] = {}
+    for refusal in rewired.refusals:
+        by_reason.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
+    frequent = sorted(by_reason.items(), key=lambda entry: -len(entry[1]))
     return [f"{first_few(paths)}: {reason}" for reason, paths in frequent]
 
 

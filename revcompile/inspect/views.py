@@ -6,20 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 from revcompile.inspect.formatting import counted, size, span
 from revcompile.ir.program import Partition, Port, StageMemory, StageProgram
-from revcompile.ir.types import (
-    PATH,
-    Cost,
-    Coupling,
-    Residual,
-    Rewired,
-    Segment,
-    TensorType,
-)
+from revcompile.ir.types import PATH, Cost, Coupling, Residual, Rewired, Segment, TensorType
 from revcompile.schedule import Tie, delay, window
 
 
@@ -97,11 +89,6 @@ class StageView:
     def opaque(self) -> tuple[tuple[str, str], ...]:
         """Pieces that are not reversible, and why."""
         return tuple((block.name, block.why) for block in self.blocks if not block.reversible)
-
-    @property
-    def work(self) -> float:
-        """Forward and backward of all blocks."""
-        return math.fsum(block.work for block in self.blocks)
 
     @property
     def parameters(self) -> int:
@@ -187,17 +174,13 @@ def model_view(
     """What there is to show; `batch` is the size of a micro-batch, `name` that of the model."""
     pieces = [piece for part in partition.parts for piece in part.pieces]
     between = [_between(before, after, partition.types) for before, after in pairwise(pieces)]
-    ends = (2 if piece.reversible else 1 for piece in (pieces[0], pieces[-1]))
-    lines = zip([next(ends), *between], [*between, next(ends)], strict=True)
+    first, last = (2 if piece.reversible else 1 for piece in (pieces[0], pieces[-1]))
+    ends = pairwise([first, *between, last])
     blocks = [
         tuple(
-            BlockView(piece, cost, work, *ends)
-            for piece, cost, work, ends in zip(
-                part.pieces,
-                part.costs,
-                partition.works(part),
-                islice(lines, len(part.pieces)),
-                strict=True,
+            BlockView(piece, cost, work, *next(ends))
+            for piece, cost, work in zip(
+                part.pieces, part.costs, partition.works(part), strict=True
             )
         )
         for part in partition.parts
@@ -227,14 +210,6 @@ def block_of(rewired: Rewired, piece: Segment) -> Residual | None:
     """The residual block that a piece was made of, recognised by the names of its nodes."""
     names = {node.name for node in piece.graph.nodes if node.op.startswith("call")}
     return next((block for block in rewired.residuals if names & {*block.branch}), None)
-
-
-def refusals_by_reason(rewired: Rewired) -> dict[str, list[str]]:
-    """Where sums were not rewired, for every reason."""
-    places: dict[str, list[str]] = {}
-    for refusal in rewired.refusals:
-        places.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
-    return places
 
 
 def _between(before: Segment, after: Segment, types: Mapping[str, Any]) -> int:

@@ -25,10 +25,9 @@ from revcompile.errors import InputError
 from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.signature import Signature
-from revcompile.ir.types import VALUE, Body, Coupling, Live, Opaque, Rewired, Segment, TensorType
+from revcompile.ir.types import VALUE, Body, Coupling, Live, Opaque, Segment, TensorType
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible, _Step
-from revcompile.runtime.reversible.reconstruction import Tolerance
 
 Size = int | tuple[int, ...]
 _INSTEAD = "cut elsewhere with another num_stages, or train with net.trainer(...)"
@@ -54,12 +53,6 @@ class StageModule(Reversible):
     otherwise its tensors in order.
     """
 
-    def __init__(self, rewired: Rewired, tolerance: Tolerance, description: str) -> None:
-        super().__init__(rewired, tolerance)
-        self.__dict__["_description"] = description
-
-    _description: str
-
     def forward(self, *tensors: Tensor) -> Any:
         """Run the stage on the outputs of the previous one."""
         if self.rewired.eval_body is not None and not self.training:
@@ -70,11 +63,19 @@ class StageModule(Reversible):
         outputs = super().forward(*map(_sendable, tensors))
         return tuple(map(_sendable, outputs)) if isinstance(outputs, tuple) else outputs
 
-    def extra_repr(self) -> str:
-        return self._description
-
     def _steps(self, body: Body) -> tuple[_Step, ...]:
-        return tuple(map(_guarded, super()._steps(body)))
+        """The steps, whose chains may fail to rebuild their input once.
+
+        Torch learns shapes by running a stage, forward and backward, on uninitialized memory:
+        before the first step and again after every change between training and evaluation. So one
+        call that cannot be rebuilt is no evidence, but two in a row are.
+        """
+        return tuple(
+            replace(step, run=replace(step.run, failures_allowed=1))
+            if isinstance(step.run, Chain)
+            else step
+            for step in super()._steps(body)
+        )
 
 
 class _Sendable(torch.autograd.Function):
@@ -99,19 +100,6 @@ def _sendable(value: Any) -> Any:
     return _Sendable.apply(value) if value.requires_grad else value.detach().contiguous()
 
 
-def _guarded(step: _Step) -> _Step:
-    """The step, whose chain may fail to rebuild its input once.
-
-    Torch learns shapes by running a stage, forward and backward, on uninitialized memory: before
-    the first step and again after every change between training and evaluation. So one call that
-    cannot be rebuilt is no evidence, but two in a row are.
-    """
-    chain = step.run
-    return (
-        replace(step, run=replace(chain, failures_allowed=1)) if isinstance(chain, Chain) else step
-    )
-
-
 # -- a stage as a model of its own ----------------------------------------------------------------
 
 
@@ -123,33 +111,30 @@ def _stage(partition: Partition, part: Part, sizes: Mapping[str, tuple[Size, Siz
     pieces = tuple(
         replace(piece, grid=None) if isinstance(piece, Coupling) else piece for piece in part.pieces
     )
+    expansions = rewired.weight_expansions
+    read = {name for piece in pieces for name in piece.inputs}
     made = {name for piece in pieces for name in piece.outputs} & sizes.keys()
-    computed = [_sizes_segment(partition, part, _sizes_read(part, sizes), sizes)]
-    checked = [_sizes_segment(partition, part, sorted(made), sizes, is_check=True)]
+    entering = [name for name in part.inputs if name in sizes and name in read]
+    computed = _sizes_segment(partition, part, entering, sizes)
+    checked = _sizes_segment(partition, part, sorted(made), sizes, is_check=True)
     weights = _copy_of_read(root, pieces)
-    names = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+    names = dict(weights.named_parameters()) | dict(weights.named_buffers())
     takes_inputs = inputs == rewired.signature.placeholders
     stage_model = replace(
         rewired,
         name=f"{rewired.name}, stage {part.index}",
         root=weights,
         body=Body(
-            tuple(filter(None, (*computed, *pieces, *checked))), tuple(map(Live, outputs)), types
+            tuple(filter(None, (computed, *pieces, checked))), tuple(map(Live, outputs)), types
         ),
         signature=_signature(inputs, outputs, is_last),
         residuals=(),
         refusals=(),
-        weight_expansions={
-            name: growth for name, growth in rewired.weight_expansions.items() if name in names
-        },
+        weight_expansions={name: expansions[name] for name in expansions if name in names},
         guards=rewired.guards if takes_inputs else rewired.guards.without_inputs(),
     )
     tolerance = root.tolerance if isinstance(root, Reversible) else None
-    takes, gives = (
-        ", ".join(f"{name}: {types[name]}" for name in each) for each in (inputs, outputs)
-    )
-    description = f"stage {part.index} of {len(partition.parts)}: ({takes}) -> ({gives})"
-    return StageModule(stage_model, tolerance, description)
+    return StageModule(stage_model, tolerance)
 
 
 def _tensors(names: Iterable[str], types: Mapping[str, Any]) -> tuple[str, ...]:
@@ -255,11 +240,6 @@ def _crossing_sizes(partition: Partition) -> dict[str, tuple[Size, Size]]:
             if isinstance(results, tuple | list):
                 made.update(zip(names, results, strict=True))
     return sizes
-
-
-def _sizes_read(part: Part, sizes: Mapping[str, Any]) -> list[str]:
-    read = {name for piece in part.pieces for name in piece.inputs}
-    return [name for name in part.inputs if name in sizes and name in read]
 
 
 def _sizes_segment(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -15,11 +14,6 @@ _LEAST_RATIO: Final = 1 / 8
 
 _FUSED: Final = frozenset(("qkv", "to_qkv", "qkv_proj", "Wqkv", "c_attn"))
 """Names of layers that compute queries, keys and values as one, usually in this order."""
-
-_BY_HEAD: Final = frozenset(
-    ("tiny_vit", "levit", "modeling_codegen", "modeling_gpt_bigcode", "modeling_minimax")
-)
-"""Modules of timm and transformers whose layers of these names have other orders: head by head."""
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -41,8 +35,8 @@ def muon_groups(
 
     Fused matrices of queries, keys and values are updated as three: in `nn.MultiheadAttention`, and
     in layers called `qkv`, `to_qkv`, `qkv_proj`, `Wqkv` or `c_attn` with three outputs per input.
-    Layers of timm and transformers that order outputs by head stay one matrix; if your own
-    layer does, set `chunks` of its group to 1.
+    Where `head_first` of the attention (timm) is set, outputs are ordered by head, and the matrix
+    stays one. For other layers with such an order, set `chunks` of the group to 1.
 
     Args:
         model: the model the parameters belong to.
@@ -70,7 +64,7 @@ def muon_groups(
     excluded = {id(p) for module in _not_matrices(model) for p in module.parameters()}
     excluded |= {id(p) for name, p in every if any(_is_in(name, path) for path in paths)}
     names = {name for name, p in every if id(p) in excluded}
-    fused = {name for name, _ in every if _is_fused(model, name)}
+    named_fused = {name for name, _ in every if _is_fused(model, name)}
     known = {name for name, _ in every}
 
     def is_matrix(name: str, p: Tensor) -> bool:
@@ -80,7 +74,7 @@ def muon_groups(
         return p.ndim > 2 or _LEAST_RATIO * max(p.shape) <= min(p.shape)
 
     def is_fused(name: str, p: Tensor) -> bool:
-        return name in fused and max(p.shape) == 3 * min(p.shape)
+        return name in named_fused and max(p.shape) == 3 * min(p.shape)
 
     def groups(named: NamedParameters) -> list[dict[str, Any]]:
         # By name: a compiled model may hold parameters of its own under the original names.
@@ -91,14 +85,13 @@ def muon_groups(
                 "parameters are trained"
             )
         matrices = [(name, p) for name, p in named if is_matrix(name, p)]
+        whole = [p for name, p in matrices if not is_fused(name, p)]
+        fused = [p for name, p in matrices if is_fused(name, p)]
+        others = [p for name, p in named if not is_matrix(name, p)]
         split: list[dict[str, Any]] = [
-            {"use_muon": True, "params": [p for name, p in matrices if not is_fused(name, p)]},
-            {
-                "use_muon": True,
-                "params": [p for name, p in matrices if is_fused(name, p)],
-                "chunks": 3,
-            },
-            {"use_muon": False, "params": [p for name, p in named if not is_matrix(name, p)]},
+            {"use_muon": True, "params": whole},
+            {"use_muon": True, "params": fused, "chunks": 3},
+            {"use_muon": False, "params": others},
         ]
         return [group for group in split if group["params"]]
 
@@ -110,19 +103,10 @@ def _not_matrices(model: nn.Module) -> list[nn.Module]:
     modules: list[nn.Module] = [m for m in model.modules() if isinstance(m, embeddings)]
     for getter in ("get_classifier", "get_output_embeddings"):
         method = getattr(model, getter, None)
-        head = method() if callable(method) and not _needs_arguments(method) else None
+        head = method() if callable(method) else None
         heads = head if isinstance(head, tuple | list) else [head]
         modules += [module for module in heads if isinstance(module, nn.Module)]
     return modules
-
-
-def _needs_arguments(method: Callable[..., Any]) -> bool:
-    """Then it is a method of another meaning."""
-    try:
-        inspect.signature(method).bind()
-    except TypeError:
-        return True
-    return False
 
 
 def _is_fused(model: nn.Module, name: str) -> bool:
@@ -137,10 +121,7 @@ def _is_fused(model: nn.Module, name: str) -> bool:
         return False
     outputs, inputs = shape if isinstance(layer, nn.Linear) else sorted(shape, reverse=True)
     attention = model.get_submodule(of_layer)
-    is_by_head = (
-        getattr(attention, "head_first", False)
-        or type(attention).__module__.rpartition(".")[2] in _BY_HEAD
-    )
+    is_by_head = getattr(attention, "head_first", False)
     has_fewer_keys = getattr(attention, "num_key_value_groups", 1) != 1
     return outputs == 3 * inputs and not is_by_head and not has_fewer_keys
 

@@ -15,7 +15,7 @@ beyond `_MAX_SUMS` sums some are dropped, evenly, and the plan may miss the best
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
@@ -155,9 +155,10 @@ def plan_memory(
     for number in sorted(set(devices)):
         own = [of for of, device in zip(options, devices, strict=True) if device == number]
         device = _Device(own, workload, is_only=len(own) == len(devices))
-        chosen = device.least_work(memory_budget)
-        if chosen is None:
+        plans = device.plans(memory_budget)
+        if not plans:
             raise _too_small(memory_budget, number, device)
+        chosen = min(plans, key=lambda plan: (plan.work, plan.memory)).choices
         by_stage |= {choice.stage: choice for choice in chosen}
         peaks.append(device.peak([choice.memory for choice in chosen]))
     recomputed = (work for part in partition.parts for work in partition.works(part, Keep.INPUT))
@@ -236,11 +237,11 @@ def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...
 
 
 class _Sum(NamedTuple):
-    """Choices for the first stages of a device, added up; the smallest has the least work."""
+    """Choices for the first stages of a device, added up."""
 
     work: float
     memory: int
-    picks: tuple[int, ...] = ()
+    choices: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -271,65 +272,44 @@ class _Device:
         split = [self.split(memory) for memory in memories]
         return sum(lasting for lasting, _ in split) + max(transient for _, transient in split)
 
-    def least_work(self, budget: int) -> list[Choice] | None:
-        """The choices of least work that fit; among equals those of least memory."""
-        fronts = [self._front(limit, budget - limit) for limit in self._transients()]
-        best = min((front[-1] for front in fronts if front), default=None)
-        return None if best is None else self._chosen(best)
-
-    def least_memory(self) -> tuple[int, list[Choice]]:
-        """The least memory the device can do with, and the choices that take it."""
-        fronts = [self._front(limit, math.inf) for limit in self._transients()]
-        plans = [self._chosen(front[0]) for front in fronts if front]
-        peaks = [self.peak([choice.memory for choice in plan]) for plan in plans]
-        return min(zip(peaks, plans, strict=True), key=lambda pair: pair[0])
-
-    def _chosen(self, found: _Sum) -> list[Choice]:
-        return [of[pick] for of, pick in zip(self.options, found.picks, strict=True)]
-
-    def _transients(self) -> list[int]:
-        """All values that the largest transient memory of a stage could have."""
-        return sorted({self.split(choice.memory)[1] for of in self.options for choice in of})
+    def plans(self, budget: float) -> list[_Sum]:
+        """Plans that fit, among them those of the least work and of the least memory."""
+        limits = sorted({self.split(c.memory)[1] for of in self.options for c in of})
+        fronts = (self._front(limit, budget - limit) for limit in limits)
+        return [plan for front in fronts if front for plan in (front[0], front[-1])]
 
     def _front(self, transient_limit: int, lasting_limit: float) -> list[_Sum]:
         """Sums with at most so much transient memory a stage, and lasting in all, of which none
         beats another in both memory and work: from the least memory to the least work.
         """
-        sums = [_Sum(0.0, 0)]
+        front = [_Sum(0.0, 0)]
         for of in self.options:
-            sizes = [self.split(choice.memory) for choice in of]
+            sizes = [(choice, *self.split(choice.memory)) for choice in of]
             longer = [
-                _Sum(before.work + choice.work, before.memory + lasting, (*before.picks, pick))
-                for before in sums
-                for pick, (choice, (lasting, transient)) in enumerate(zip(of, sizes, strict=True))
+                _Sum(before.work + choice.work, before.memory + lasting, (*before.choices, choice))
+                for before in front
+                for choice, lasting, transient in sizes
                 if transient <= transient_limit and before.memory + lasting <= lasting_limit
             ]
-            sums = _thinned(list(_pareto_front(longer)))
-        return sums
-
-
-def _pareto_front(sums: Sequence[_Sum]) -> Iterator[_Sum]:
-    """From the least memory on, every sum that has less work than all before it."""
-    least = math.inf
-    for candidate in sorted(sums, key=lambda s: (s.memory, s.work, s.picks)):
-        if candidate.work < least:
-            least = candidate.work
-            yield candidate
-
-
-def _thinned(sums: list[_Sum]) -> list[_Sum]:
-    """At most `_MAX_SUMS` of them, the first and the last included."""
-    if len(sums) <= _MAX_SUMS:
-        return sums
-    step = (len(sums) - 1) / (_MAX_SUMS - 1)
-    return [sums[round(index * step)] for index in range(_MAX_SUMS)]
+            front = []
+            for total in sorted(longer, key=lambda total: (total.memory, total.work)):
+                if not front or total.work < front[-1].work:
+                    front.append(total)
+            if len(front) > _MAX_SUMS:
+                step = (len(front) - 1) / (_MAX_SUMS - 1)
+                front = [front[round(index * step)] for index in range(_MAX_SUMS)]
+        return front
 
 
 def _too_small(memory_budget: int, number: int, device: _Device) -> InputError:
     """Why not even the smallest plan fits: the largest stage, what it needs, and what to do."""
-    need, smallest = device.least_memory()
-    largest = max(smallest, key=lambda choice: choice.memory.total)
-    memory, count = largest.memory, len(smallest)
+    peaks = {
+        device.peak([choice.memory for choice in plan.choices]): plan.choices
+        for plan in device.plans(math.inf)
+    }
+    need = min(peaks)
+    largest = max(peaks[need], key=lambda choice: choice.memory.total)
+    memory, count = largest.memory, len(peaks[need])
     stages = f"its {count} stages" if count > 1 else f"stage {largest.stage}"
     owned = memory.parameters + memory.gradients + memory.optimizer
     return InputError(

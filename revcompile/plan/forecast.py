@@ -171,12 +171,8 @@ class Planner:
             + peak_in_flight(passes, kept)
             for device, passes in enumerate(drained_passes(order, stages, devices, steps))
         )
-        real, free = (
-            self._times(cut, keeps, replicas, steps, is_free) for is_free in (False, True)
-        )
-        times = [period(order, costs, steps, devices) for costs in (real, free)]
-        work = sum(stage_work(free, steps)) / devices
-        return self._forecast(name, stages, replicas, steps, times, work, memory, 0)
+        costs = [self._times(cut, keeps, replicas, steps, is_free) for is_free in (False, True)]
+        return self._forecast(name, order, costs, devices, steps, memory)
 
     @functools.cached_property
     def petra(self) -> tuple[Forecast, ...]:
@@ -187,20 +183,16 @@ class Planner:
         for kept in range(stages + 1) if name == "petra" else [0]:
             keeps = (Keep.NOTHING,) * (stages - kept) + (Keep.GRAPH,) * kept
             cut = self._precise(partition(self.rewired, stages, self._workload(name), keeps=keeps))
-            real, free = (
+            costs = [
                 self._times(cut, keeps, self.replicas, steps, is_free) for is_free in (False, True)
-            )
-            work = sum(stage_work(free, steps)) / stages
-            most = hiding_in_flight(name, real, steps)
+            ]
+            most = hiding_in_flight(name, costs[0], steps)
             quarters = [quarter / 4 for quarter in range(4, math.ceil(4 * most))]
             given = self.in_flight_per_stage
             for in_flight in [*quarters, most] if given is None else [given]:
                 method = choose(name, in_flight_per_stage=in_flight)
-                times = [period(method, costs, steps) for costs in (real, free)]
                 memory, late = self._memory(cut, method), delay(method, stages, 0, steps)
-                row = self._forecast(
-                    "petra", stages, self.replicas, steps, times, work, memory, late
-                )
+                row = self._forecast("petra", method, costs, stages, steps, memory, late)
                 names = tuple(keep.value for keep in keeps)
                 found.append(dataclasses.replace(row, in_flight_per_stage=in_flight, keeps=names))
         return tuple(found)
@@ -221,28 +213,29 @@ class Planner:
 
     def _forecast(
         self,
-        method: str,
-        stages: int,
-        replicas: int,
+        name: str,
+        order: str | Method,
+        costs: Sequence[Costs],
+        devices: int,
         steps: int,
-        times: Sequence[float],
-        work: float,
         memory: int,
-        late: int,
+        late: int = 0,
     ) -> Forecast:
-        time, without_links = times
+        """A pipeline on `devices` devices: its costs with the real links and with free ones."""
+        time, without_links = (period(order, each, steps, devices) for each in costs)
+        replicas, work = self.cluster.devices // devices, sum(stage_work(costs[1], steps)) / devices
         return Forecast(
-            method,
-            stages,
+            name,
+            len(costs[1].forward),
             replicas,
             steps,
-            replicas * self.training.microbatch_size / time,
-            work / time,
-            (without_links - work) / time,
-            (time - without_links) / time,
-            memory,
-            late,
-            memory <= self.cluster.memory,
+            throughput=replicas * self.training.microbatch_size / time,
+            busy=work / time,
+            bubbles=(without_links - work) / time,
+            links=(time - without_links) / time,
+            memory=memory,
+            delay=late,
+            fits=memory <= self.cluster.memory,
         )
 
     # -- costs ------------------------------------------------------------------------------------

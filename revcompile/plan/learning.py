@@ -25,15 +25,16 @@ _HARMLESS: Final = 1
 """Updates of delay at which transformers learn as without, or nearly so."""
 _HARMLESS_LIMITED: Final = 7
 """The same where matrices move little during the delay."""
-_LIMITED: Final = (
+_REMEDIES: Final = (
     "revcompile.optim.DelayAwareMuon (not with max_drift=None) with "
-    "param_groups=revcompile.optim.muon_groups(model)"
+    "param_groups=revcompile.optim.muon_groups(model), or another optimizer of revcompile.optim "
+    "(ErrorFeedback wraps any) with weights='stashed', a copy of the weights for each update of "
+    "delay"
 )
-_LONG_DELAYS: Final = (
-    "momentum 0.8 and learning rates divided by the delay (docs/guides/choosing.md), which needed "
-    "up to twice the updates"
+_REMEDIES_OF_LONG_DELAYS: Final = (
+    "fewer stages, or momentum 0.8 and learning rates divided by the delay "
+    "(docs/guides/choosing.md), which needed up to twice the updates"
 )
-_STASHED: Final = "weights='stashed' (a copy of the weights for each update of delay)"
 
 
 def warn_of_delay(trainer: Trainer) -> None:
@@ -55,32 +56,20 @@ def warn_of_delay(trainer: Trainer) -> None:
     if not is_told or not has_attention((p.forward for p in programs), trainer.model):
         return
     most, method = late[0][0], programs[0].method
-    is_predicted = method.weights is Weights.PREDICTED  # prediction compensates the delay
-    plain = [
-        type(optimizer).__name__
-        for _, optimizer in late
-        if not hasattr(optimizer, "delay") and not is_predicted
-    ]
     is_far = most > _HARMLESS_LIMITED
+    # The trainer predicts weights, or the optimizer makes up for the delay.
+    is_compensated = method.weights is Weights.PREDICTED or all(
+        hasattr(optimizer, "delay") for _, optimizer in late
+    )
     is_limited = any(_limits_drift(optimizer) for _, optimizer in late)
-    has_others = (is_predicted or method.weights is Weights.LATEST) and not is_limited
-    if not (plain or has_others or is_far):
+    if is_compensated and not is_far and (is_limited or method.weights is Weights.STASHED):
         return
-    problem = "and backward uses other weights than forward did"
-    remedy = f"{_LIMITED}, or {_STASHED}"
-    if is_far:
-        problem = "more than any optimizer and weights= make up for"
-        remedy = f"fewer stages, or {_LONG_DELAYS}"
-    elif plain:
-        compensates = f"which {plain[0]} does not compensate"
-        problem = f"{compensates}, {problem}" if has_others else compensates
-        optimizers = f"{_LIMITED}, or revcompile.optim.ErrorFeedback({plain[0]}(...))"
-        remedy = optimizers + (f" and {_STASHED}" if has_others else "")
+    remedies = _REMEDIES_OF_LONG_DELAYS if is_far else _REMEDIES
     enough = window(method, len(programs), 0, trainer._settings.accumulation_steps) - 1
     warn(
-        f"net.trainer: the model has attention, and its gradients are up to {most} updates late, "
-        f"{problem}: expect it to learn much less than by backprop. Use {remedy}; or "
-        f"accumulation_steps={enough}, with smaller micro-batches, for at most one update of delay",
+        f"net.trainer: the model has attention, and its gradients are up to {most} updates late: "
+        f"expect it to learn much less than by backprop. Use {remedies}; or accumulation_steps="
+        f"{enough}, with smaller micro-batches, for at most one update of delay"
     )
 
 

@@ -14,27 +14,10 @@ Pure arithmetic: nothing here imports torch.
 from revcompile.schedule.action import Action, Op, Tie
 from revcompile.schedule.delay import delay, mean_delay, window
 from revcompile.schedule.drained import drained_passes, peak_in_flight
-from revcompile.schedule.dryrun import (
-    Costs,
-    ScheduleError,
-    Span,
-    check_schedule,
-    dry_run,
-)
+from revcompile.schedule.dryrun import Costs, ScheduleError, Span, check_schedule, dry_run
 from revcompile.schedule.generate import Schedule, actions
-from revcompile.schedule.methods import (
-    METHODS,
-    Keep,
-    Method,
-    Order,
-    Weights,
-    choose,
-)
-from revcompile.schedule.steady_state import (
-    hiding_in_flight,
-    period,
-    stage_work,
-)
+from revcompile.schedule.methods import METHODS, Keep, Method, Order, Weights, choose
+from revcompile.schedule.steady_state import hiding_in_flight, period, stage_work
 
 __all__ = [
     "METHODS",

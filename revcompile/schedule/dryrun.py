@@ -234,7 +234,8 @@ class _DryRun:
             if op in follows and (follows[op], index) not in done:
                 missing = Action(follows[op], index)
                 raise self._error(stage, f"ends here, but {missing} is missing")
-        if self._gradients_left(stage):
+        applied = [a.op for a in self.lists[stage] if a.op in (Op.BACKWARD, Op.UPDATE)]
+        if applied and applied[-1] is Op.BACKWARD:
             raise self._error(stage, "ends here, but its last gradients are in no update")
         here, first = ({i for op, i in self.done[j] if op is Op.UPDATE} for j in (stage, 0))
         if here != first:
@@ -243,10 +244,6 @@ class _DryRun:
                 f"stage {stage if odd in first else 0} never does U{odd}, "
                 f"stage {0 if odd in first else stage} does"
             )
-
-    def _gradients_left(self, stage: int) -> bool:
-        ops = (a.op for a in reversed(self.lists[stage]) if a.op in (Op.BACKWARD, Op.UPDATE))
-        return next(ops, Op.UPDATE) is Op.BACKWARD
 
     def _deadlock(self, stuck: Sequence[int]) -> ScheduleError:
         """What each stage waits for."""

@@ -220,10 +220,8 @@ class Schedule:
         choices = {key: kind(state["method"][key]) for key, kind in _CHOICES.items()}
         method = Method(**(state["method"] | choices))
         ties = [Tie(*pair) for pair in state["ties"]]
-        synchronous_updates = state.get("synchronous_updates", 0)
-        schedule = cls(
-            method, state["stages"], state["accumulation_steps"], ties, synchronous_updates
-        )
+        sizes = state["stages"], state["accumulation_steps"]
+        schedule = cls(method, *sizes, ties, state["synchronous_updates"])
         schedule.injected = state["injected"]
         # A copy: the lists inside belong to whoever holds `state`.
         schedule._progress = [_Progress(**copy.deepcopy(at)) for at in state["progress"]]

@@ -114,10 +114,7 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType({m.name: m for m in _tab
 
 
 def choose(
-    name: str | Method,
-    *,
-    in_flight_per_stage: float | None = None,
-    weights: str | None = None,
+    name: str | Method, *, in_flight_per_stage: float | None = None, weights: str | None = None
 ) -> Method:
     """Look up a method by name.
 
@@ -168,20 +165,12 @@ def _with_weights(method: Method, weights: str) -> Method:
         return method
     if method.order is not Order.CONTINUOUS or method.keep is Keep.GRAPH:
         raise InputError(
-            f"method {method.name!r} has no choice of weights: "
-            + (
-                "it keeps graphs, which hold those of the forward pass"
-                if method.order is Order.CONTINUOUS
-                else "there are no updates between forward and backward pass"
-            )
-            + "; leave out weights=, or use e.g. method='petra' or 'pipedream'"
+            f"method {method.name!r} has no choice of weights: there are no updates between "
+            "forward and backward pass, or it keeps graphs, which hold those of the forward pass; "
+            "leave out weights=, or use e.g. method='petra' or 'pipedream'"
         )
     # Named after the row of the table with these choices, or with the nearest there are.
-    published = (
-        METHODS[method.name].in_flight_per_stage
-        if method.name in METHODS
-        else method.in_flight_per_stage
-    )
+    published = METHODS.get(method.name, method).in_flight_per_stage
     wanted = Weights.LATEST if chosen is Weights.PREDICTED else chosen
     rows = [
         row.name

@@ -10,8 +10,7 @@ from drawn import groups, shown
 from paths import ROOT
 
 from revcompile.inspect.drawing.frontier import _overlap, frontier_svg
-from revcompile.inspect.drawing.svg import width_of
-from revcompile.inspect.drawing.theme import SMALL
+from revcompile.inspect.drawing.svg import SMALL, width_of
 from revcompile.inspect.drawing.timeline import METHODS, dry_runs, timeline_svg
 from revcompile.schedule import Costs, Op, actions, choose, dry_run
 
@@ -43,7 +42,7 @@ def test_the_figures_of_a_panel_are_those_of_the_dry_run(timeline: ET.Element) -
     assert said["backprop"].endswith("1 in flight at stage 0")
     costs = Costs.uniform(4)
     (run,) = dry_runs(costs, {"petra": choose("petra")}, 1, until=40.0)
-    assert [run.busy(stage) for stage in range(4)] == [1.0] * 4
+    assert run.busy == (1.0,) * 4
 
 
 def test_boxes_stand_where_the_dry_run_puts_them() -> None:

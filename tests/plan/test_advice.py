@@ -64,33 +64,26 @@ def advice(net: revcompile.StagedModel, optimizer: Any, **options: Any) -> list[
 
 def test_one_warning_names_the_remedies() -> None:
     (text,) = advice(net(), torch.optim.AdamW)
-    assert "up to 3 updates late, which AdamW does not compensate" in text
-    assert "muon_groups(model), or revcompile.optim.ErrorFeedback(AdamW(...)) and weights" in text
-    assert "'stashed'" in text and "accumulation_steps=3" in text
+    assert "up to 3 updates late: expect" in text
+    assert "muon_groups(model), or another optimizer of revcompile.optim (ErrorFeedback" in text
+    assert "weights='stashed'" in text and "accumulation_steps=3" in text
     (text,) = advice(net(), torch.optim.AdamW, weights="stashed", in_flight_per_stage=2)
-    assert "'stashed'" not in text and "up to 6 updates" in text and "accumulation_steps=6" in text
+    assert "up to 6 updates" in text and "accumulation_steps=6" in text
 
 
 def test_other_weights_in_backward_are_warned_of_unless_matrices_move_little() -> None:
-    (text,) = advice(net(), lambda p: DelayAwareMuon(p, max_drift=None))
-    assert "up to 3 updates late, and backward uses other weights than forward did" in text
-    assert "Use revcompile.optim.DelayAwareMuon (not with max_drift=None)" in text
-    assert ", or weights='stashed'" in text
-    assert "accumulation_steps=3" in text and "ErrorFeedback" not in text
-    assert not advice(net(), DelayAwareMuon)
-    assert not advice(net(), DelayAwareMuon, weights="predicted")
-
-
-def test_remedies_that_would_not_work_are_not_named() -> None:
-    (text,) = advice(net(), torch.optim.AdamW, weights="predicted")  # which compensates
-    assert "does not compensate" not in text and "ErrorFeedback" not in text
+    for weights in ("latest", "predicted"):
+        (text,) = advice(net(), lambda p: DelayAwareMuon(p, max_drift=None), weights=weights)
+        assert "Use revcompile.optim.DelayAwareMuon (not with max_drift=None)" in text
+        assert not advice(net(), DelayAwareMuon, weights=weights)
+    assert advice(net(), torch.optim.AdamW, weights="predicted")
 
 
 @pytest.mark.parametrize("weights", ["latest", "predicted", "stashed"])
 def test_above_seven_updates_no_optimizer_and_no_weights_are_a_remedy(weights: str) -> None:
     for optimizer in (torch.optim.AdamW, DelayAwareMuon):
         (text,) = advice(net(stages=5), optimizer, in_flight_per_stage=2, weights=weights)
-        assert "up to 8 updates late, more than any optimizer and weights= make up for" in text
+        assert "up to 8 updates late" in text
         assert "Use fewer stages, or momentum 0.8 and learning rates divided by the delay" in text
         assert "; or accumulation_steps=8" in text
         assert "'stashed'" not in text and "revcompile.optim" not in text

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,13 +41,6 @@ _UNCHANGED: Final = FACTORIES | {
     "isfinite", "isinf", "isnan", "isneginf", "isposinf", "bernoulli",
 }
 """Results of integer or boolean type that no rounding error of the input changes."""
-
-_SELECTS: Final = frozenset((
-    "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin", "cummax", "cummin",
-    "fractional_max_pool2d", "fractional_max_pool3d", "max", "max_pool2d_with_indices",
-    "max_pool3d_with_indices", "maximum", "min", "minimum", "kthvalue", "median", "sort", "topk",
-))
-"""Operators that are continuous, and whose gradient goes to the number that was selected."""
 
 # fmt: on
 _JUMPING_LAYERS: Final = (nn.Hardshrink, nn.Threshold)
@@ -103,28 +95,4 @@ class DecisionWatch(TorchDispatchMode):
             )
             if next(floats, None) is not None:
                 self.operation = name.strip("_").removesuffix("_dim")
-        return func(*args, **(kwargs or {}))
-
-
-class Ties(TorchDispatchMode):
-    """Notes operations that select among numbers of which some are exactly equal, and not zero.
-
-    Where the numbers are reconstructed, rounding errors decide which of them gets the gradient.
-    Zeros (behind a ReLU) are mostly reconstructed exactly.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: dict[str, None] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
-        tensors = [t for t in args if isinstance(t, torch.Tensor)]
-        # guards are evaluated on tensors without numbers
-        if name in _SELECTS and not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
-            given = [t for t in tensors if t.is_floating_point()]
-            numbers = torch.cat([t.detach().flatten() for t in given]) if given else torch.ones(0)
-            numbers = numbers[numbers != 0]
-            if numbers.unique().numel() < numbers.numel():
-                self.operations[name.removesuffix("_with_indices")] = None
         return func(*args, **(kwargs or {}))

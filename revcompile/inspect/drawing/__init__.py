@@ -6,7 +6,7 @@ network.py   all stages as one SVG
 page.py      the same as one HTML file (graph.py: the graph of a stage)
 timeline.py  schedules side by side, from dry runs
 frontier.py  throughput over memory, of several methods
-svg.py       SVG as text (theme.py: colours and fonts)
+svg.py       SVG as text; colours and fonts
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from revcompile.errors import InputError
 from revcompile.inspect.drawing.frontier import Point, frontier_svg
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
-from revcompile.inspect.drawing.timeline import beside_others, timeline_svg
+from revcompile.inspect.drawing.timeline import METHODS, beside_others, timeline_svg
 from revcompile.inspect.views import ModelView
 from revcompile.ir.program import Partition
 from revcompile.schedule import Costs, Method
@@ -42,7 +42,7 @@ def fragment(view: ModelView) -> str:
 def draw_schedule(
     costs: Costs,
     path: str | Path,
-    methods: Mapping[str, Method] | None = None,
+    methods: Mapping[str, Method] = METHODS,
     *,
     accumulation_steps: int | None = None,
     title: str | None = None,
@@ -65,11 +65,7 @@ def draw_schedule(
 
 
 def draw_frontier(
-    path: str | Path,
-    title: str,
-    subtitle: str,
-    points: Mapping[str, Point],
-    curve: Sequence[Point],
+    path: str | Path, title: str, subtitle: str, points: Mapping[str, Point], curve: Sequence[Point]
 ) -> Path:
     """Draw throughput over memory, as an `.svg`: labelled points, and a curve of one method."""
     target = _target("draw_frontier", path, (".svg",))

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from revcompile.inspect.drawing.svg import element, fitted, path, text, tooltip, width_of
-from revcompile.inspect.drawing.theme import SMALL
+from revcompile.inspect.drawing.svg import SMALL, element, fitted, path, text, tooltip, width_of
 from revcompile.inspect.formatting import amount, share
 from revcompile.inspect.views import BlockView, ModelView
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
-from revcompile.inspect.drawing.svg import document, element, path, text, width_of
-from revcompile.inspect.drawing.theme import SMALL
+from revcompile.inspect.drawing.svg import SMALL, document, element, path, text, width_of
 from revcompile.inspect.formatting import amount
 
 Point = tuple[float, float]

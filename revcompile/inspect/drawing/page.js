@@ -141,7 +141,8 @@ function graph(stage) {
   frame.addEventListener("click", toggle);
   frame.addEventListener("keydown", toggle);
   redraw();
-  return [make("p", { class: "note" }, stage.note), frame];
+  const note = "Sizes, weights and bookkeeping are not drawn. Boxes with a thick border open.";
+  return [make("p", { class: "note" }, note), frame];
 }
 
 const TOKEN = new RegExp([

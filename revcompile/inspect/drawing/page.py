@@ -8,20 +8,20 @@ file when the stage is opened.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from revcompile.inspect.code import action_list
 from revcompile.inspect.drawing.blocks import legend
-from revcompile.inspect.drawing.graph import Drawn, drawn_graph, layout, operation
+from revcompile.inspect.drawing.graph import drawn_graph, layout, operation
 from revcompile.inspect.drawing.network import headline, scale_of, totals
 from revcompile.inspect.drawing.stages import StageFigure, StageFigures
-from revcompile.inspect.drawing.svg import element, escape
-from revcompile.inspect.drawing.theme import asset
+from revcompile.inspect.drawing.svg import asset, element, escape
 from revcompile.inspect.formatting import amount, listed, plural, share, size
 from revcompile.inspect.source import code_text
-from revcompile.inspect.views import ModelView, StageView, refusals_by_reason, tensors
-from revcompile.ir.program import Port, StageProgram
+from revcompile.inspect.tables import refusals
+from revcompile.inspect.views import ModelView, StageView, tensors
+from revcompile.ir.program import Port
 from revcompile.ir.types import PATH
 from revcompile.schedule import Action, actions
 
@@ -61,7 +61,7 @@ def page(view: ModelView) -> str:
         '<section id="details" aria-label="details of a stage" hidden></section>',
         "</div>",
         f'<div class="legend wide rv-drawing">{key}</div>',
-        f'<h2>All stages</h2><div class="wide">{_table(view.stages)}</div>',
+        f'<h2>All stages</h2><div class="wide">{_table(view)}</div>',
         *_remarks(view),
         "</main>",
         _HELP,
@@ -98,33 +98,32 @@ def _kind(stage: StageView) -> str:
     return element("span", part, class_="kind")
 
 
-_COLUMNS: Final[Sequence[tuple[str, str, Callable[[StageView], object]]]] = (
-    ("#", "number", lambda stage: stage.index),
-    ("segments", "path", lambda stage: escape(stage.title)),
-    ("kind", "", _kind),
-    ("parameters", "number", lambda stage: f"{stage.parameters:,}"),
-    ("work", "number", lambda stage: share(stage.work_share, 1)),
-    ("sends", "", lambda stage: ", ".join(stage.sends) or " "),
-    ("keeps", "number", lambda stage: stage.keeps),
-    ("updates late", "number", lambda stage: stage.delay),
-)
+_COLUMNS: Final = {
+    "parameters": "number",
+    "work": "number",
+    "gives": "",
+    "keeps": "number",
+    "delay": "number",
+}
+"""Facts in the table of all stages, with the class of their column."""
 
 
-def _table(stages: Sequence[StageView]) -> str:
-    names = (element("th", name, class_=class_, scope="col") for name, class_, _ in _COLUMNS)
-    rows = (
-        element("tr", *(element("td", str(of(stage)), class_=class_) for _, class_, of in _COLUMNS))
-        for stage in stages
-    )
+def _table(view: ModelView) -> str:
+    columns = {"#": "number", "segments": "path", "kind": ""} | _COLUMNS
+    names = (element("th", name, class_=class_, scope="col") for name, class_ in columns.items())
+    rows = []
+    for stage in view.stages:
+        facts = _facts(view, stage)
+        cells = str(stage.index), escape(stage.title), _kind(stage), *map(facts.get, _COLUMNS)
+        row = zip(cells, columns.values(), strict=True)
+        rows.append(element("tr", *(element("td", str(of), class_=class_) for of, class_ in row)))
     head = element("thead", element("tr", *names))
     return element("table", head, element("tbody", *rows))
 
 
 def _remarks(view: ModelView) -> Iterator[str]:
-    """Notes of the rewiring, and the sums it refused, grouped by reason."""
-    by_reason = refusals_by_reason(view.rewired).items()
-    refused = [f"{', '.join(paths)}: {why}" for why, paths in by_reason]
-    for title, lines in (("Notes", view.rewired.notes), ("Not rewired", refused)):
+    """Notes of the rewiring, and the sums it refused."""
+    for title, lines in (("Notes", view.rewired.notes), ("Not rewired", refusals(view.rewired))):
         if lines:
             items = "".join(element("li", escape(line)) for line in lines)
             yield f'<h3>{title}</h3><ul class="plain">{items}</ul>'
@@ -147,10 +146,9 @@ def embedded(value: Any) -> str:
 
 def _details(view: ModelView, stage: StageView, steps: Sequence[Action]) -> dict[str, Any]:
     """Everything the page's script shows of a stage."""
-    graph = drawn_graph(stage.program.forward)
     return {
         "name": stage.title,
-        "facts": list(_facts(view, stage)),
+        "facts": list(_facts(view, stage).items()),
         "blocks": [
             [
                 block.name,
@@ -164,30 +162,35 @@ def _details(view: ModelView, stage: StageView, steps: Sequence[Action]) -> dict
         ],
         "code": code_text(view.partition, stage.program),
         "actions": action_list(stage.program, steps).lines,
-        "graph": layout(graph),
-        "note": _note(stage.program, graph),
+        "graph": layout(drawn_graph(stage.program.forward)),
         "names": _names(stage),
     }
 
 
-def _facts(view: ModelView, stage: StageView) -> Iterator[tuple[str, str]]:
-    yield "takes", _ports(view, stage.program.inputs)
-    yield "gives", _ports(view, stage.program.outputs)
-    yield "parameters", f"{stage.parameters:,}"
-    yield "forward FLOPs", amount(stage.flops)
-    yield "work", share(stage.work_share, 1)
-    yield "in flight", plural(stage.window, "micro-batch")
-    yield "delay", plural(stage.delay, "update")
-    yield "keeps", stage.keeps
-    yield "peak memory", size(stage.memory.total)
-    for skip in view.skips:
-        if skip.first <= stage.index <= skip.last:
-            names = ", ".join(skip.names)
-            yield "skip values", f"{names} (stages {skip.first} to {skip.last})"
-    for tie, shared in view.ties.items():
-        if stage.index in (tie.owner, tie.holder):
-            other = tie.owner + tie.holder - stage.index
-            yield "tied", f"{', '.join(shared)} with stage {other}"
+def _facts(view: ModelView, stage: StageView) -> dict[str, str]:
+    facts = {
+        "takes": _ports(view, stage.program.inputs),
+        "gives": _ports(view, stage.program.outputs),
+        "parameters": f"{stage.parameters:,}",
+        "forward FLOPs": amount(stage.flops),
+        "work": share(stage.work_share, 1),
+        "in flight": plural(stage.window, "micro-batch"),
+        "delay": plural(stage.delay, "update"),
+        "keeps": stage.keeps,
+        "peak memory": size(stage.memory.total),
+    }
+    skips = [
+        f"{', '.join(skip.names)} (stages {skip.first} to {skip.last})"
+        for skip in view.skips
+        if skip.first <= stage.index <= skip.last
+    ]
+    tied = [
+        f"{', '.join(shared)} with stage {tie.owner + tie.holder - stage.index}"
+        for tie, shared in view.ties.items()
+        if stage.index in (tie.owner, tie.holder)
+    ]
+    more = {"skip values": "; ".join(skips), "tied": "; ".join(tied)}
+    return facts | {name: text for name, text in more.items() if text}
 
 
 def _ports(view: ModelView, ports: Sequence[Port]) -> str:
@@ -197,15 +200,6 @@ def _ports(view: ModelView, ports: Sequence[Port]) -> str:
     parts = [f"{listed(kinds)} ({size(total)})"] if kinds else []
     parts += [plural(plain, "plain value")] if plain else []
     return " and ".join(parts) or "nothing"
-
-
-def _note(program: StageProgram, graph: Drawn) -> str:
-    drawn, every = sum(len(one.nodes) for one in graph.vertices), len(program.forward.nodes)
-    opens = any(one.inside is not None for one in graph.vertices)
-    return (
-        f"{drawn} of the forward program's {every} operations; sizes, weights and bookkeeping are "
-        f"not drawn{', and boxes with a thick border open' if opens else ''}."
-    )
 
 
 def _names(stage: StageView) -> list[str]:

@@ -26,8 +26,16 @@ from revcompile.inspect.drawing.blocks import (
     line_heights,
     stream_classes,
 )
-from revcompile.inspect.drawing.svg import element, fitted, path, text, tooltip, width_of
-from revcompile.inspect.drawing.theme import LABEL, SMALL
+from revcompile.inspect.drawing.svg import (
+    LABEL,
+    SMALL,
+    element,
+    fitted,
+    path,
+    text,
+    tooltip,
+    width_of,
+)
 from revcompile.inspect.formatting import amount, counted, listed, plural, size
 from revcompile.inspect.views import ModelView, StageView, tensors
 from revcompile.ir.program import Port

@@ -1,13 +1,24 @@
-"""SVG as text: elements, escaping, and estimates of how wide text is."""
+"""SVG as text: elements, escaping, and estimates of how wide text is.
+
+The hues of the style sheet are Okabe and Ito's, which colour-blind people tell apart, and every
+colour comes with a shape (opaque blocks are hatched, skips dashed, tied weights dotted). Drawings
+have their own background, so that they can stand on any page; no rule touches what is not inside a
+drawing. Colours are written out in every rule, because not every SVG viewer supports CSS variables.
+"""
 
 from __future__ import annotations
 
 import html
 import re
 from collections.abc import Iterable
+from importlib.resources import files
 from typing import Final
 
-from revcompile.inspect.drawing.theme import SMALL, TITLE, asset
+TITLE: Final = 17.0
+LABEL: Final = 12.0
+SMALL: Final = 10.5
+TINY: Final = 9.0
+"""Sizes of type."""
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
@@ -16,6 +27,11 @@ _NARROW: Final = frozenset("iIjl.,:;|!'()[]tfr ·")
 _WIDE: Final = frozenset("mwMW%—…")
 _LINE: Final = 0.9
 """How much of the estimate a long line really takes: wide and narrow letters level out."""
+
+
+def asset(name: str) -> str:
+    """A file beside this one as text."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8").strip()
 
 
 def escape(value: object) -> str:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from revcompile.errors import InputError
-from revcompile.inspect.drawing.svg import document, element, path, text, width_of
-from revcompile.inspect.drawing.theme import SMALL, TINY
+from revcompile.inspect.drawing.svg import SMALL, TINY, document, element, path, text, width_of
 from revcompile.inspect.formatting import plural
 from revcompile.schedule import (
     Costs,
@@ -27,6 +26,7 @@ from revcompile.schedule import (
     choose,
     dry_run,
     period,
+    stage_work,
     window,
 )
 
@@ -69,20 +69,13 @@ class Run:
     """One method's dry run."""
 
     name: str
-    costs: Costs
     spans: tuple[Span, ...]
     rate: float
     """Micro-batches per unit of time once the pipeline is full."""
-    updates: float
-    """Updates per micro-batch."""
+    busy: tuple[float, ...]
+    """Share of the time at which each stage computes once the pipeline is full."""
     window: int
     """Most micro-batches in flight at the first stage."""
-
-    def busy(self, stage: int) -> float:
-        """Share of the time at which a stage computes once the pipeline is full."""
-        costs = self.costs
-        work = costs.forward[stage] + costs.backward[stage] + costs.update[stage] * self.updates
-        return min(work * self.rate, 1.0)
 
 
 def dry_runs(
@@ -99,7 +92,8 @@ def dry_runs(
         groups = -(-wanted // accumulation_steps) + 1
         lists = actions(method, stages, groups * accumulation_steps, accumulation_steps)
         rate = 1 / period(method, own, accumulation_steps)
-        runs.append(Run(name, own, dry_run(lists, own), rate, 1 / accumulation_steps, most))
+        busy = tuple(min(work * rate, 1.0) for work in stage_work(own, accumulation_steps))
+        runs.append(Run(name, dry_run(lists, own), rate, busy, most))
     return tuple(runs)
 
 
@@ -113,7 +107,7 @@ def _own(costs: Costs, method: Method) -> Costs:
 
 def timeline_svg(
     costs: Costs,
-    methods: Mapping[str, Method] | None = None,
+    methods: Mapping[str, Method] = METHODS,
     *,
     accumulation_steps: int | None = None,
     title: str | None = None,
@@ -124,7 +118,6 @@ def timeline_svg(
     two updates, and between two drains of 1F1B and GPipe (default: one a stage, 16 at most);
     `title` names the model.
     """
-    methods = METHODS if methods is None else methods
     stages = len(costs.forward)
     slowest = max((f + b for f, b in zip(costs.forward, costs.backward, strict=True)), default=0)
     if not slowest or not methods:
@@ -159,8 +152,7 @@ def timeline_svg(
 
 def _panel(run: Run, slowest: Run, y: float, row: float, until: float) -> str:
     """One method: a line of figures, and a row a stage."""
-    shares = [run.busy(stage) for stage in range(len(run.costs.forward))]
-    busy = sum(shares) / len(shares)
+    busy = sum(run.busy) / len(run.busy)
     label = f"once full: stages {busy:.0%} busy, {run.window} in flight at stage 0"
     if run is not slowest:
         label += f", {run.rate / slowest.rate:.1f}× the speed of {slowest.name}"
@@ -168,7 +160,7 @@ def _panel(run: Run, slowest: Run, y: float, row: float, until: float) -> str:
     head += text(label, _WIDTH - _MARGIN, y + 14, "rv-small rv-end")
     height, width = row - min(2.0, 0.2 * row), _WIDTH - _LEFT - _RIGHT
     rows = []
-    for stage, each in enumerate(shares):
+    for stage, each in enumerate(run.busy):
         top = y + _HEAD + stage * row
         middle = top + height / 2 + 3.6
         rows.append(element("rect", x=_LEFT, y=top, width=width, height=height, class_="rv-idle"))
