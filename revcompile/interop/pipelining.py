@@ -28,7 +28,7 @@ from revcompile.ir.signature import Signature
 from revcompile.ir.types import VALUE, Body, Coupling, Live, Opaque, Rewired, Segment, TensorType
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible, _Step
-from revcompile.runtime.reversible.reconstruction import Tolerance
+from revcompile.runtime.reversible.reconstruction import ReconstructionCheck, Tolerance
 
 Size = int | tuple[int, ...]
 _INSTEAD = "cut elsewhere with another num_stages, or train with net.trainer(...)"
@@ -74,7 +74,16 @@ class StageModule(Reversible):
         return self._description
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:
-        return tuple(map(_guarded, super()._steps(body)))
+        """The steps, whose chains may each fail to rebuild their input once.
+
+        Torch learns shapes by running a stage, forward and backward, on uninitialized memory:
+        before the first step and again after every change between training and evaluation. So one
+        call that cannot be rebuilt is no evidence, but two in a row are.
+        """
+        steps = super()._steps(body)
+        for chain in (step.run for step in steps if isinstance(step.run, Chain)):
+            chain.check = ReconstructionCheck(chain.name, chain.tolerance, failures_allowed=1)
+        return steps
 
 
 class _Sendable(torch.autograd.Function):
@@ -97,19 +106,6 @@ def _sendable(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return _Sendable.apply(value) if value.requires_grad else value.detach().contiguous()
-
-
-def _guarded(step: _Step) -> _Step:
-    """The step, whose chain may fail to rebuild its input once.
-
-    Torch learns shapes by running a stage, forward and backward, on uninitialized memory: before
-    the first step and again after every change between training and evaluation. So one call that
-    cannot be rebuilt is no evidence, but two in a row are.
-    """
-    chain = step.run
-    return (
-        replace(step, run=replace(chain, failures_allowed=1)) if isinstance(chain, Chain) else step
-    )
 
 
 # -- a stage as a model of its own ----------------------------------------------------------------

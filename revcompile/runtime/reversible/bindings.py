@@ -268,9 +268,15 @@ class Bindings:
         self.watched = watched = read_by([graph], root)
         self.modules = {each.module: each.path for each in watched if each.names is None}
         """Every module that runs, those inside others included, and its path."""
-        self.enclosing = {each.module: each.path for each in watched if each.names and each.path}
-        """Modules that contain those, and whose own forward does not run. Not the root, whose hooks
-        run around all of its forward."""
+        # Modules that contain those, and whose own forward does not run. Not the root, whose hooks
+        # run around all of its forward.
+        enclosing = {each.module: each.path for each in watched if each.names and each.path}
+        self.sharded: tuple[ShardedModule, ...] = tuple(
+            (path, module)
+            for module, path in (*enclosing.items(), *self.modules.items())
+            if any(map(is_sharding_hook, module._forward_hooks.values()))
+        )
+        """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
         self.labels: list[str] = []
         """Paths of the parameters, in the order of the slots."""
         slots: list[Slot] = []
@@ -299,15 +305,6 @@ class Bindings:
         self.hooks = LayerHooks(list(self.modules))
         self.hooked = self.hooks.run_in_forward
         """Had one of the modules forward hooks? If that changes, chains are planned again."""
-
-
-def sharded_modules(read: Bindings) -> tuple[ShardedModule, ...]:
-    """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
-    return tuple(
-        (path, module)
-        for module, path in (*read.enclosing.items(), *read.modules.items())
-        if any(map(is_sharding_hook, module._forward_hooks.values()))
-    )
 
 
 def check_repeatable(structure: TreeSnapshot) -> None:

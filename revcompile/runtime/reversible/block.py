@@ -30,7 +30,7 @@ from revcompile.kernels.fixed_point import (
     unit_of,
 )
 from revcompile.kernels.repeatable import Repeated, repeatable
-from revcompile.runtime.reversible.bindings import Bindings, filled, sharded_modules
+from revcompile.runtime.reversible.bindings import Bindings, filled
 from revcompile.runtime.reversible.replay import ReplayContext
 
 _Pair = tuple[Tensor, Tensor]
@@ -272,7 +272,7 @@ class Block:
         self.replay_context = ReplayContext.of(coupling, root, list(bindings.modules))
         self.has_autocast_consumer = has_autocast_consumer(branch, root)
         """Is the only reader of `b` in F a layer whose input autocast casts?"""
-        self.sharded = sharded_modules(bindings)
+        self.sharded = bindings.sharded
         self.batch_dim = None if kind is None else kind.batch_dim
         """The streams' dimension that counts samples, if there is one."""
         self.weights = BlockWeights(branch, root, bindings, bool(self.sharded))

@@ -78,8 +78,6 @@ class Chain:
     tolerance: Tolerance = None
     convolves: bool = False
     overlap: Overlap = Overlap.OFF
-    failures_allowed: int = 0
-    """Consecutive calls that may rebuild their input wrongly without an error."""
     averaged: bool = False
     """Whether streams are averaged; in eval mode they become `b, b + F(b)`."""
     name: str = field(init=False)
@@ -91,9 +89,7 @@ class Chain:
         read = [each for block in self.blocks for each in block.bindings.watched]
         self.modules = TreeSnapshot(read, STRUCTURE)
         self.name = f"the chain {self.blocks[0].name} .. {self.blocks[-1].name}"
-        self.check = ReconstructionCheck(
-            self.name, self.tolerance, failures_allowed=self.failures_allowed
-        )
+        self.check = ReconstructionCheck(self.name, self.tolerance)
 
     def plain(
         self,

@@ -25,7 +25,6 @@ from revcompile.runtime.reversible.bindings import (
     Bindings,
     ShardedModule,
     reshard,
-    sharded_modules,
     tap_stored,
     unshard,
 )
@@ -102,7 +101,9 @@ class Reversible(OriginalSurface):
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, reserved)
         self.__dict__["_inlined"] = Inlined(rewired, self)
-        self.__dict__["_has_class_forward"] = "forward" not in vars(root)
+        # A forward of the object's own may be another function than the one of its class.
+        is_original = rewired.policy.averaged and "forward" not in vars(root)
+        self.__dict__["_keeps_function"] = is_original
         self.__dict__["_cases"] = Cases(self.rewired)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
@@ -114,8 +115,6 @@ class Reversible(OriginalSurface):
     overlap: Overlap
     """Is a block rebuilt while the next one is differentiated? Read at the first call."""
     _plans: dict[int, _Plan]
-    _has_class_forward: bool
-    """Is the original's forward that of its class?"""
     _inlined: Inlined
     _cases: Cases
 
@@ -149,10 +148,6 @@ class Reversible(OriginalSurface):
     def _stores_nothing(self) -> bool:
         """Whether a call now keeps no graph of its chains, and rebuilds them in backward."""
         return self.reversible and self.training and torch.is_grad_enabled()
-
-    @property
-    def _keeps_function(self) -> bool:
-        return self.rewired.policy.averaged and self._has_class_forward
 
     def _rewired_tensors(self) -> dict[int, str]:
         """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name.
@@ -239,7 +234,7 @@ class Reversible(OriginalSurface):
                 inputs, outputs = first.inputs, first.outputs
                 graph = fuse_bn_relu(match_dtypes(first.graph), self)
                 code: Callable[..., Any] | Chain = compile_with_modules(graph, self, first.name)
-                sharded = sharded_modules(Bindings(first.graph, self))
+                sharded = Bindings(first.graph, self).sharded
             else:
                 couplings = [s for s in run if isinstance(s, Coupling)]
                 sides = tuple(dict.fromkeys(n for c in couplings for n in c.all_sides))
