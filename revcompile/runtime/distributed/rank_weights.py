@@ -7,8 +7,8 @@ that `whole_model` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from revcompile.errors import InputError
 from revcompile.ir.module_tree import Contents, TreeReads, child_path, copy_module
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.distributed.layout import Layout, Ranks, gather_plain
+from revcompile.runtime.distributed.transport import DistributedTransport
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.settings import Task
@@ -108,10 +109,8 @@ class RankWeights:
     """From a tensor's first name to the stage that has its current value."""
     borrowed: set[str] = field(default_factory=set)
     """Tensors used here of which another rank has the current value."""
-    collective: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Around collectives: names the rank that is gone."""
-    stop_all: Callable[[BaseException], None] | None = None
-    """Tells the other ranks of an error here, for which they would wait otherwise."""
+    transport: DistributedTransport = field(init=False)
+    """Set once there is one: it names a rank that is gone, and tells others of an error here."""
 
     def adopt(self, model: nn.Module, copies: Mapping[str, Tensor]) -> None:
         """Let the model hold a stage's own copies of tied parameters, not one more."""
@@ -126,14 +125,13 @@ class RankWeights:
             for name, tensor in _named_tensors(twin).items():
                 owner = self.ranks.owner(self.owners[name])
                 sent = _as_bytes(tensor, self.device, has_values=owner == self.ranks.rank)
-                with self.collective():
+                with self.transport.collective():
                     if sent.numel():
                         distributed.broadcast(sent, owner, group=self.ranks.pipeline)
                 changes[id(tensor)] = _with_values(tensor, sent, device or self.device)
             _replace(twin, changes)
         except BaseException as error:
-            if self.stop_all is not None:
-                self.stop_all(error)
+            self.transport.stop_all(error)
             raise
         return twin
 

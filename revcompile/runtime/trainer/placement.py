@@ -34,7 +34,7 @@ from revcompile.runtime.distributed.rank_weights import (
     last_device,
     owning_stages,
 )
-from revcompile.runtime.distributed.transport import DistributedTransport, open_replica_groups
+from revcompile.runtime.distributed.transport import DistributedTransport
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Transport
 from revcompile.runtime.stage.settings import Task
@@ -177,16 +177,13 @@ class RankPlacement(Placement):
     # -- building a trainer -------------------------------------------------------------------
 
     def attach(self, executors: Sequence[StageExecutor]) -> None:
-        self._weights.collective = self.transport.collective
-        self._weights.stop_all = self.transport.stop_all
+        self._weights.transport = self.transport
         for executor in executors:
             tied = {name: executor.stage.parameters[name] for name in executor.updates.copied}
             self._weights.adopt(self._task.model, tied)
         if self.replicas > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            groups = open_replica_groups(self.ranks, backend, self._timeout)
-            for index, stage in ((e.index, e.stage) for e in executors):
-                self.transport.replicate(index, stage.parameters, groups[index])
+            self.transport.replicate({e.index: e.stage.parameters for e in executors}, backend)
         _open.append(self.transport)
 
     # -- what all ranks do --------------------------------------------------------------------
