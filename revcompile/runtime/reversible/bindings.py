@@ -200,7 +200,7 @@ class LayerHooks:
         """How many hooks there had been in this process when no layer had one."""
 
     def __bool__(self) -> bool:
-        """Does any layer have hooks now?"""
+        """Whether any layer has hooks now."""
         if self._none_until != RemovableHandle.next_id:
             if any(self._all):
                 return True
@@ -209,7 +209,7 @@ class LayerHooks:
 
     @property
     def run_in_forward(self) -> bool:
-        """Does any layer have forward hooks now?"""
+        """Whether any layer has forward hooks now."""
         return any(self._forward)
 
     def recorded(self, record: HookRecord) -> AbstractContextManager[None]:
@@ -304,7 +304,7 @@ class Bindings:
         """Parameters, then buffers and settings."""
         self.hooks = LayerHooks(list(self.modules))
         self.hooked = self.hooks.run_in_forward
-        """Had one of the modules forward hooks? If that changes, chains are planned again."""
+        """Whether a module had forward hooks. If that changes, chains are planned again."""
 
 
 def check_repeatable(structure: TreeSnapshot) -> None:
@@ -342,7 +342,7 @@ class Bound:
         return bindings.hooks.recorded(self._hooks) if bindings.hooked else _NOTHING
 
     def has_hooks(self) -> bool:
-        """Has one of the modules forward hooks, now or in the first run?"""
+        """Whether one of the modules has forward hooks, or had some in the first run."""
         return bool(self._hooks) or self._bindings.hooks.run_in_forward
 
     def check(self, block: str) -> None:

@@ -1,4 +1,4 @@
-"""Guards checked at a call: which capture of a model is right for these inputs and attributes?
+"""Guards checked at a call: they choose the capture that fits these inputs and attributes.
 
 For calls that break a guard of every capture the model is captured again (`Cases`).
 """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
-from revcompile.ir.module_tree import TreeReads, convolves
+from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.ops import attribute
 from revcompile.ir.precision_rewrites import fuse_bn_relu, match_dtypes
 from revcompile.ir.python_code import compile_with_modules
@@ -113,7 +113,7 @@ class Reversible(OriginalSurface):
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
     overlap: Overlap
-    """Is a block rebuilt while the next one is differentiated? Read at the first call."""
+    """Whether a block is rebuilt while the next one is differentiated. Read at the first call."""
     _plans: dict[int, _Plan]
     _inlined: Inlined
     _cases: Cases
@@ -171,7 +171,7 @@ class Reversible(OriginalSurface):
         return self._cases.bound(self, args, kwargs, only_known)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Capturing anew needs the original's class, which pickle finds by its name or not at all.
+        # Capturing again needs the original's class, which pickle finds by its name or not at all.
         recapture = self._cases.recapture if self._original.is_importable else None
         cases = self._cases.first_only(recapture)
         return {**self.__dict__, "_plans": {}, "_cases": cases}
@@ -243,14 +243,7 @@ class Reversible(OriginalSurface):
                 position = {name: i for i, name in enumerate(sides)}
                 types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
                 blocks = tuple(map(Block, couplings, repeat(self), repeat(position), types))
-                has_convolutions = any(convolves(c.branch, self) for c in couplings)
-                code = Chain(
-                    blocks,
-                    self.tolerance,
-                    has_convolutions,
-                    self.overlap,
-                    averaged=couplings[0].averaged,
-                )
+                code = Chain(blocks, self.tolerance, self.overlap)
             drop = tuple(
                 n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in body.returned
             )

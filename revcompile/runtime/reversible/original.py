@@ -2,7 +2,7 @@
 
 Plain attributes of the original (`config`, `pretrained_cfg`, `num_classes`) are attributes of the
 module itself. A method of the original (`no_weight_decay`, `get_classifier`) runs on a view: an
-instance of the original's class that shares the module's `__dict__`, so that it sees the module's
+instance of the original's class that shares the module's `__dict__`: it sees the module's
 parameters and sets the module's attributes, and `super()` works in it.
 
 A method must not apply rewired weights to data by another path than the module's `forward`: that is
@@ -108,7 +108,7 @@ class watched(TorchFunctionMode):
 
 
 def _is_in_place(name: str) -> bool:
-    """Does a function of torch write to its tensor: `add_`, `w[i] = x`, `w += x`, `w.data = x`?"""
+    """Whether a function of torch writes to its tensor: `add_`, `w[i] = x`, `w.data = x`."""
     if name.endswith("__"):
         return name in ("__setitem__", "__set__") or name.startswith("__i")
     return name.endswith("_")
@@ -184,7 +184,7 @@ class Original:
         return cls(type(root), hidden)
 
     def overrides(self, name: str) -> bool:
-        """Does the original's class override a method of `nn.Module`?"""
+        """Whether the original's class overrides a method of `nn.Module`."""
         return self.kind is not None and getattr(self.kind, name) is not getattr(nn.Module, name)
 
     def view(self, module: nn.Module) -> nn.Module:
