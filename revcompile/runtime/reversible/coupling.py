@@ -73,7 +73,7 @@ from revcompile.runtime.reversible.transforms import differentiable_once, is_tra
 class Chain:
     """Couplings in a row, run as one differentiable function that stores no activations."""
 
-    def __init__(self, blocks: Sequence[Block], tolerance: Tolerance, overlap: Overlap) -> None:
+    def __init__(self, blocks: tuple[Block, ...], tolerance: Tolerance, overlap: Overlap) -> None:
         self.blocks, self.tolerance, self.overlap = blocks, tolerance, overlap
         self.averaged = blocks[0].averaged
         """Whether streams are averaged; in eval mode they become `b, b + F(b)`."""
