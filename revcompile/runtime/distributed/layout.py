@@ -323,7 +323,7 @@ def run_facts(task: Task, device: str) -> dict[str, Any]:
     return named
 
 
-def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 5) -> None:
+def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to start when ranks differ; the first differences are listed, with the ranks."""
     lines, advice = [], ""
     for name in dict.fromkeys(name for found in facts_of_ranks for name in found):
@@ -339,8 +339,8 @@ def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 
                     "one, and give its numbers as cost= to all."
                 )
     if lines:
-        more = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
-        text = "\n".join([*lines[:limit], *more])
+        more = [f"  ... and {len(lines) - 5} more"] if len(lines) > 5 else []
+        text = "\n".join([*lines[:5], *more])
         raise InputError(
             f"trainer: the ranks do not agree, so nothing was started:\n{text}\n"
             f"Run the same script with the same versions and settings on every rank.{advice}"
