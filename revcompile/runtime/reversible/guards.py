@@ -83,7 +83,7 @@ class GuardChecker:
         self._guards, kind = guards, type(root)
         plain, asked = guards.plain, guards.asked
         if isinstance(root, OriginalSurface):
-            kind, hidden = root._original_class or kind, root._own_names
+            kind, hidden = root._original.importable_kind or kind, root._own_names
             plain, asked = ({**n, "": n.get("", frozenset()) - hidden} for n in (plain, asked))
         self._attributes = PlainAttributes(root, plain, asked, kind)
         modules = dict(root.named_modules(remove_duplicate=False))

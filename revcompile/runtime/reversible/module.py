@@ -172,7 +172,7 @@ class Reversible(OriginalSurface):
 
     def __getstate__(self) -> dict[str, Any]:
         # Capturing again needs the original's class, which pickle finds by its name or not at all.
-        recapture = self._cases.recapture if self._original.is_importable else None
+        recapture = self._cases.recapture if self._original.importable_kind else None
         cases = self._cases.first_only(recapture)
         return {**self.__dict__, "_plans": {}, "_cases": cases}
 

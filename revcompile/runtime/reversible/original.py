@@ -212,16 +212,17 @@ class Original:
 
     def __reduce__(self) -> Any:
         # A class that pickle cannot find by name is left out: the module runs without it.
-        return Original, (self.kind if self.is_importable else None, self.hidden)
+        return Original, (self.importable_kind, self.hidden)
 
     @property
-    def is_importable(self) -> bool:
+    def importable_kind(self) -> type[nn.Module] | None:
+        """The class, if pickle can find it by its name."""
         if self.kind is None:
-            return False
+            return None
         imported: Any = sys.modules.get(self.kind.__module__)
         for step in self.kind.__qualname__.split("."):
             imported = getattr(imported, step, None)
-        return imported is self.kind
+        return self.kind if imported is self.kind else None
 
 
 def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
@@ -279,11 +280,6 @@ class OriginalSurface(nn.Module):
         own = cls.__mro__[: cls.__mro__.index(nn.Module)]
         names = (name for kind in own for name in (*vars(kind), *inspect.get_annotations(kind)))
         return frozenset(names)
-
-    @property
-    def _original_class(self) -> type[nn.Module] | None:
-        """None if pickle cannot find it."""
-        return self._original.kind if self._original.is_importable else None
 
     @property
     def _own_names(self) -> frozenset[str]:
