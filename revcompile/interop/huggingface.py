@@ -60,11 +60,7 @@ def _class_of_both(own: Any, kind: Any) -> Any:
         return own.forward(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:  # no module has this class: it is made again
-        return (
-            _restored,
-            (own, self._original.kind if self._original.is_importable else None),
-            (self.__getstate__()),
-        )
+        return _restored, (own, self._original.importable_kind), self.__getstate__()
 
     members |= {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
     members["__qualname__"] = kind.__qualname__

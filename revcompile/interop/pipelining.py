@@ -28,6 +28,7 @@ from revcompile.ir.signature import Signature
 from revcompile.ir.types import VALUE, Body, Coupling, Live, Opaque, Segment, TensorType
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible, _Step
+from revcompile.runtime.reversible.reconstruction import ReconstructionCheck
 
 Size = int | tuple[int, ...]
 _INSTEAD = "cut elsewhere with another num_stages, or train with net.trainer(...)"
@@ -64,18 +65,16 @@ class StageModule(Reversible):
         return tuple(map(_sendable, outputs)) if isinstance(outputs, tuple) else outputs
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:
-        """The steps, whose chains may fail to rebuild their input once.
+        """The steps, whose chains may each fail to rebuild their input once.
 
         Torch learns shapes by running a stage, forward and backward, on uninitialized memory:
         before the first step and again after every change between training and evaluation. So one
         call that cannot be rebuilt is no evidence, but two in a row are.
         """
-        return tuple(
-            replace(step, run=replace(step.run, failures_allowed=1))
-            if isinstance(step.run, Chain)
-            else step
-            for step in super()._steps(body)
-        )
+        steps = super()._steps(body)
+        for chain in (step.run for step in steps if isinstance(step.run, Chain)):
+            chain.check = ReconstructionCheck(chain.name, chain.tolerance, failures_allowed=1)
+        return steps
 
 
 class _Sendable(torch.autograd.Function):

@@ -215,7 +215,7 @@ def _serial(checkpoint: Path) -> int:
 class Checkpoint:
     """A complete checkpoint: its tensors are read on demand. Nothing is unpickled.
 
-    A file is compared with its digest when it is read first, by whoever reads it.
+    Whoever reads a file first compares it with its digest.
     """
 
     def __init__(self, path: Path) -> None:

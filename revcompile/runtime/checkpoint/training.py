@@ -31,7 +31,7 @@ from revcompile.runtime.checkpoint.tree import StoredTensor, TensorFile, write_t
 COMMON: Final = ("format", "cuts", "seed", "device", "schedule")
 """Entries that are the same on every rank."""
 PARTS: Final = ("model", "optimizer", "stages")
-"""Entries of which a rank has some."""
+"""Entries that are spread over the ranks."""
 
 State = Mapping[str, Any]
 

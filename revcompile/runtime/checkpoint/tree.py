@@ -231,7 +231,7 @@ def write_tensors(
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder to the disk, so that it survives a power failure."""
+    """Flush a file or folder to the disk, where it survives a power failure."""
     if os.name == "nt" and path.is_dir():
         return  # folders cannot be opened there
     descriptor = os.open(path, os.O_RDONLY)

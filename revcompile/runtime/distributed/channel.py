@@ -154,7 +154,7 @@ class SendThread(Worker):
     Args:
         on_failure: Called by the thread.
         notify: Ends a call of `wait`.
-        wait: Waits for another thread, or raises if a rank is gone; it is told for what.
+        wait: Waits for another thread, or raises if a rank is gone; takes what it waits for.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ POLL_PERIOD: Final = 0.5
 
 
 class Worker:
-    """A thread that runs a function. If that raises an error, `on_failure` is told."""
+    """A thread that runs a function, and calls `on_failure` if that raises an error."""
 
     def __init__(self, run: Callable[[], None], on_failure: Callable[[str], object]) -> None:
         def guarded() -> None:
@@ -71,7 +71,7 @@ class Failures:
     # -- this rank's threads ------------------------------------------------------------------
 
     def notify(self) -> None:
-        """Something has arrived: whoever waits checks again."""
+        """Something has arrived: the main thread, if it waits, checks again."""
         with contextlib.suppress(RuntimeError):  # it is unlocked
             self._nothing_new.release()
 

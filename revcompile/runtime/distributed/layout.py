@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from revcompile.errors import InputError, RankError
@@ -125,7 +125,8 @@ class Ranks:
 
     layout: Layout
     rank: int
-    mesh: DeviceMesh
+    pipeline: Any
+    """The group of the ranks of this replica."""
     control: Any
     """The group of all ranks, over gloo."""
 
@@ -133,7 +134,7 @@ class Ranks:
     def arrange(cls, layout: Layout, device: torch.device, control: Any) -> Ranks:
         shape, names = (layout.replicas, layout.width), ("replica", "stage")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        return cls(layout, distributed.get_rank(), mesh, control)
+        return cls(layout, distributed.get_rank(), mesh.get_group("stage"), control)
 
     @property
     def replica(self) -> int:
@@ -142,11 +143,6 @@ class Ranks:
     @property
     def stages(self) -> tuple[int, ...]:
         return self.layout.stages(self.rank)
-
-    @property
-    def pipeline(self) -> Any:
-        """The group of the ranks of this replica."""
-        return self.mesh.get_group("stage")
 
     def owner(self, stage: int) -> int:
         """The rank of this replica that has a stage."""
@@ -327,7 +323,7 @@ def run_facts(task: Task, device: str) -> dict[str, Any]:
     return named
 
 
-def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 5) -> None:
+def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to start when ranks differ; the first differences are listed, with the ranks."""
     lines, advice = [], ""
     for name in dict.fromkeys(name for found in facts_of_ranks for name in found):
@@ -343,8 +339,8 @@ def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]], limit: int = 
                     "one, and give its numbers as cost= to all."
                 )
     if lines:
-        more = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
-        text = "\n".join([*lines[:limit], *more])
+        more = [f"  ... and {len(lines) - 5} more"] if len(lines) > 5 else []
+        text = "\n".join([*lines[:5], *more])
         raise InputError(
             f"trainer: the ranks do not agree, so nothing was started:\n{text}\n"
             f"Run the same script with the same versions and settings on every rank.{advice}"

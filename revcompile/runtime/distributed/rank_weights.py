@@ -7,8 +7,8 @@ that `whole_model` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from revcompile.errors import InputError
 from revcompile.ir.module_tree import Contents, TreeReads, child_path, copy_module
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.distributed.layout import Layout, Ranks, gather_plain
+from revcompile.runtime.distributed.transport import DistributedTransport
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.replay import BufferSnapshot
 from revcompile.runtime.stage.settings import Task
@@ -53,12 +54,14 @@ def _users(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, list
 
 
 def owning_stages(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, int]:
-    """Maps every name of a parameter or buffer to the stage that has its current value."""
+    """From every name of a tensor to the stage that has its current value: the first that uses it.
+
+    What no stage uses never changes; the first stage has it.
+    """
     users = _users(model, programs)
     first_names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
-    every = ((n, first_names[id(t)]) for n, t in _named_tensors(model, every_name=True).items())
-    # The first stage owns tied parameters.
-    return {name: users[first_name][0] for name, first_name in every if first_name in users}
+    every = _named_tensors(model, every_name=True)
+    return {name: users.get(first_names[id(t)], [0])[0] for name, t in every.items()}
 
 
 class SharedBuffers:
@@ -105,13 +108,11 @@ class RankWeights:
     ranks: Ranks
     device: torch.device
     owners: Mapping[str, int]
-    """From a tensor's first name to the stage that has its current value."""
+    """From every name of a tensor to the rank of this replica that has its current value."""
     borrowed: set[str] = field(default_factory=set)
     """Tensors used here of which another rank has the current value."""
-    collective: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Around collectives: names the rank that is gone."""
-    stop_all: Callable[[BaseException], None] | None = None
-    """Tells the other ranks of an error here, for which they would wait otherwise."""
+    transport: DistributedTransport = field(init=False)
+    """Set once there is one: it names a rank that is gone, and tells others of an error here."""
 
     def adopt(self, model: nn.Module, copies: Mapping[str, Tensor]) -> None:
         """Let the model hold a stage's own copies of tied parameters, not one more."""
@@ -124,16 +125,15 @@ class RankWeights:
         try:
             twin: Reversible = copy_module(model)
             for name, tensor in _named_tensors(twin).items():
-                owner = self.ranks.owner(self.owners[name])
+                owner = self.owners[name]
                 sent = _as_bytes(tensor, self.device, has_values=owner == self.ranks.rank)
-                with self.collective():
+                with self.transport.collective():
                     if sent.numel():
                         distributed.broadcast(sent, owner, group=self.ranks.pipeline)
                 changes[id(tensor)] = _with_values(tensor, sent, device or self.device)
             _replace(twin, changes)
         except BaseException as error:
-            if self.stop_all is not None:
-                self.stop_all(error)
+            self.transport.stop_all(error)
             raise
         return twin
 
@@ -160,14 +160,13 @@ def distribute(task: Task, ranks: Ranks, device: torch.device, undo: ExitStack) 
     """Move to every rank's device what its stages use, and free the rest. Every rank calls it.
 
     All start with rank 0's weights; what rank 0 has freed for an earlier trainer comes from a rank
-    that has it. `undo` is told how to make the model what it was.
+    that has it. `undo` gets callbacks that restore the model.
     """
     model, programs = task.model, task.programs
     undo.callback(_restore, model, Contents(model), _last.get(model))
     tensors, layout, users = _named_tensors(model), ranks.layout, _users(model, programs)
-    owners = owning_stages(model, programs)
-    # Tensors that no stage uses never change; they stay with the first stage.
-    weights = RankWeights(ranks, device, {name: owners.get(name, 0) for name in tensors})
+    owners = {name: ranks.owner(stage) for name, stage in owning_stages(model, programs).items()}
+    weights = RankWeights(ranks, device, owners)
     sources = _sources(model, tensors, ranks)
     changes: dict[int, Tensor] = {}
     for (name, tensor), source in zip(tensors.items(), sources, strict=True):
@@ -180,7 +179,7 @@ def distribute(task: Task, ranks: Ranks, device: torch.device, undo: ExitStack) 
             if tensor.device == device:  # written to in place
                 undo.callback(tensor.detach().copy_, tensor.detach().clone())
             changes[id(tensor)] = _with_values(tensor, values, device)
-        if ranks.owner(weights.owners[name]) != ranks.rank:
+        if weights.owners[name] != ranks.rank:
             weights.borrowed.add(name)
     _replace(model, changes)
     if model not in _last:

@@ -108,12 +108,16 @@ class DistributedTransport(Transport):
 
     # -- reductions ---------------------------------------------------------------------------
 
-    def replicate(self, stage: int, parameters: Mapping[str, Tensor], group: Any) -> None:
-        """From now on average a stage's gradients over its replicas."""
-        replicas = range(self.ranks.layout.replicas)
-        members = {self.ranks.layout.rank(stage, r) for r in replicas} - {self.ranks.rank}
-        who = " or ".join(self.ranks.named(rank) for rank in sorted(members))
-        self.averages[stage] = ReplicaAverage(self, who, parameters, group)
+    def replicate(self, parameters: Mapping[int, Mapping[str, Tensor]], backend: str) -> None:
+        """From now on average the gradients of this rank's stages. Every rank calls it."""
+        layout, timeout = self.ranks.layout, timedelta(seconds=self.timeout)
+        for stage in range(len(layout.stage_to_rank)):
+            members = [layout.rank(stage, replica) for replica in range(layout.replicas)]
+            group = new_group(members, backend, timeout)
+            if stage in parameters:
+                others = (self.ranks.named(rank) for rank in members if rank != self.ranks.rank)
+                who = " or ".join(others)
+                self.averages[stage] = ReplicaAverage(self, who, parameters[stage], group)
 
     def _sum(self, of_stages: Tensor) -> Tensor:
         with self.collective():
@@ -212,17 +216,6 @@ class DistributedTransport(Transport):
 
 
 # -- replicas -------------------------------------------------------------------------------------
-
-
-def open_replica_groups(ranks: Ranks, backend: str, timeout: timedelta) -> dict[int, Any]:
-    """A process group for the replicas of each stage; returns those of this rank's stages."""
-    groups = {}
-    for stage in range(len(ranks.layout.stage_to_rank)):
-        members = [ranks.layout.rank(stage, r) for r in range(ranks.layout.replicas)]
-        group = new_group(members, backend, timeout)
-        if ranks.rank in members:
-            groups[stage] = group
-    return groups
 
 
 class ReplicaAverage:

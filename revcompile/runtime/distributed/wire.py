@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -135,7 +135,9 @@ class Description:
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
-        self._forms = [_Form(*content) for content in _tensors(plain)]
+        self._forms: list[_Form] = []
+        """Of its tensors, in the order in which they are decoded."""
+        decode(plain, {"tensor": lambda content: self._forms.append(_Form(*content))})
         offsets, self.size = aligned(form.nbytes for form in self._forms)
         pairs = list(zip(self._forms, offsets, strict=True))
         self._slices = [slice(offset, offset + form.nbytes) for form, offset in pairs]
@@ -166,19 +168,6 @@ class Description:
         return header.message(
             values=dict(values), gradients=dict(gradients), scale=scale, found_inf=found_inf
         )
-
-
-def _tensors(plain: Any) -> Iterator[Any]:
-    """The tensors of a description, in the order in which they are decoded."""
-    if isinstance(plain, list):
-        for item in plain:
-            yield from _tensors(item)
-    elif isinstance(plain, dict):
-        for tag, content in plain.items():
-            if tag == "tensor":
-                yield content
-            else:
-                yield from _tensors(content)
 
 
 class Describer:

@@ -200,7 +200,7 @@ class LayerHooks:
         """How many hooks there had been in this process when no layer had one."""
 
     def __bool__(self) -> bool:
-        """Does any layer have hooks now?"""
+        """Whether any layer has hooks now."""
         if self._none_until != RemovableHandle.next_id:
             if any(self._all):
                 return True
@@ -209,7 +209,7 @@ class LayerHooks:
 
     @property
     def run_in_forward(self) -> bool:
-        """Does any layer have forward hooks now?"""
+        """Whether any layer has forward hooks now."""
         return any(self._forward)
 
     def recorded(self, record: HookRecord) -> AbstractContextManager[None]:
@@ -268,9 +268,15 @@ class Bindings:
         self.watched = watched = read_by([graph], root)
         self.modules = {each.module: each.path for each in watched if each.names is None}
         """Every module that runs, those inside others included, and its path."""
-        self.enclosing = {each.module: each.path for each in watched if each.names and each.path}
-        """Modules that contain those, and whose own forward does not run. Not the root, whose hooks
-        run around all of its forward."""
+        # Modules that contain those, and whose own forward does not run. Not the root, whose hooks
+        # run around all of its forward.
+        enclosing = {each.module: each.path for each in watched if each.names and each.path}
+        self.sharded: tuple[ShardedModule, ...] = tuple(
+            (path, module)
+            for module, path in (*enclosing.items(), *self.modules.items())
+            if any(map(is_sharding_hook, module._forward_hooks.values()))
+        )
+        """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
         self.labels: list[str] = []
         """Paths of the parameters, in the order of the slots."""
         slots: list[Slot] = []
@@ -298,16 +304,7 @@ class Bindings:
         """Parameters, then buffers and settings."""
         self.hooks = LayerHooks(list(self.modules))
         self.hooked = self.hooks.run_in_forward
-        """Had one of the modules forward hooks? If that changes, chains are planned again."""
-
-
-def sharded_modules(read: Bindings) -> tuple[ShardedModule, ...]:
-    """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
-    return tuple(
-        (path, module)
-        for module, path in (*read.enclosing.items(), *read.modules.items())
-        if any(map(is_sharding_hook, module._forward_hooks.values()))
-    )
+        """Whether a module had forward hooks. If that changes, chains are planned again."""
 
 
 def check_repeatable(structure: TreeSnapshot) -> None:
@@ -345,7 +342,7 @@ class Bound:
         return bindings.hooks.recorded(self._hooks) if bindings.hooked else _NOTHING
 
     def has_hooks(self) -> bool:
-        """Has one of the modules forward hooks, now or in the first run?"""
+        """Whether one of the modules has forward hooks, or had some in the first run."""
         return bool(self._hooks) or self._bindings.hooks.run_in_forward
 
     def check(self, block: str) -> None:

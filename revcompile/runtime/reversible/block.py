@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from revcompile.ir.module_tree import has_autocast_consumer, is_cast, repeated_layers
+from revcompile.ir.module_tree import convolves, has_autocast_consumer, is_cast, repeated_layers
 from revcompile.ir.precision_rewrites import for_chains
 from revcompile.ir.python_code import compile_with_modules
 from revcompile.ir.types import Coupling, TensorType
@@ -30,7 +30,7 @@ from revcompile.kernels.fixed_point import (
     unit_of,
 )
 from revcompile.kernels.repeatable import Repeated, repeatable
-from revcompile.runtime.reversible.bindings import Bindings, filled, sharded_modules
+from revcompile.runtime.reversible.bindings import Bindings, filled
 from revcompile.runtime.reversible.replay import ReplayContext
 
 _Pair = tuple[Tensor, Tensor]
@@ -42,9 +42,9 @@ class Added:
     """`y = a + F(b)`, the addend on a grid if there is one."""
 
     casts = True
-    """May a kernel write `y` in the dtype of autocast, too?"""
+    """Whether a kernel may also write `y` in the dtype of autocast."""
     casts_to_read = False
-    """May it in the model's own dtype, where that has fewer bits than streams?"""
+    """Likewise in the model's own dtype, where that has fewer bits than streams."""
 
     def __init__(self, grid: Tensor | None) -> None:
         self.grid = grid
@@ -259,7 +259,7 @@ class Block:
         """F, as `branch(b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
         self.sides = [position[name] for name in coupling.sides]
         self.has_extras = bool(coupling.extras)
-        """Does F also return values that are read outside the block? Only a chain's last block
+        """Whether F also returns values that are read outside the block. Only a chain's last block
         may."""
         self.rearrange = compiled(rearrange.forward) if rearrange else None
         """`rearrange(stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
@@ -271,12 +271,13 @@ class Block:
         """What F reads of the module tree."""
         self.replay_context = ReplayContext.of(coupling, root, list(bindings.modules))
         self.has_autocast_consumer = has_autocast_consumer(branch, root)
-        """Is the only reader of `b` in F a layer whose input autocast casts?"""
-        self.sharded = sharded_modules(bindings)
+        """Whether the only reader of `b` in F is a layer whose input autocast casts."""
+        self.sharded = bindings.sharded
         self.batch_dim = None if kind is None else kind.batch_dim
         """The streams' dimension that counts samples, if there is one."""
         self.weights = BlockWeights(branch, root, bindings, bool(self.sharded))
         """What autocast would convert one by one."""
+        self.averaged, self.convolves = coupling.averaged, convolves(branch, root)
         self.repeated = repeated_layers(branch, root) if coupling.averaged else Repeated()
         """Layers of F that have to give the same bits in the rebuild."""
 
@@ -332,7 +333,7 @@ def run_branch(
         b: What F reads.
         sides: What else it reads.
         cast: The model's own dtype, where streams have more bits.
-        is_rebuilt: Is this one of two runs that must give the same bits?
+        is_rebuilt: Whether this is one of two runs that must give the same bits.
     """
     read = b if cast is None else b.to(cast)
     with repeatable(block.repeated) if is_rebuilt and any(block.repeated) else _NOTHING:

@@ -4,15 +4,15 @@
     inverse   (b, y) -> (a, b)   with a = y - F(b)        PETRA, Fig. 2c
 
 A chain keeps nothing but its output. Its backward pass walks from the last block to the first: it
-rebuilds a block's input *keeping the graph of F*, and differentiates that very graph, so that F
-runs once more and not twice (4N work, not 5N):
+rebuilds a block's input *keeping the graph of F*, and differentiates that very graph: F runs
+once more and not twice (4N work, not 5N):
 
     output (b, y) -> rebuild block n: run F(b) with a graph; a = y - F(b)
                      differentiate  : grad b += F'(b)^T grad y, and gradients of the parameters
                   -> (a, b) is the output of block n-1, and so on
 
-Each block is an autograd node of its own, so that a parameter's gradient is accumulated (and sent,
-under DDP) as soon as it is computed instead of after the chain's first block. Random numbers,
+Each block is an autograd node of its own: a parameter's gradient is accumulated (and sent, under
+DDP) as soon as it is computed, and not after the chain's first block. Random numbers,
 autocast and buffers are those of the forward pass (`replay`). With `overlap`, block n-1 is rebuilt
 while block n is differentiated: that needs the rebuilt input, not its gradient. Where branches
 compute in low precision, addends are rounded to a grid on which float32 sums are exact, and so is
@@ -22,7 +22,7 @@ the inverse (`kernels.exact_sum`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -70,30 +70,19 @@ from revcompile.runtime.reversible.replay import (
 from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
 
 
-@dataclass
 class Chain:
     """Couplings in a row, run as one differentiable function that stores no activations."""
 
-    blocks: tuple[Block, ...]
-    tolerance: Tolerance = None
-    convolves: bool = False
-    overlap: Overlap = Overlap.OFF
-    failures_allowed: int = 0
-    """Consecutive calls that may rebuild their input wrongly without an error."""
-    averaged: bool = False
-    """Whether streams are averaged; in eval mode they become `b, b + F(b)`."""
-    name: str = field(init=False)
-    check: ReconstructionCheck = field(init=False)
-    modules: TreeSnapshot = field(init=False)
-    """Those that it runs."""
-
-    def __post_init__(self) -> None:
-        read = [each for block in self.blocks for each in block.bindings.watched]
+    def __init__(self, blocks: tuple[Block, ...], tolerance: Tolerance, overlap: Overlap) -> None:
+        self.blocks, self.tolerance, self.overlap = blocks, tolerance, overlap
+        self.averaged = blocks[0].averaged
+        """Whether streams are averaged; in eval mode they become `b, b + F(b)`."""
+        self._convolves = any(block.convolves for block in blocks)
+        self.name = f"the chain {blocks[0].name} .. {blocks[-1].name}"
+        self.check = ReconstructionCheck(self.name, tolerance)
+        read = [each for block in blocks for each in block.bindings.watched]
         self.modules = TreeSnapshot(read, STRUCTURE)
-        self.name = f"the chain {self.blocks[0].name} .. {self.blocks[-1].name}"
-        self.check = ReconstructionCheck(
-            self.name, self.tolerance, failures_allowed=self.failures_allowed
-        )
+        """Those that it runs."""
 
     def plain(
         self,
@@ -170,7 +159,7 @@ class Chain:
     ) -> Sums:
         """How the couplings of one run combine their streams."""
         if not self.averaged:
-            return Added(grid_for(a, b, cast, self.convolves) if training else None)
+            return Added(grid_for(a, b, cast, self._convolves) if training else None)
         dims = tuple(block.batch_dim for block in self.blocks)
         if not training or (len(dims) == 1 and a is b):  # one block alone keeps its input anyway
             return Averaged(None, dims)
@@ -213,7 +202,7 @@ class _Call:
     sums: Sums
     around: Surroundings
     overlaps: bool = False
-    """In backward: is the previous block rebuilt while a block is differentiated?"""
+    """Whether backward rebuilds the previous block while it differentiates a block."""
     checked: int = -1
     """The first block that is differentiated, if the reconstruction is checked."""
     samples: StartedCheck | None = None
@@ -224,7 +213,7 @@ class _Call:
     """In backward: what the latest block has left for the one before it."""
 
     def wants_cast(self, index: int, step: int) -> bool:
-        """Is a block's sum cast for its reader, the branch of block `index + step`?"""
+        """Whether a block's sum is cast for its reader, the branch of block `index + step`."""
         blocks, reader = self.chain.blocks, index + step
         if not 0 <= reader < len(blocks) or blocks[max(index, reader)].rearrange is not None:
             return False

@@ -1,4 +1,4 @@
-"""Guards checked at a call: which capture of a model is right for these inputs and attributes?
+"""Guards checked at a call: they choose the capture that fits these inputs and attributes.
 
 For calls that break a guard of every capture the model is captured again (`Cases`).
 """
@@ -83,7 +83,7 @@ class GuardChecker:
         self._guards, kind = guards, type(root)
         plain, asked = guards.plain, guards.asked
         if isinstance(root, OriginalSurface):
-            kind, hidden = root._original_class or kind, root._own_names
+            kind, hidden = root._original.importable_kind or kind, root._own_names
             plain, asked = ({**n, "": n.get("", frozenset()) - hidden} for n in (plain, asked))
         self._attributes = PlainAttributes(root, plain, asked, kind)
         modules = dict(root.named_modules(remove_duplicate=False))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
-from revcompile.ir.module_tree import TreeReads, convolves
+from revcompile.ir.module_tree import TreeReads
 from revcompile.ir.ops import attribute
 from revcompile.ir.precision_rewrites import fuse_bn_relu, match_dtypes
 from revcompile.ir.python_code import compile_with_modules
@@ -25,7 +25,6 @@ from revcompile.runtime.reversible.bindings import (
     Bindings,
     ShardedModule,
     reshard,
-    sharded_modules,
     tap_stored,
     unshard,
 )
@@ -102,7 +101,9 @@ class Reversible(OriginalSurface):
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, reserved)
         self.__dict__["_inlined"] = Inlined(rewired, self)
-        self.__dict__["_has_class_forward"] = "forward" not in vars(root)
+        # A forward of the object's own may be another function than the one of its class.
+        is_original = rewired.policy.averaged and "forward" not in vars(root)
+        self.__dict__["_keeps_function"] = is_original
         self.__dict__["_cases"] = Cases(self.rewired)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
@@ -112,10 +113,8 @@ class Reversible(OriginalSurface):
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
     overlap: Overlap
-    """Is a block rebuilt while the next one is differentiated? Read at the first call."""
+    """Whether a block is rebuilt while the next one is differentiated. Read at the first call."""
     _plans: dict[int, _Plan]
-    _has_class_forward: bool
-    """Is the original's forward that of its class?"""
     _inlined: Inlined
     _cases: Cases
 
@@ -150,10 +149,6 @@ class Reversible(OriginalSurface):
         """Whether a call now keeps no graph of its chains, and rebuilds them in backward."""
         return self.reversible and self.training and torch.is_grad_enabled()
 
-    @property
-    def _keeps_function(self) -> bool:
-        return self.rewired.policy.averaged and self._has_class_forward
-
     def _rewired_tensors(self) -> dict[int, str]:
         """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name.
 
@@ -176,8 +171,8 @@ class Reversible(OriginalSurface):
         return self._cases.bound(self, args, kwargs, only_known)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Capturing anew needs the original's class, which pickle finds by its name or not at all.
-        recapture = self._cases.recapture if self._original.is_importable else None
+        # Capturing again needs the original's class, which pickle finds by its name or not at all.
+        recapture = self._cases.recapture if self._original.importable_kind else None
         cases = self._cases.first_only(recapture)
         return {**self.__dict__, "_plans": {}, "_cases": cases}
 
@@ -239,7 +234,7 @@ class Reversible(OriginalSurface):
                 inputs, outputs = first.inputs, first.outputs
                 graph = fuse_bn_relu(match_dtypes(first.graph), self)
                 code: Callable[..., Any] | Chain = compile_with_modules(graph, self, first.name)
-                sharded = sharded_modules(Bindings(first.graph, self))
+                sharded = Bindings(first.graph, self).sharded
             else:
                 couplings = [s for s in run if isinstance(s, Coupling)]
                 sides = tuple(dict.fromkeys(n for c in couplings for n in c.all_sides))
@@ -248,14 +243,7 @@ class Reversible(OriginalSurface):
                 position = {name: i for i, name in enumerate(sides)}
                 types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
                 blocks = tuple(map(Block, couplings, repeat(self), repeat(position), types))
-                has_convolutions = any(convolves(c.branch, self) for c in couplings)
-                code = Chain(
-                    blocks,
-                    self.tolerance,
-                    has_convolutions,
-                    self.overlap,
-                    averaged=couplings[0].averaged,
-                )
+                code = Chain(blocks, self.tolerance, self.overlap)
             drop = tuple(
                 n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in body.returned
             )

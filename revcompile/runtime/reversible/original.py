@@ -2,7 +2,7 @@
 
 Plain attributes of the original (`config`, `pretrained_cfg`, `num_classes`) are attributes of the
 module itself. A method of the original (`no_weight_decay`, `get_classifier`) runs on a view: an
-instance of the original's class that shares the module's `__dict__`, so that it sees the module's
+instance of the original's class that shares the module's `__dict__`: it sees the module's
 parameters and sets the module's attributes, and `super()` works in it.
 
 A method must not apply rewired weights to data by another path than the module's `forward`: that is
@@ -52,20 +52,11 @@ _STRUCTURE: Final = (Kind.MODULE, Kind.PARAMETER, Kind.MEMBERS)
 """What methods of the original may not change."""
 
 _suspended: ContextVar[bool] = ContextVar("suspended", default=False)
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """Allow everything, while the module itself runs."""
-    token = _suspended.set(True)
-    try:
-        yield
-    finally:
-        _suspended.reset(token)
+"""While the module itself runs, everything is allowed."""
 
 
 def in_method_of_original() -> bool:
-    """Does the module run because a method of the original has called it?"""
+    """Whether the module runs because a method of the original has called it."""
     return _suspended.get()
 
 
@@ -117,7 +108,7 @@ class watched(TorchFunctionMode):
 
 
 def _is_in_place(name: str) -> bool:
-    """Does a function of torch write to its tensor: `add_`, `w[i] = x`, `w += x`, `w.data = x`?"""
+    """Whether a function of torch writes to its tensor: `add_`, `w[i] = x`, `w.data = x`."""
     if name.endswith("__"):
         return name in ("__setitem__", "__set__") or name.startswith("__i")
     return name.endswith("_")
@@ -170,11 +161,9 @@ _OWN: Final = frozenset(vars(nn.Module()))
 
 @dataclass(eq=False)
 class Original:
-    """The class of the model a module was made from, and its plain attributes."""
+    """The class of the model a module was made from, and what only its methods see."""
 
     kind: type[nn.Module] | None
-    plain: frozenset[str]
-    """The names of those that the module itself has now."""
     hidden: dict[str, Any]
     """Attributes whose names the module needs for itself, and methods bound to the original: only
     methods of the original see them."""
@@ -182,7 +171,6 @@ class Original:
     @classmethod
     def adopted_by(cls, module: nn.Module, root: nn.Module, reserved: frozenset[str]) -> Original:
         """Make the root's plain attributes the module's own."""
-        plain: set[str] = set()
         hidden: dict[str, Any] = {}
         for name, value in vars(root).items():
             if name in _OWN or isinstance(value, Tensor) or name == "forward":
@@ -193,11 +181,10 @@ class Original:
                 hidden[name] = value
             else:
                 module.__dict__[name] = value
-                plain.add(name)
-        return cls(type(root), frozenset(plain), hidden)
+        return cls(type(root), hidden)
 
     def overrides(self, name: str) -> bool:
-        """Does the original's class override a method of `nn.Module`?"""
+        """Whether the original's class overrides a method of `nn.Module`."""
         return self.kind is not None and getattr(self.kind, name) is not getattr(nn.Module, name)
 
     def view(self, module: nn.Module) -> nn.Module:
@@ -221,20 +208,21 @@ class Original:
         return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(members))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Original:
-        return Original(self.kind, self.plain, copy.deepcopy(self.hidden, memo))
+        return Original(self.kind, copy.deepcopy(self.hidden, memo))
 
     def __reduce__(self) -> Any:
         # A class that pickle cannot find by name is left out: the module runs without it.
-        return Original, (self.kind if self.is_importable else None, self.plain, self.hidden)
+        return Original, (self.importable_kind, self.hidden)
 
     @property
-    def is_importable(self) -> bool:
+    def importable_kind(self) -> type[nn.Module] | None:
+        """The class, if pickle can find it by its name."""
         if self.kind is None:
-            return False
+            return None
         imported: Any = sys.modules.get(self.kind.__module__)
         for step in self.kind.__qualname__.split("."):
             imported = getattr(imported, step, None)
-        return imported is self.kind
+        return self.kind if imported is self.kind else None
 
 
 def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
@@ -243,10 +231,13 @@ def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
         module = view._revcompile_module
     except AttributeError:  # a fresh instance, from `type(self)(...)` in a method
         return super(type(view), view).forward(*args, **kwargs)
-    with suspended():
+    token = _suspended.set(True)
+    try:
         if module._computes_original:  # with arguments that were not captured, too: caches
             return super(type(view), view).forward(*args, **kwargs)
         return module.forward(*args, **kwargs)
+    finally:
+        _suspended.reset(token)
 
 
 def _hidden(name: str) -> property:
@@ -264,15 +255,12 @@ class OriginalSurface(nn.Module):
     """A module with the attributes and methods of the model it was made from."""
 
     _original: Original
-
-    @property
-    def _keeps_function(self) -> bool:
-        """Does it compute the original's function in eval mode?"""
-        return False
+    _keeps_function: bool
+    """Whether it computes the original's function in eval mode."""
 
     @property
     def _computes_original(self) -> bool:
-        """Is it the original's function now, so that all methods of the original are right?"""
+        """Whether it is the original's function now, and all methods of the original are right."""
         return self._keeps_function and not self.training
 
     def _rewired_tensors(self) -> dict[int, str]:
@@ -280,10 +268,11 @@ class OriginalSurface(nn.Module):
         raise NotImplementedError
 
     def _is_of_original(self, name: str) -> bool:
-        """Is it a plain attribute or a method of the original's own, not one of every module?"""
+        """Whether it is a plain attribute or a method of the original, not one of every module."""
         if name.startswith("_") or name in _OWN or hasattr(nn.Module, name):
             return False
-        return name in self._original.plain or hasattr(self._original.kind, name)
+        is_plain = name in self.__dict__ and name not in self._reserved_names()
+        return is_plain or hasattr(self._original.kind, name)
 
     @classmethod
     def _reserved_names(cls) -> frozenset[str]:
@@ -291,11 +280,6 @@ class OriginalSurface(nn.Module):
         own = cls.__mro__[: cls.__mro__.index(nn.Module)]
         names = (name for kind in own for name in (*vars(kind), *inspect.get_annotations(kind)))
         return frozenset(names)
-
-    @property
-    def _original_class(self) -> type[nn.Module] | None:
-        """None if pickle cannot find it."""
-        return self._original.kind if self._original.is_importable else None
 
     @property
     def _own_names(self) -> frozenset[str]:

@@ -27,7 +27,7 @@ SMALL: Final = 2**25
 
 
 class Overlap(enum.Enum):
-    """Is a block rebuilt while the next one is differentiated?
+    """Whether a block is rebuilt while the next one is differentiated.
 
     That uses what small kernels leave idle of a GPU, and holds the graphs of two blocks instead of
     one. `AUTO` does it where the step is captured as a CUDA graph and kernels are small: without

@@ -1,4 +1,4 @@
-"""Does a chain rebuild the input it was given? A few hundred elements are compared in every call.
+"""Checks that a chain rebuilds its input: a few hundred elements are compared in every call.
 
 A chain whose activations grow (`|a| << |F(b)|`) rebuilds `a = y - F(b)` with few correct digits, or
 none, and its gradients are then wrong without being infinite. Whether that happens depends on the
@@ -33,7 +33,7 @@ Tolerance = float | Literal["auto"] | None
 _BY_DTYPE: Final = {torch.float64: 1e-9}
 _OTHER_DTYPES: Final = 1e-3
 _WARNED: Final = 10
-"""With "auto", errors of up to so many tolerances are warned of: training bears them."""
+"""With "auto", errors of up to this many tolerances are only warned of: they do not hurt."""
 _SAMPLES: Final = 256
 _TINY: Final = 1e-30
 _NOISE: Final = 64
@@ -189,7 +189,7 @@ class ReconstructionCheck:
 
 
 def _is_asynchronous(device: torch.device) -> bool:
-    """Would reading a number wait for everything that the device has been given to do?"""
+    """Whether reading a number waits for everything that the device has been given to do."""
     return device.type == "cuda"
 
 

@@ -1,7 +1,7 @@
 """Running a branch a second time exactly as the first: same random numbers, dtypes and buffers.
 
 Dropout masks, autocast and buffers are those of the first run. Batch norms leave their running
-statistics alone, so that these move once a step however often a branch runs.
+statistics alone: these move once per step, however often a branch runs.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class DrawCheck:
         """By the position of a generator. Unless known, a branch draws on its own device only."""
 
     def has_drawn(self, before: RandomStates, after: RandomStates) -> bool:
-        """Has a first run drawn anything?"""
+        """Whether a first run has drawn anything."""
         is_same = list(map(torch.equal, before, after))
         for position in (position for position, same in enumerate(is_same) if same):
             self._draws.setdefault(position, False)
@@ -208,7 +208,7 @@ class StatefulBuffers:
 
     def snapshot(self) -> list[BufferSnapshot]:
         """Before a run: copies of the buffers that may change."""
-        if not self._candidates:  # as most branches, of which a deep chain has many
+        if not self._candidates:  # most branches have none
             return []
         if self._modes() not in self._modes_seen:
             return buffer_snapshots(self._candidates)
@@ -242,7 +242,7 @@ class StatefulBuffers:
 
     @property
     def have_changed(self) -> bool:
-        """Has a run changed any?"""
+        """Whether a run has changed any."""
         return bool(self._changing)
 
     def _modes(self) -> tuple[bool, ...]:
@@ -316,7 +316,7 @@ class Surroundings:
         self._caches = torch.is_autocast_cache_enabled()
         self.captures = is_capturing(device)
         self.is_observed = _has_any_global_hook() or bool(_len_torch_function_stack())
-        """Is there code of others around every operation, which may draw random numbers, too?"""
+        """Whether hooks or modes of others see every operation: they may draw numbers, too."""
         self.generators = () if self.captures else default_generators(device)
         self.random: RandomStates | None = None
         """As the latest run that may draw has left it."""

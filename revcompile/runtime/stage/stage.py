@@ -427,7 +427,7 @@ class Stage:
         self.gradients = {}
 
     def reset(self, seed: int) -> None:
-        """Start anew: other parameters were loaded, and random numbers come from another seed."""
+        """Start again: other parameters were loaded, and random numbers come from another seed."""
         self.clear()
         self._draws.clear()
         self.seed = mix(seed, self.program.index)

@@ -256,9 +256,9 @@ class Updater:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def state_dict(self, copy: TreeCopy | None = None) -> dict[str, Any]:
+    def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Optimizer state by parameter name, the groups' settings, and the schedule's state."""
-        copy, names = copy or clone_tree, self._names
+        names = self._names
         state = {
             names[id(p)]: {k: copy(v) for k, v in values.items()}
             for p, values in self.optimizer.state.items()

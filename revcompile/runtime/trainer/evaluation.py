@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError, RevcompileError
-from revcompile.ir.module_tree import device_of_model
 from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint, compared
 from revcompile.runtime.executor.messages import Message, MessageKind, next_message
 from revcompile.runtime.stage.loss import described
@@ -43,7 +41,8 @@ class Evaluation:
 class RunningMeans:
     """Loss and metrics summed over batches, each weighted by its samples."""
 
-    def __init__(self, metrics: Mapping[str, Metric] | None) -> None:
+    def __init__(self, steps: Steps, metrics: Mapping[str, Metric] | None) -> None:
+        self._binder, self._head = steps.binder, steps.loss_head
         if metrics is not None and not isinstance(metrics, Mapping):
             raise InputError(
                 "trainer.evaluate: metrics= is a dict of names and functions of (output, target), "
@@ -57,8 +56,10 @@ class RunningMeans:
         self.sums: dict[str, float] = {"loss": 0.0, **dict.fromkeys(self._metrics, 0.0)}
         self.samples = 0
 
-    def add(self, loss: Tensor, output: Any, target: Any, samples: int) -> None:
-        self.sums["loss"] += float(loss) * samples
+    def add(self, where: str, output: Any, target: Any, samples: int) -> None:
+        self._binder.check_tensors(target, where)
+        target = self._binder.take(target, copy=False)
+        self.sums["loss"] += float(self._head.evaluate(output, target, where)) * samples
         for name, metric in self._metrics.items():
             try:
                 self.sums[name] += float(metric(output, target)) * samples
@@ -88,68 +89,70 @@ def loader_problem(loader: Any, is_needed: bool) -> str | None:
 
 
 @contextmanager
-def eval_mode(model: nn.Module, autocast: torch.dtype | None) -> Iterator[None]:
-    """Eval mode without gradients; modules' modes and random generators are restored afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    device = device_of_model(model)
-    model.eval()
+def _explaining(where: str, inputs: Any) -> Iterator[None]:
+    """Around the model: an error names the batch and its inputs."""
     try:
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.no_grad(),
-            torch.autocast(device.type, autocast, enabled=autocast is not None),
-        ):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+        yield
+    except RevcompileError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{where}: the model failed on it: {type(error).__name__}: {error}\n"
+            f"  inputs: {described(inputs)}"
+        ) from error
+
+
+def evaluate_model(steps: Steps, model: nn.Module, loader: Any, means: RunningMeans) -> None:
+    """In one process: run the model, which in eval mode may compute something else than stages."""
+    binder = steps.binder
+    for number, batch in enumerate(loader):
+        inputs, target = split_batch(batch, steps.loss_head.has_target)
+        where = f"evaluation, batch {number}"
+        binder.check_tensors(inputs, where)
+        samples = binder.count_samples(binder.bind(inputs, where))
+        inputs = binder.take(inputs, copy=False)
+        args, kwargs = split_call(inputs)
+        with _explaining(where, inputs):
+            output = model(*args, **kwargs)
+        means.add(where, output, target, samples)
+        binder.wait_copied()
 
 
 class EvaluationPass:
-    """This process's part of an evaluation.
+    """A rank's part of an evaluation.
 
     A void message ends it. A stage that fails sends one at once and discards the batches that
-    still arrive, so that no rank waits for it; the error is kept until the end.
+    still arrive: no rank waits for it. The error is kept until the end.
 
     Args:
-        steps: Has the stages of this process.
-        model: In one process, run as a whole: it may compute something else in eval mode than its
-            stages.
+        steps: Has the stages of this rank.
         loader: For the first and the last stage; read once, also if both are here.
         means: Of the batches that reach the last stage here.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        model: nn.Module | None,
-        loader: Iterable[Any] | None,
-        means: RunningMeans,
-    ) -> None:
-        self._steps, self._model, self._means = steps, model, means
+    def __init__(self, steps: Steps, loader: Iterable[Any] | None, means: RunningMeans) -> None:
+        self._steps, self._means = steps, means
         self._placement = placement = steps.placement
         self._binder, self._head = steps.binder, steps.loss_head
         has_target = self._head.has_target
         batches = (split_batch(batch, has_target) for batch in (() if loader is None else loader))
         self._ends = itertools.tee(batches, steps.is_first + steps.is_last)
         self.error: Exception | None = None
-        executors = steps.executors if model is None else steps.executors[:1]
-        self._stages = {executor.index: executor.stage for executor in executors}
-        self._last = placement.transport.stages - 1 if model is None else 0
+        self._stages = {executor.index: executor.stage for executor in steps.executors}
+        self._last = placement.transport.stages - 1
         self._running = set(self._stages)
         """Stages that have not seen the last batch."""
         self._ended: set[int] = set()
         """Stages that have sent their void message."""
 
     def run(self) -> None:
-        """Run all stages of this process until each has seen the last batch."""
-        for number in itertools.count():
-            for stage in self._stages:
-                if stage in self._running:
-                    self._run_batch(stage, number)
+        """Run all stages of this rank until each has seen the last batch."""
+        number = 0
+        while self._running:
+            for stage in sorted(self._running):
+                self._run_batch(stage, number)
             self._binder.wait_copied()
-            if not self._running:
-                break
+            number += 1
         if self.error is None and self._steps.is_last and self._tried(next, self._ends[-1], None):
             more = "the loader has more batches where targets are needed than where inputs are"
             self.error = InputError(f"{more}; {_ADVICE}")
@@ -184,41 +187,20 @@ class EvaluationPass:
         return None if message.void else (message.values, message.fingerprint)
 
     def _first(self, number: int) -> Batch | None:
-        """The inputs of the model; None after the last."""
+        """The inputs of the model; None after the last batch."""
         batch, where = next(self._ends[0], None), f"evaluation, batch {number}"
         if batch is None:
             return None
-        if self._model is None:
-            inputs = self._binder.take(self._binder.prepare(batch[0], where))
-            return inputs, Fingerprint.of(*batch, number, self._steps.is_last)
-        self._binder.check_tensors(batch[0], where)
-        self._binder.bind(batch[0], where)
-        return self._binder.take(batch[0], copy=False), NOT_COMPARED
+        inputs = self._binder.take(self._binder.prepare(batch[0], where))
+        return inputs, Fingerprint.of(*batch, number, self._steps.is_last)
 
     def _outputs(self, stage: int, number: int, inputs: Any, sent: Fingerprint) -> Any:
-        where, count = f"evaluation, batch {number}", self._binder.count_samples
-        try:
-            if self._model is None:
-                outputs = self._stages[stage].evaluate(inputs)
-            else:
-                args, kwargs = split_call(inputs)
-                outputs = self._model(*args, **kwargs)
-        except RevcompileError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"{where}: the model failed on it: {type(error).__name__}: {error}\n"
-                f"  inputs: {described(inputs)}"
-            ) from error
-        if self._model is not None:
-            self._add(where, number, outputs, count(self._binder.bind(inputs)), sent)
-        elif stage == self._last:
-            self._add(where, number, self._head.assembled(outputs), count(outputs), sent)
-        return outputs
-
-    def _add(self, where: str, number: int, output: Any, samples: int, sent: Fingerprint) -> None:
-        """Take an output of the model into the means, with the target that belongs to it."""
-        batch = next(self._ends[-1], None)
+        where = f"evaluation, batch {number}"
+        with _explaining(where, inputs):
+            outputs = self._stages[stage].evaluate(inputs)
+        if stage != self._last:
+            return outputs
+        batch = next(self._ends[-1], None)  # its target belongs to these outputs
         if batch is None:
             raise InputError(
                 f"the loader ends after {number} batches where targets are needed, but goes on "
@@ -226,6 +208,6 @@ class EvaluationPass:
             )
         if different := compared(sent, *batch, number):
             raise self._placement.mixed_up(where, different)
-        self._binder.check_tensors(batch[1], where)
-        target = self._binder.take(batch[1], copy=False)
-        self._means.add(self._head.evaluate(output, target, where), output, target, samples)
+        output, samples = self._head.assembled(outputs), self._binder.count_samples(outputs)
+        self._means.add(where, output, batch[1], samples)
+        return outputs

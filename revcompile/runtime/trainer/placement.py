@@ -28,13 +28,8 @@ from revcompile.runtime.distributed.layout import (
     new_group,
     run_facts,
 )
-from revcompile.runtime.distributed.rank_weights import (
-    SharedBuffers,
-    distribute,
-    last_device,
-    owning_stages,
-)
-from revcompile.runtime.distributed.transport import DistributedTransport, open_replica_groups
+from revcompile.runtime.distributed.rank_weights import SharedBuffers, distribute, last_device
+from revcompile.runtime.distributed.transport import DistributedTransport
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Transport
 from revcompile.runtime.stage.settings import Task
@@ -48,7 +43,7 @@ class Placement:
 
     Args:
         task: What is trained.
-        undo: Is told how to make the model what it was, should the trainer be refused.
+        undo: Gets callbacks that restore the model, in case the trainer is refused.
         device: Where to train. Default: where the model is.
     """
 
@@ -177,16 +172,13 @@ class RankPlacement(Placement):
     # -- building a trainer -------------------------------------------------------------------
 
     def attach(self, executors: Sequence[StageExecutor]) -> None:
-        self._weights.collective = self.transport.collective
-        self._weights.stop_all = self.transport.stop_all
+        self._weights.transport = self.transport
         for executor in executors:
             tied = {name: executor.stage.parameters[name] for name in executor.updates.copied}
             self._weights.adopt(self._task.model, tied)
         if self.replicas > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            groups = open_replica_groups(self.ranks, backend, self._timeout)
-            for index, stage in ((e.index, e.stage) for e in executors):
-                self.transport.replicate(index, stage.parameters, groups[index])
+            self.transport.replicate({e.index: e.stage.parameters for e in executors}, backend)
         _open.append(self.transport)
 
     # -- what all ranks do --------------------------------------------------------------------
@@ -223,15 +215,12 @@ class RankPlacement(Placement):
 
         What no stage uses never changes: the rank of the first stage saves it.
         """
-        model, layout = self._task.model, self.ranks.layout
-        owners = owning_stages(model, self._task.programs)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        return {
-            name: value
-            for name, value in state.items()
-            if layout.stage_to_rank[owners.get(name, 0)] == self.rank % layout.width
-            and not (self.replica and name in parameters)
-        }
+        owners, first = self._weights.owners, self.owner(0)
+        own = {name: v for name, v in state.items() if owners.get(name, first) == self.rank}
+        if self.replica:
+            for name, _ in self._task.model.named_parameters(remove_duplicate=False):
+                own.pop(name, None)
+        return own
 
     def close(self) -> None:
         if self.transport in _open:

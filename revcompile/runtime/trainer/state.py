@@ -102,7 +102,8 @@ class TrainerState:
         """The state in a checkpoint, with those tensors read that this process needs."""
         read, state = checkpoint.read, merged_state(checkpoint, self.replica)
         devices, rng = {state["device"]: device}, state["rng"]
-        here = {n for n, v in self.model.state_dict().items() if not _is_elsewhere(v)}
+        entries = self.model.state_dict().items()
+        here = {n for n, v in entries if not (isinstance(v, Tensor) and v.is_meta)}
         trained = {name for executor in self._executors for name in executor.updater.parameters}
         stages = {executor.index for executor in self._executors}
         return state | {
@@ -128,7 +129,7 @@ class TrainerState:
             self._check_in_flight(state)
 
     def _check_in_flight(self, state: State) -> None:
-        """Refuse micro-batches in flight of another pipeline: only an empty one can be cut anew."""
+        """Refuse micro-batches in flight of another pipeline: only an empty one can be recut."""
         saved, replicas = Schedule.load(state["schedule"]), state["replicas"]
         if saved.idle or (self._is_same_pipeline(state) and replicas == self.replicas):
             return
@@ -160,7 +161,11 @@ class TrainerState:
         """Load a state that fits."""
         same = self._is_same_pipeline(state)
         saved = Schedule.load(state["schedule"])
-        self._schedule = saved if same else _continue_counting(self._schedule, saved)
+        if not same:  # nothing is in flight; these stages count on where those were
+            progress = [{"updates": max(saved.updates)}] * self._schedule.stages
+            counts = {"injected": saved.injected, "progress": progress}
+            saved = Schedule.load(self._schedule.state() | counts)
+        self._schedule = saved
         self._settings = replace(self._settings, seed=state["seed"])
         _load_model(self.model, state["model"])
         self._load_updaters(state, same)
@@ -242,35 +247,15 @@ def _described(schedule: Schedule, replicas: int) -> str:
 # -- loading --------------------------------------------------------------------------------------
 
 
-def _is_elsewhere(value: Any) -> bool:
-    """Whether a tensor's values are on another rank; here it is on the meta device."""
-    return isinstance(value, Tensor) and value.is_meta
-
-
 def _load_model(model: nn.Module, saved: State) -> None:
-    """Copy saved weights into those tensors that are in this process."""
+    """Copy saved weights into the tensors of this process; others are on the meta device."""
     with torch.no_grad():
         for name, value in model.state_dict().items():
             if not isinstance(value, Tensor):  # from a module's get_extra_state
                 owner = model.get_submodule(name.rpartition(".")[0])
                 owner.set_extra_state(clone_tree(saved[name]))
-            elif not _is_elsewhere(value):
+            elif not value.is_meta:
                 value.copy_(saved[name])
-
-
-def _continue_counting(schedule: Schedule, saved: Schedule) -> Schedule:
-    """An empty schedule of these stages that counts on where another one was."""
-    plain = Schedule(
-        schedule.method,
-        schedule.stages,
-        schedule.accumulation_steps,
-        schedule.ties,
-        schedule.synchronous_updates,
-    ).state()
-    plain["injected"] = saved.injected
-    for progress in plain["progress"]:
-        progress["updates"] = max(saved.updates)
-    return Schedule.load(plain)
 
 
 def _group_settings(state: State) -> dict[str, Any]:
@@ -285,7 +270,7 @@ _latest: Final[WeakKeyDictionary[nn.Module, ref[Any]]] = WeakKeyDictionary()
 
 
 def make_latest(trainer: Any, model: nn.Module) -> None:
-    """Let a trainer train a model from now on; it is told of weights that are loaded into it."""
+    """Let a trainer train a model from now on; it learns of weights that are loaded into it."""
     if model not in _latest:
         model.register_load_state_dict_post_hook(_tell_trainer)
     _latest[model] = ref(trainer)

@@ -76,14 +76,6 @@ class Metrics:
         return numbers | {"throughput": self.throughput} | stages
 
     def __repr__(self) -> str:
-        loss = "None" if self.loss_tensor is None else f"{self.loss:.6g}"
-        return (
-            f"Metrics(microbatch={self.microbatch}, loss={loss}, lr={self.lr}, "
-            f"delays={self.delays}, updates={self.updates}, samples={self.samples}, "
-            f"throughput={self.throughput:.4g})"
-        )
-
-    def __str__(self) -> str:
         rate = "" if self.lr is None else f", lr {self.lr:g}"
         loss = "on the last stage's rank" if self.loss_tensor is None else f"{self.loss:.4g}"
         return (

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from revcompile.arguments import file_path
@@ -28,14 +29,10 @@ from revcompile.runtime.trainer.evaluation import (
     EvaluationPass,
     Metric,
     RunningMeans,
-    eval_mode,
+    evaluate_model,
     loader_problem,
 )
-from revcompile.runtime.trainer.inputs import (
-    Loader,
-    make_loader,
-    split_batch,
-)
+from revcompile.runtime.trainer.inputs import Loader, make_loader, split_batch
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.state import TrainerState, check_latest, make_latest
 from revcompile.runtime.trainer.steps import Metrics, Steps
@@ -76,14 +73,13 @@ class Trainer(TrainerState):
         self.delays = self._schedule.delays
         self._steps = steps = Steps(task, placement, self._schedule, self._stage_seed)
         self._executors, self._loss_head = steps.executors, steps.loss_head
-        self._binder, self._runner = steps.binder, steps.runner
+        self._runner, self._throughput = steps.runner, steps.throughput
         self.is_first = steps.is_first
         """Whether this process needs inputs."""
         self.is_last = steps.is_last
         """Whether this process needs targets, and knows the loss."""
         self._stop_reason: str | None = None
         self._trace: Trace | None = None
-        self._throughput = steps.throughput
         self.memory_plan: Any = None
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
@@ -168,7 +164,7 @@ class Trainer(TrainerState):
                 f"TrainerOptions(microbatch_size={metrics.samples})",
             )
         self.metrics = metrics
-        self._binder.wait_copied()
+        steps.binder.wait_copied()
         if (failure := steps.failure(microbatch, values)) is not None:
             raise failure
         return metrics
@@ -276,20 +272,22 @@ class Trainer(TrainerState):
                 (`loss=None`).
             metrics: functions of `(output, target)` that return a mean over the batch, by name.
         """
-        means = RunningMeans(metrics)
+        means = RunningMeans(self._steps, metrics)
         self._check_usable()
         self._throughput.pause()
         problem = loader_problem(loader, self.is_first or self.is_last)
         self._check_tree("trainer.evaluate", problem)
-        model = self.model if self._placement.world == 1 else None
-        if model is None and self._partition.rewired.eval_body is not None:
+        if self._placement.world == 1:
+            with self._evaluating():
+                evaluate_model(self._steps, self.model, loader, means)
+            return means.evaluation(self._placement.gather)
+        if self._partition.rewired.eval_body is not None:
             raise InputError(
                 f"trainer.evaluate: {self._partition.rewired.name} computes something else in eval "
                 "mode than in training, which stages on several ranks cannot; use net.to_module()"
             )
-        if model is None:  # tied weights wait for the next step
-            self._finish(self._schedule.receive_tied_weights())
-        evaluation = EvaluationPass(self._steps, model, loader, means)
+        self._finish(self._schedule.receive_tied_weights())  # they wait for the next step
+        evaluation = EvaluationPass(self._steps, loader, means)
         with self._stop_on_error(changes_nothing=True), self._evaluating():
             evaluation.run()
         with self._placement.all_or_none("trainer.evaluate"):
@@ -299,12 +297,24 @@ class Trainer(TrainerState):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Eval mode, without gradients. What layers change themselves is no change of settings."""
+        """Eval mode without gradients; modules' modes and random generators are restored.
+
+        What layers change themselves is no change of settings.
+        """
         is_same = self._guard.settings.first_change() is None
+        modes = {module: module.training for module in self.model.modules()}
+        device, autocast = self._placement.device, self._settings.autocast
+        self.model.eval()
         try:
-            with eval_mode(self.model, self._settings.autocast):
+            with (
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+                torch.no_grad(),
+                torch.autocast(device.type, autocast, enabled=autocast is not None),
+            ):
                 yield
         finally:
+            for module, mode in modes.items():
+                module.training = mode
             if is_same:
                 self._follow_settings()
 
