@@ -96,4 +96,6 @@ class TrainerStoppedError(RevcompileError, RuntimeError):
 
 
 class VerificationError(RevcompileError):
-    """A pass produced an invalid result: a bug in revcompile."""
+    """A pass produced an invalid result: a bug in revcompile, or gradients that cannot be rebuilt
+    precisely enough.
+    """

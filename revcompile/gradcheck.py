@@ -312,10 +312,10 @@ def _largest(gradient: Tensor | None) -> float:
 
 
 _ADVICE: Final = (
-    "Make the module in question a leaf module with leaf_modules=[...]. Its input cannot be "
-    "rebuilt precisely enough if it makes values grow by orders of magnitude, or selects (max, "
-    "max_pool2d) among numbers that are exactly equal. Otherwise this is a bug in revcompile: "
-    'please report it (check="off" skips the comparison)'
+    "Keep the whole block of the first of these parameters, shortcut included, as one piece with "
+    "leaf_modules=[...]. Its input cannot be rebuilt precisely enough if it makes values grow by "
+    "orders of magnitude, or selects (max, max_pool2d) among numbers that are exactly equal. "
+    'Otherwise this is a bug in revcompile: please report it (check="off" skips the comparison)'
 )
 
 

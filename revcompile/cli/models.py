@@ -93,7 +93,7 @@ def _build(name: str) -> tuple[nn.Module, Any]:
             no_download = {"weights_backbone": None} if has_backbone else {}
             return builder(weights=None, **no_download), None
         known += vision.models.list_models()
-    hint = nearest(wanted, known, "give a name of timm or torchvision, which must be installed")
+    hint = nearest(wanted, known, "give a name of timm or torchvision (those that are installed)")
     raise InputError(f"no model {wanted!r}; {hint} (your own: package.module:factory)")
 
 

@@ -130,7 +130,6 @@ def _table(title: str, rows: Sequence[Forecast], *below: str) -> str:
 
 def _advice(planner: Planner, rows: Sequence[Forecast]) -> str:
     """The best method that fits, how to get it, and what it costs, in a sentence."""
-
     fitting = [row for row in rows if row.fits]
     if not fitting:
         least = min(rows, key=lambda row: row.memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -103,10 +104,19 @@ def _not_matrices(model: nn.Module) -> list[nn.Module]:
     modules: list[nn.Module] = [m for m in model.modules() if isinstance(m, embeddings)]
     for getter in ("get_classifier", "get_output_embeddings"):
         method = getattr(model, getter, None)
-        head = method() if callable(method) else None
+        head = method() if callable(method) and not _needs_arguments(method) else None
         heads = head if isinstance(head, tuple | list) else [head]
         modules += [module for module in heads if isinstance(module, nn.Module)]
     return modules
+
+
+def _needs_arguments(method: Callable[..., Any]) -> bool:
+    """Whether a method cannot be called without arguments: then it has another meaning."""
+    try:
+        inspect.signature(method).bind()
+    except TypeError:
+        return True
+    return False
 
 
 def _is_fused(model: nn.Module, name: str) -> bool:

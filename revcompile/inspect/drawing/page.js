@@ -141,7 +141,7 @@ function graph(stage) {
   frame.addEventListener("click", toggle);
   frame.addEventListener("keydown", toggle);
   redraw();
-  const note = "Sizes, weights and bookkeeping are not drawn. Boxes with a thick border open.";
+  const note = "Sizes, weights and bookkeeping are not drawn. Boxes with a thick border, if any, open.";
   return [make("p", { class: "note" }, note), frame];
 }
 

@@ -215,7 +215,7 @@ def _serial(checkpoint: Path) -> int:
 class Checkpoint:
     """A complete checkpoint: its tensors are read on demand. Nothing is unpickled.
 
-    Whoever reads a file first compares it with its digest.
+    A file is compared with its digest when it is first read.
     """
 
     def __init__(self, path: Path) -> None:

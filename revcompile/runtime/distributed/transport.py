@@ -111,9 +111,10 @@ class DistributedTransport(Transport):
     def replicate(self, parameters: Mapping[int, Mapping[str, Tensor]], backend: str) -> None:
         """From now on average the gradients of this rank's stages. Every rank calls it."""
         layout, timeout = self.ranks.layout, timedelta(seconds=self.timeout)
-        for stage in range(len(layout.stage_to_rank)):
-            members = [layout.rank(stage, replica) for replica in range(layout.replicas)]
-            group = new_group(members, backend, timeout)
+        stages, copies = range(len(layout.stage_to_rank)), range(layout.replicas)
+        of_stages = [[layout.rank(stage, copy) for copy in copies] for stage in stages]
+        groups = [new_group(members, backend, timeout) for members in of_stages]
+        for stage, members, group in zip(stages, of_stages, groups, strict=True):
             if stage in parameters:
                 others = (self.ranks.named(rank) for rank in members if rank != self.ranks.rank)
                 who = " or ".join(others)
@@ -133,7 +134,7 @@ class DistributedTransport(Transport):
             yield
         except RankError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: the process group is gone
             if not self.failures.wait_for_failure(GRACE):
                 gone = sorted(self.failures.missing())
                 who = " and ".join(map(self.ranks.named, gone)) or "another rank"

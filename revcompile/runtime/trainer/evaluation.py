@@ -115,6 +115,7 @@ def evaluate_model(steps: Steps, model: nn.Module, loader: Any, means: RunningMe
         with _explaining(where, inputs):
             output = model(*args, **kwargs)
         means.add(where, output, target, samples)
+        del output  # not beside that of the next batch: logits may be the largest tensor there is
         binder.wait_copied()
 
 
@@ -135,7 +136,9 @@ class EvaluationPass:
         self._placement = placement = steps.placement
         self._binder, self._head = steps.binder, steps.loss_head
         has_target = self._head.has_target
-        batches = (split_batch(batch, has_target) for batch in (() if loader is None else loader))
+        given = () if loader is None else loader
+        # `for .. in (given,)`: `iter(given)` is called by the first `next`, which may fail.
+        batches = (split_batch(batch, has_target) for each in (given,) for batch in each)
         self._ends = itertools.tee(batches, steps.is_first + steps.is_last)
         self.error: Exception | None = None
         self._stages = {executor.index: executor.stage for executor in steps.executors}

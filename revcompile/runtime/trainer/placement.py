@@ -167,12 +167,12 @@ class RankPlacement(Placement):
         self._weights = distribute(task, ranks, self.device, undo)
         channels = open_channels(ranks, list(task.partition.ties), self.device, self._timeout)
         self.transport = DistributedTransport(ranks, channels, options.timeout)
+        self._weights.transport = self.transport
         undo.callback(self.transport.close)
 
     # -- building a trainer -------------------------------------------------------------------
 
     def attach(self, executors: Sequence[StageExecutor]) -> None:
-        self._weights.transport = self.transport
         for executor in executors:
             tied = {name: executor.stage.parameters[name] for name in executor.updates.copied}
             self._weights.adopt(self._task.model, tied)

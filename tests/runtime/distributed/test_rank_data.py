@@ -123,18 +123,40 @@ def through_trainer(rank: int, options: dict[str, Any]) -> Any:
     return found
 
 
+class Broken:
+    """Cannot be read where the targets are needed."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Any:
+        if self.rank:
+            raise OSError("the disk is gone")
+        return iter(DataLoader(dataset(), 3))
+
+
 def evaluate(rank: int, options: dict[str, Any]) -> Any:
     """Evaluation on loaders of the user's own: the loss, or what is said; training goes on."""
-    trainer, said = small(), list[Any]()
+    net, start = compiled("resnet", 2, "cpu")
+    net.model.load_state_dict(start)
+    said = list[Any]()
+
+    def factory(parameters: Any) -> Any:  # may look at the whole model
+        assert net.to_module().state_dict().keys() == start.keys()
+        return optimizer(parameters)
+
+    trainer = net.trainer(factory, F.cross_entropy, seed=7, **settings_of(timeout=30.0))
     torch.manual_seed(rank)
     cases = [DataLoader(dataset(), 3), DataLoader(dataset(), 3, shuffle=True)]
     cases += [
         list(DataLoader(dataset(), 3))[: 3 + rank],
         list(DataLoader(dataset(), 3))[: 4 - rank],
     ]
-    cases += [iter(DataLoader(dataset(), 3))]
+    cases += [iter(DataLoader(dataset(), 3)), Broken(rank)]
+    drawn = torch.get_rng_state()
     for loader in cases:
         said.append(outcome(lambda loader=loader: trainer.evaluate(loader).loss))  # type: ignore[misc]
+    assert torch.equal(torch.get_rng_state(), drawn)
     trained_on(trainer, trainer.loader(dataset(), 3))
     trainer.close()
     return said
@@ -205,7 +227,8 @@ def test_a_loader_of_the_users_own_is_the_same_on_ranks_and_in_one_process(tmp_p
 def test_evaluation_reads_the_same_samples_or_says_so(tmp_path: Path) -> None:
     results = launch(tmp_path, 2, evaluate, limit=60)
     expected = small().evaluate(DataLoader(dataset(), 3)).loss
-    for loss, shuffled, longer, shorter, iterated in results:
+    for loss, shuffled, longer, shorter, iterated, broken in results:
+        assert "the disk is gone" in broken
         assert loss == iterated == pytest.approx(expected, rel=1e-6)
         assert "evaluation, batch 0: rank 1 (stage 1) was given other targets" in shuffled
         assert "more batches where targets are needed" in longer

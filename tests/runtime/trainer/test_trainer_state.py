@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -295,6 +296,18 @@ def test_evaluation_is_the_module_in_eval_mode_averaged_over_samples() -> None:
     assert found.loss == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-12)
     assert found.metrics == {"accuracy": pytest.approx(float(accuracy(output, y)))}
     assert [module.training for module in net.model.modules()] == modes
+
+
+def test_evaluation_holds_one_output_at_a_time() -> None:
+    outputs, alive = [], []
+
+    def count(output: Tensor, target: Tensor) -> Tensor:
+        alive.append(sum(each() is not None for each in outputs))
+        outputs.append(weakref.ref(output))
+        return torch.zeros(())
+
+    trainer_of(fresh()).evaluate(batches(3), {"count": count})
+    assert alive == [0, 0, 0]
 
 
 class WithAuxiliary(nn.Module):
