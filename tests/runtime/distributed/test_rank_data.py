@@ -131,7 +131,7 @@ class Broken:
 
     def __iter__(self) -> Any:
         if self.rank:
-            raise OSError("the disk is gone")
+            raise InputError("the disk is gone")
         return iter(DataLoader(dataset(), 3))
 
 
