@@ -43,16 +43,6 @@ def out_of_place(tensor: Tensor, method: str, *args: Any, **kwargs: Any) -> Tens
     return result
 
 
-def read_buffer(buffer: Tensor) -> Tensor:
-    """A buffer's contents before the model writes to it in this call."""
-    return buffer.clone()
-
-
-def store_buffer(buffer: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        buffer.copy_(value)
-
-
 def fuse_mean(a: Tensor, b: Tensor) -> Tensor:
     """One value from two streams: their mean, so that two equal streams give what one gave."""
     return torch.lerp(a, b, 0.5) if a.is_floating_point() else (a + b) // 2

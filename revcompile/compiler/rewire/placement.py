@@ -22,7 +22,7 @@ from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.find.conflicts import contracted
 from revcompile.compiler.rewire.rearrange import build_rearrange, rearranged_source
 from revcompile.compiler.rewire.region import Region
-from revcompile.ir.ops import fuse_mean, op_name, read_buffer, shape
+from revcompile.ir.ops import fuse_mean, op_name, shape
 from revcompile.ir.types import TYPE, VALUE, Live, Rearrange, Residual
 
 WrittenSizes = tuple[Iterable[fx.Node], fx.Node | None]
@@ -200,25 +200,11 @@ class Placement:
             if node in self.flow.plain:
                 self._place_size(node)
             else:
-                level = max(map(self._level, self._needed_with(node)), default=0)
+                level = max(map(self._level, node.all_input_nodes), default=0)
                 region = self.regions[level]
                 copy = region.copy(node, lambda n: self._outside(region, n))
                 region.defined[node.name] = copy
                 self._note(node, level)
-
-    def _needed_with(self, node: fx.Node) -> list[fx.Node]:
-        """What must be computed before a value is.
-
-        A buffer is read where its contents are combined with other values, so that the stage that
-        writes its new contents is, where possible, the stage that reads it.
-        """
-        if node.target is not read_buffer:
-            return node.all_input_nodes
-        meeting, others = self.flow.read_with(node)
-        block = self._blocks.owner.get(meeting)
-        if block is not None:
-            return [self.flow.by_name[block.x]]
-        return [other for other in others if other in self._levels]
 
     def _place_size(self, node: fx.Node) -> None:
         """Compute a size without reading a stream, or a value inside a block, for it."""
