@@ -9,7 +9,6 @@ from typing import Final
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.capture.memory import is_effect
 from revcompile.ir.module_tree import parameters_of
 from revcompile.ir.ops import FACTORIES, op_name
 from revcompile.ir.random_numbers import draws_random
@@ -64,7 +63,6 @@ class Flow:
 
     Attributes:
         plain: nodes whose value is not a tensor.
-        effects: nodes that write to one of their inputs.
         constant: parameters, and values computed from parameters alone.
         derived: values computed from parameters and from sizes and types that any block can read.
     """
@@ -76,7 +74,6 @@ class Flow:
         self.by_name = {n.name: n for n in self.nodes}
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.plain = {n for n in self.nodes if is_plain(n)}
-        self.effects = {n for n in self.nodes if is_effect(n)}
         self._ancestors: dict[fx.Node, int] = {}
         self._metadata: dict[fx.Node, int] = {}
         self.constant: set[fx.Node] = set()
@@ -115,7 +112,7 @@ class Flow:
         from_constants = all(i in self.constant for i in inputs)
         is_known = all(i in self.plain or self.recomputable(i) for i in inputs)
         is_call = node.op in ("call_function", "call_method") and bool(inputs)
-        is_call = is_call and node not in self.effects and not draws_random(node)
+        is_call = is_call and not draws_random(node)
         if node.op == "get_attr" or (is_call and from_constants):
             self.constant.add(node)
         elif is_call and is_known and node not in self.plain and not metadata:

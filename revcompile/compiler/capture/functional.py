@@ -116,6 +116,7 @@ class _Functional:
         for node in self.graph.nodes:
             for key in (LOCATIONS, MOVES, STORAGES, WRITES):
                 node.meta.pop(key, None)
+        assert not any(map(is_effect, self.graph.nodes))
         self.graph.lint()
         return self.graph
 

@@ -176,8 +176,8 @@ class Tracer(ShapedTracer):
         }
         self._names = {id(tensor): name for name, tensor in reversed(named)}
         self._held = dict(root.named_buffers(remove_duplicate=False))
-        plain = self.tensor_attrs.items()
-        self._kept = {storage_of(tensor): (repr(name), PythonState) for tensor, name in plain}
+        plain: dict[Any, Any] = self.tensor_attrs
+        self._kept = {storage_of(tensor): (repr(plain[tensor]), PythonState) for tensor in plain}
         self._kept |= {storage_of(t): (repr(n), UntracedEffect) for n, t in reversed(named)}
         with attempts_unlogged(), intercepted(root, self), preserve_attributes(root) as restore:
             self.restore = restore

@@ -268,10 +268,7 @@ def _exclusive(
     while work:
         node = work.pop()
         whole = _with_producer(flow, node)
-        fixed = any(
-            n.op == "placeholder" or n in flow.plain or n in flow.effects or cuts_gradient(n)
-            for n in whole
-        )
+        fixed = any(n.op == "placeholder" or n in flow.plain or cuts_gradient(n) for n in whole)
         # A discrete operation is computed once, outside: recomputed, it might decide differently.
         fixed = fixed or any(decision(n, flow.root) for n in whole)
         own = (inside, closure, whole)
@@ -309,7 +306,6 @@ def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.No
     """Values of a region that are also read outside it."""
     extras: dict[fx.Node, None] = {}
     for node in sorted(inside):
-        assert node not in flow.effects  # capturing has left those that nothing reads
         if flow.recomputable(node):
             continue
         outside = [u for u in node.users if u not in inside and u not in adds]
