@@ -9,9 +9,8 @@ from typing import Final
 import torch
 from torch import fx, nn
 
-from revcompile.compiler.capture.memory import is_effect
 from revcompile.ir.module_tree import parameters_of
-from revcompile.ir.ops import FACTORIES, op_name, read_buffer
+from revcompile.ir.ops import FACTORIES, op_name
 from revcompile.ir.random_numbers import draws_random
 from revcompile.ir.types import TYPE, VALUE, TensorType, types_in
 
@@ -64,7 +63,6 @@ class Flow:
 
     Attributes:
         plain: nodes whose value is not a tensor.
-        effects: nodes that write to one of their inputs.
         constant: parameters, and values computed from parameters alone.
         derived: values computed from parameters and from sizes and types that any block can read.
     """
@@ -76,7 +74,6 @@ class Flow:
         self.by_name = {n.name: n for n in self.nodes}
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.plain = {n for n in self.nodes if is_plain(n)}
-        self.effects = {n for n in self.nodes if is_effect(n)}
         self._ancestors: dict[fx.Node, int] = {}
         self._metadata: dict[fx.Node, int] = {}
         self.constant: set[fx.Node] = set()
@@ -115,8 +112,7 @@ class Flow:
         from_constants = all(i in self.constant for i in inputs)
         is_known = all(i in self.plain or self.recomputable(i) for i in inputs)
         is_call = node.op in ("call_function", "call_method") and bool(inputs)
-        is_call = is_call and node not in self.effects and not draws_random(node)
-        is_call = is_call and node.target is not read_buffer  # later it may hold something else
+        is_call = is_call and not draws_random(node)
         if node.op == "get_attr" or (is_call and from_constants):
             self.constant.add(node)
         elif is_call and is_known and node not in self.plain and not metadata:
@@ -207,17 +203,6 @@ class Flow:
     def parameter_count(self, node: fx.Node) -> int:
         """How many parameters the node itself reads."""
         return sum(p.numel() for p in parameters_of(node, self.root))
-
-    def read_with(self, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-        """The node that first combines a buffer's contents with other values, and those values."""
-        seen = {node}
-        while node.users:
-            node = min(node.users)
-            others = [i for i in node.all_input_nodes if i not in seen and not self.recomputable(i)]
-            if others:
-                return node, others
-            seen.add(node)
-        return node, []
 
     def users(self, node: fx.Node) -> list[fx.Node]:
         """Users that read the value itself, not only its size."""

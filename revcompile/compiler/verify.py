@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from revcompile.compiler.dataflow import Flow
 from revcompile.compiler.rewire.region import ORIGIN
 from revcompile.errors import VerificationError
-from revcompile.ir.ops import store_buffer
 from revcompile.ir.program import Partition
 from revcompile.ir.types import Captured, Coupling, Rewired, Segment
 
@@ -42,8 +41,6 @@ def _computed_once(captured: Captured, rewired: Rewired) -> list[str]:
     for node in flow.nodes:
         if node.op in ("placeholder", "output") or node in flow.constant:
             continue
-        if node.target is store_buffer and counts[node.name] != 1:
-            problems.append(f"{node.name} is executed {counts[node.name]} times")
         if node in flow.plain or node.name in replaced:
             continue
         if counts[node.name] == 0 and node.users:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import TreeReads
+from revcompile.ir.ops import Size, grown_size, samples_beyond
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.signature import Signature
 from revcompile.ir.types import VALUE, Body, Coupling, Live, Opaque, Segment, TensorType
@@ -30,7 +31,6 @@ from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible, _Step
 from revcompile.runtime.reversible.reconstruction import ReconstructionCheck
 
-Size = int | tuple[int, ...]
 _INSTEAD = "cut elsewhere with another num_stages, or train with net.trainer(...)"
 
 
@@ -270,7 +270,7 @@ def _sizes_segment(
     graph = fx.Graph()
     own = [graph.placeholder(f"size_{index}") for index in range(len(names) if is_check else 0)]
     beyond = graph.call_function(samples_beyond, (graph.placeholder("batch_source"), *grows))
-    found = [graph.call_function(size_at, (*sizes[name], beyond)) for name in names]
+    found = [graph.call_function(grown_size, (*sizes[name], beyond)) for name in names]
     if not is_check:
         graph.output(tuple(found))
         return Opaque("sizes", (source,), tuple(names), graph, "sizes of an earlier stage")
@@ -278,27 +278,6 @@ def _sizes_segment(
         graph.call_function(check_size, (name, value, expected))
     graph.output(())
     return Opaque("sizes checked", (*names, source), (), graph, "sizes for later stages")
-
-
-def samples_beyond(tensor: Tensor, dim: int, size: int, per_sample: int) -> int:
-    """How many samples more than the example a tensor holds.
-
-    >>> samples_beyond(torch.zeros(3, 20), dim=1, size=8, per_sample=4)
-    3
-    """
-    return (tensor.shape[dim] - size) // per_sample
-
-
-def size_at(first: Size, second: Size, beyond: int) -> Size:
-    """A size from its values at the example's batch size and at one more.
-
-    >>> size_at(8, 12, beyond=3), size_at((2, 7), (3, 7), beyond=-1)
-    (20, torch.Size([1, 7]))
-    """
-    if isinstance(first, int) and isinstance(second, int):
-        return first + (second - first) * beyond
-    assert isinstance(first, tuple) and isinstance(second, tuple)
-    return torch.Size(a + (b - a) * beyond for a, b in zip(first, second, strict=True))
 
 
 def check_size(name: str, value: Size, expected: Size) -> None:

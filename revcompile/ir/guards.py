@@ -48,6 +48,8 @@ class SizeGuard:
     expression: str
     value: Any
     source: str
+    grown: Any = None
+    """Of a size that is computed from the batch size: its value for one sample more."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,28 @@ def select(training: bool, train: Any, evaluation: Any) -> Any:
     return train if training else evaluation
 
 
-def shape(*dims: int) -> torch.Size:
-    return torch.Size(dims)
+Size = int | tuple[int, ...]
+
+
+def samples_beyond(tensor: Tensor, dim: int, size: int, per_sample: int) -> int:
+    """How many samples more than the example a tensor holds.
+
+    >>> samples_beyond(torch.zeros(3, 20), dim=1, size=8, per_sample=4)
+    3
+    """
+    return (tensor.shape[dim] - size) // per_sample
+
+
+def grown_size(first: Size, second: Size, beyond: int) -> Size:
+    """A size from its values at the example's batch size and at one more.
+
+    >>> grown_size(8, 12, beyond=3), grown_size((2, 7), (3, 7), beyond=-1)
+    (20, torch.Size([1, 7]))
+    """
+    if isinstance(first, int) and isinstance(second, int):
+        return first + (second - first) * beyond
+    assert isinstance(first, tuple) and isinstance(second, tuple)
+    return torch.Size(a + (b - a) * beyond for a, b in zip(first, second, strict=True))
 
 
 def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
@@ -41,16 +61,6 @@ def out_of_place(tensor: Tensor, method: str, *args: Any, **kwargs: Any) -> Tens
     result = tensor.clone()
     getattr(result, method)(*args, **kwargs)
     return result
-
-
-def read_buffer(buffer: Tensor) -> Tensor:
-    """A buffer's contents before the model writes to it in this call."""
-    return buffer.clone()
-
-
-def store_buffer(buffer: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        buffer.copy_(value)
 
 
 def fuse_mean(a: Tensor, b: Tensor) -> Tensor:

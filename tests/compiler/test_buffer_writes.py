@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers import stored
-from nets import Chain
 from torch import Tensor, nn
 from training import trained
 
@@ -16,84 +15,83 @@ from revcompile.errors import CaptureError, InputError
 from revcompile.runtime.reversible.replay import StatefulBuffers
 
 
-class Net(nn.Module):
-    """Residual blocks, and buffers of the model itself."""
+class Averaged(nn.Module):
+    """A layer, and buffers that its forward pass changes."""
 
     mean: Tensor
     count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layer = nn.Linear(8, 8)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
 
-class InPlaceBefore(Net):
-    """Read by the head: the value of this very step, with its gradient."""
+class InPlace(Averaged):
+    """Reads the value of this very step, with its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
         old = self.mean.clone()
-        self.mean.mul_(0.9).add_(x.mean(0))
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
         self.count += 1
-        for layer in self.layers:
-            h = h + torch.tanh(layer(h))
-        return self.head(h * self.mean + old)
+        return self.layer(x) * self.mean + old
 
 
-class AssignedInTheLoop(Net):
+class Assigned(Averaged):
     def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for layer in self.layers:
-            h = h + torch.tanh(layer(h))
-            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
-        return self.head(h) + self.mean[:3]
+        y = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y + self.mean
 
 
-class InsideABranch(Net):
-    """Only in training mode, as a batch norm does."""
+class OnlyInTraining(Averaged):
+    """As a batch norm does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for index, layer in enumerate(self.layers):
-            y = layer(h)
-            if index == 2:
-                if self.training:
-                    with torch.no_grad():
-                        self.mean.lerp_(y.mean(0), 0.1)
-                    self.count.add_(1)
-                y = y - self.mean
-            h = h + torch.tanh(y)
-        return self.head(h)
+        y = self.layer(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(y.mean(0), 0.1)
+            self.count.add_(1)
+        return y - self.mean
 
 
-class InEachBlock(Net):
-    """Each branch is divided by a mean of its own, which it moves first."""
+class OfItsChild(nn.Module):
+    """Writes into buffers of another module."""
 
     def __init__(self) -> None:
         super().__init__()
-        for index in range(len(self.layers)):
-            self.register_buffer(f"square_{index}", torch.ones(()))
+        self.inner = Averaged()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner.layer(x)
+        self.inner.mean[0] = y.detach().mean()
+        self.inner.count = self.inner.count + 1
+        return y - self.inner.mean
+
+
+class Net(nn.Module):
+    """Residual blocks around such modules."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(kind() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.stem(x)
-        for index, layer in enumerate(self.layers):
-            y, square = layer(h), self.get_buffer(f"square_{index}")
-            if self.training:
-                with torch.no_grad():
-                    square.lerp_(y.pow(2).mean(), 0.1)
-            h = h + torch.tanh(y) * torch.rsqrt(square)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
         return self.head(h)
 
 
-MODELS = [InPlaceBefore, AssignedInTheLoop, InsideABranch, InEachBlock]
+MODELS = [InPlace, Assigned, OnlyInTraining, OfItsChild]
 
 
 def made(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
-    return kind().double(), [torch.randn(5, 8, dtype=torch.float64) for _ in range(3)]
+    return Net(kind).double(), [torch.randn(5, 8, dtype=torch.float64) for _ in range(3)]
 
 
 def stepped(net: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -110,7 +108,8 @@ def stepped(net: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
 def test_reversible_steps_move_buffers_once(kind: type[nn.Module]) -> None:
     model, batches = made(kind)
     net = revcompile.reversify(model, batches[0], check="full", policy="same_parameters")
-    assert len(net.rewired.couplings) == 4
+    assert max(map(len, net.rewired.body.chains())) == 4
+    assert "layers.0 is a leaf module: the forward pass" in "".join(net.rewired.notes)
     wanted, got = (stepped(each, batches) for each in (stored(net), net))
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
     assert any(got[name].any() for name, _ in net.named_buffers())
@@ -120,8 +119,7 @@ def test_reversible_steps_move_buffers_once(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("method", ["petra", "backprop"])
 def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: str) -> None:
     model, batches = made(kind)
-    stages = 4 if kind is InEachBlock else 2
-    net = revcompile.petrafy(model, stages, example_inputs=batches[0])
+    net = revcompile.petrafy(model, 4, example_inputs=batches[0])
     reference = net.to_module().train()
     data = [(x, torch.zeros(5, 3).double()) for x in batches]
     trained(net, data, method=method, accumulation_steps=len(batches))
@@ -135,49 +133,111 @@ def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: s
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
-class Centered(nn.Module):
-    """Writes to its buffer in both modes."""
+class WritesItself(Net):
+    """The model's own forward pass writes: nothing is left to be a leaf module."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, how: str) -> None:
+        super().__init__(lambda: nn.Linear(8, 8))  # type: ignore[arg-type]
+        self.how, self.table = how, torch.zeros(8)
         self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean(0), 0.1)
-        return x - self.mean
-
-
-def test_layers_that_write_to_their_buffers_do_not_interrupt_a_chain() -> None:
-    blocks = (nn.Sequential(nn.Linear(8, 8), Centered()) for _ in range(3))
-    net = revcompile.reversify(Chain(*blocks), torch.randn(5, 8), check="full")
-    assert max(map(len, net.rewired.body.chains())) == 3
-
-
-def test_buffer_used_in_every_block_cannot_be_cut() -> None:
-    model, batches = made(AssignedInTheLoop)
-    with pytest.raises(InputError, match="writes into its buffer mean, which is used from"):
-        revcompile.petrafy(model, 6, example_inputs=batches[0])
-
-
-class Clamps(Net):
-    """Keeps a weight small in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.scale = nn.Parameter(torch.full((8,), 3.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.scale.data.clamp_(max=1.0)
-        h = self.stem(x)
-        for layer in self.layers:
-            h = h + torch.tanh(layer(h))
-        return self.head(h * self.scale)
+        match self.how:
+            case "mean":
+                self.mean.lerp_(x.mean(0), 0.1)
+            case "assigned mean":
+                self.mean = self.mean + x.mean(0)
+            case "mean of a part":
+                self.mean[2:].add_(x.mean())
+            case "scale":
+                self.scale.data.clamp_(max=1.0)
+            case "table":
+                self.table.add_(x.mean(0))
+        return super().forward(x) * self.scale[:3]
 
 
-def test_parameters_written_by_the_forward_pass_are_refused() -> None:
-    model, batches = made(Clamps)
-    with pytest.raises(CaptureError, match=r"clamp_ writes to scale.*test_buffer_writes"):
-        revcompile.reversify(model, batches[0])
+@pytest.mark.parametrize(
+    "how", ["mean", "assigned mean", "mean of a part", "scale", "table"], ids=str
+)
+def test_a_model_whose_own_forward_pass_writes_is_refused(how: str) -> None:
+    name = next(word for word in ("mean", "scale", "table") if word in how)
+    with pytest.raises(CaptureError, match=rf"forward pass .*'{name}' \[.*test_buffer_writes"):
+        revcompile.reversify(WritesItself(how), torch.randn(5, 8))
+
+
+def test_layers_that_sum_in_a_plain_tensor_are_refused() -> None:
+    """It is no buffer, which would be restored before a branch runs again."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.total = nn.Linear(8, 8), torch.zeros(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total += x.detach().mean(0)
+            return self.layer(x) * self.total
+
+    with pytest.raises(
+        InputError, match=r"layers\.0: the forward pass writes into 'layers\.0\.total'"
+    ):
+        revcompile.reversify(Net(Counts), torch.randn(5, 8))
+
+
+def test_writes_into_tensors_that_only_this_call_makes_do_not_stay() -> None:
+    """Tracing sees them as constants."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = torch.zeros(8)
+            total += x.mean(0)
+            return self.layer(x) + total
+
+    torch.manual_seed(0)
+    model, x = Net(Sums), torch.randn(5, 8)
+    net = revcompile.reversify(model, x, policy="same_parameters")
+    first = net(x)
+    torch.testing.assert_close(net(x), first, rtol=0, atol=0)
+    with pytest.raises(CaptureError, match=r"a tensor made without its input; .*new_zeros"):
+        revcompile.reversify(Sums(), x)
+
+
+class ReadOutside(nn.Module):
+    """Reads a buffer of a leaf module that changes it."""
+
+    def __init__(self, kind: type[nn.Module] = InPlace) -> None:
+        super().__init__()
+        self.inner = kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.inner.mean
+
+
+class Branches(InPlace):
+    """Control flow on contents: its fake tensors are never written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.isfinite().all() else x
+
+
+@pytest.mark.parametrize("kind", [InPlace, Assigned, Branches])
+def test_buffers_have_no_readers_outside_the_leaf_module_that_changes_them(
+    kind: type[nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    net = revcompile.reversify(Net(lambda: ReadOutside(kind)), x, policy="same_parameters")  # type: ignore[arg-type]
+    assert {f"layers.{index}" for index in range(4)} <= {
+        str(node.target)
+        for graph in net.rewired.graphs
+        for node in graph.find_nodes(op="call_module")
+    }
+    with pytest.raises(CaptureError, match=r"add\w* reads inner\.mean, which inner changes"):
+        revcompile.reversify(ReadOutside(kind), x)
 
 
 def test_assigning_data_twice_is_a_change_wherever_the_new_memory_lies() -> None:
@@ -191,27 +251,6 @@ def test_assigning_data_twice_is_a_change_wherever_the_new_memory_lies() -> None
         for _ in range(2):
             module.average.data = 0.9 * module.average.data
         assert len(buffers.changed(snapshots, identities)) == 1
-
-
-def test_a_mean_of_what_it_scales_is_no_shortcut() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.layer, self.head = (nn.Linear(6, 6) for _ in range(3))
-            self.register_buffer("mean", torch.zeros(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.stem(x)
-            h = h + torch.tanh(self.layer(h)) * (1 + self.mean)
-            self.mean += h.mean(0).detach()
-            return self.head(h)
-
-    torch.manual_seed(0)
-    x, model = torch.randn(4, 6), Scaled()
-    net = revcompile.reversify(model, x, policy="same_parameters", check="off")
-    assert [coupling.name for coupling in net.rewired.couplings if "mean" in coupling.name] == []
-    net(x)
-    assert not torch.equal(net.mean, model.mean)
 
 
 class Normed(nn.Module):
@@ -250,7 +289,9 @@ def test_running_statistics_with_other_readers_stay_in_one_module(kind: type[nn.
         torch.testing.assert_close(net(x), model(x))
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(net.get_buffer(name), buffer)
-    with pytest.raises(CaptureError, match=r"running statistics|which a batch norm moves"):
+    with pytest.raises(
+        CaptureError, match=r"running statistics|which norm changes|writes into .norm.running_mean"
+    ):
         revcompile.reversify(kind(), x)
 
 

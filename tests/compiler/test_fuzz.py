@@ -71,7 +71,9 @@ FOUND: Final[dict[str, Net]] = {
     ),
     "lerp": Net("rows", (plain("average", "list", update="{b}.lerp_({v}, 0.1)"),)),
     "largest of a submodule": Net("tokens", (plain("recorded", "module", what="statistic"), BLOCK)),
-    "average read behind its update": Net("tokens", (plain("average", read="after"), BLOCK)),
+    "average read behind its update": Net(
+        "tokens", (plain("average", "module", read="after"), BLOCK)
+    ),
     "counter that is assigned": Net("images", (plain("counter", "twice", change="{b} = {b} + 1"),)),
     "frozen batch norm": Net("rows", (plain("frozen_norm"), BLOCK)),
     # streams that read each other

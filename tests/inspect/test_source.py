@@ -27,6 +27,20 @@ def _untouched() -> Iterator[None]:
     torch.set_grad_enabled(enabled)
 
 
+class Averaged(nn.Module):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        self.mean.mul_(0.9).add_(y.detach().mean(0))
+        return y
+
+
 class Gated(nn.Module):
     """Sides, extras, dropout, batch norms, a stream that a later layer reads, a buffer written."""
 
@@ -35,16 +49,14 @@ class Gated(nn.Module):
         self.stem, self.gate = nn.Linear(5, 6), nn.Linear(6, 6)
         self.norms = nn.ModuleDict({"0": nn.BatchNorm1d(6), "1": nn.BatchNorm1d(6)})
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)) for _ in "1234")
+        self.blocks[1] = Averaged()
         self.head = nn.Linear(12, 3)
-        self.register_buffer("mean", torch.zeros(6))
-        self.mean: Tensor
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.norms["1"](self.stem(x))
         gate = torch.sigmoid(self.gate(x))
         x = x + torch.tanh(self.blocks[0](x))
         inner = self.blocks[1](x) * gate
-        self.mean.mul_(0.9).add_(inner.detach().mean(0))
         x = x + torch.tanh(inner) * mask
         early = x
         x = x + torch.tanh(self.norms["0"](self.blocks[2](x)))

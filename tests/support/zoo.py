@@ -242,13 +242,12 @@ def HalfPrecision() -> nn.Module:
 # -- state ---------------------------------------------------------------------------------------
 
 
-@specimen(rows)
-class BufferInPlace(nn.Module):
+class Averaged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.mlp = Mlp()
-        self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.mlp(x)
@@ -257,6 +256,16 @@ class BufferInPlace(nn.Module):
                 self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
             self.steps += 1
         return y - self.mean.clone()
+
+
+@specimen(rows)
+class BufferInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaged = Averaged()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.averaged(x)
 
 
 # -- randomness ----------------------------------------------------------------------------------

@@ -101,8 +101,8 @@ def capture(
 _ADVICE: Final = (
     "\nWhat helps: make the module that cannot be traced a leaf module with "
     "leaf_modules=['its.path'] (or its class); fix optional arguments by passing them in "
-    "example_inputs / example_kwargs; move control flow that depends on data, or a custom "
-    "autograd function, into a submodule of its own."
+    "example_inputs / example_kwargs; move control flow that depends on data, a custom autograd "
+    "function, or what writes into buffers, into a submodule of its own."
 )
 
 

@@ -23,7 +23,7 @@ from revcompile.compiler.capture.memory import overwrites_unshared, tensors_in
 from revcompile.compiler.capture.random_draws import DrawsLeftOut
 from revcompile.compiler.capture.unseen_calls import flag_reads
 from revcompile.errors import InputError
-from revcompile.ir.ops import batch_norm, select, store_buffer
+from revcompile.ir.ops import batch_norm, select
 from revcompile.ir.types import SOURCE, Captured
 
 
@@ -126,8 +126,7 @@ def run_graph(graph: fx.Graph, root: nn.Module, inputs: list[torch.Tensor]) -> A
 
 class _PureInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
-        sources = [] if n.target is store_buffer else n.all_input_nodes
-        tensors = [t for source in sources for t in tensors_in(self.env[source])]
+        tensors = [t for source in n.all_input_nodes for t in tensors_in(self.env[source])]
         versions = [t._version for t in tensors if not t.is_inference()]
         result = super().run_node(n)
         is_written = versions != [t._version for t in tensors if not t.is_inference()]

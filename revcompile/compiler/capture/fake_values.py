@@ -23,7 +23,7 @@ from torch.fx.proxy import TraceError
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng
-from revcompile.compiler.capture.memory import STORAGES, WRITES, tensors_in
+from revcompile.compiler.capture.memory import STORAGES, WRITES, tensors_in, watch_state
 from revcompile.compiler.capture.random_draws import NoDraws
 from revcompile.compiler.capture.trace_errors import BatchDependent
 from revcompile.ir.ops import called
@@ -177,11 +177,11 @@ def _folded(node: fx.Node, fakes: Mapping[fx.Node, Any]) -> Any:
 
 def run_on_data(
     module: nn.Module, fake: nn.Module, mode: FakeTensorMode, args: Any, kwargs: Any
-) -> Any:
-    """Run a module with data-dependent control flow on random inputs; returns fake results.
+) -> tuple[Any, set[str]]:
+    """Run a module with data-dependent control flow on random inputs.
 
-    `args` and `kwargs` are fake tensors; `fake` is the module's fake copy, whose train/eval modes
-    are used.
+    Returns fake results, and the names of the parameters and buffers that it writes. `args` and
+    `kwargs` are fake tensors; `fake` is the module's fake copy, whose train/eval modes are used.
     """
     module = copy_model(module)
     for inner, twin in zip(module.modules(), fake.modules(), strict=True):
@@ -194,14 +194,16 @@ def run_on_data(
     with preserve_rng(), torch.no_grad():
         real: dict[Any, torch.Tensor] = {tensor: _random_like(tensor) for tensor in given}
         args, kwargs = pytree.tree_map_only(torch.Tensor, real.get, (args, kwargs))
-        result = module(*args, **kwargs)
+        with watch_state(module) as moved:
+            result = module(*args, **kwargs)
     for tensor, numbers in real.items():
         if numbers._version:
             torch.autograd.graph.increment_version(tensor)
     known = {id(numbers): tensor for tensor, numbers in real.items()}
-    return pytree.tree_map_only(
+    results = pytree.tree_map_only(
         torch.Tensor, lambda t: known.get(id(t), mode.from_tensor(t)), result
     )
+    return results, moved
 
 
 def _random_like(fake: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,7 @@ A write that is seen through another view of the memory is refused, `NotFunction
     y.sum()            but y[:, :2] *= 3 is fine: Python assigns the part to y
 
 So is one that changes the shape of a tensor in place. The module around becomes a leaf module.
-Buffers are written once, at the end, with the contents that the graph has computed
-(`store_buffer`).
+Parameters, buffers and constants are written by leaf modules alone (see `tracer.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from revcompile.compiler.capture.cleanup import passed_on, uncut_parts
 from revcompile.compiler.capture.memory import (
     INPLACE_OPERATORS,
     LOCATIONS,
+    MOVES,
     STORAGES,
     WRITES,
-    WRITES_STATE,
     Location,
     eliminate_dead_code,
     is_effect,
@@ -53,8 +52,6 @@ from revcompile.ir.ops import (
     batch_norm,
     op_name,
     out_of_place,
-    read_buffer,
-    store_buffer,
     with_item,
 )
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, TensorType
@@ -110,38 +107,22 @@ class _Functional:
         self.original, self.root, self.graph = graph, root, fx.Graph()
         self.values: dict[fx.Node, _Value] = {}
         self.written = {s for node in graph.nodes for s in node.meta.get(WRITES, ())}
-        self.state = _written_state(graph)
-        """Storages of buffers that are written or assigned to."""
-        self.buffers: dict[int, tuple[fx.Node, _Value]] = {}
-        """The new `get_attr` node of each of those, and its contents."""
-        self.assigned: dict[int, fx.Node] = {}
-        """The original value that a buffer was assigned, by the buffer's storage."""
 
     def run(self) -> fx.Graph:
-        self._refuse_reads_of_statistics()
+        self._refuse_reads_of_moving_state()
         for node in self.original.nodes:
             self._visit(node)
         eliminate_dead_code(self.graph)
-        _sink_reads(self.graph)
-        _raise_stores(self.graph)
         for node in self.graph.nodes:
-            for key in (LOCATIONS, STORAGES, WRITES_STATE, WRITES):
+            for key in (LOCATIONS, MOVES, STORAGES, WRITES):
                 node.meta.pop(key, None)
+        assert not any(map(is_effect, self.graph.nodes))
         self.graph.lint()
         return self.graph
 
     def _visit(self, node: fx.Node) -> None:
-        if node.op == "get_attr":
-            self._attribute(node)
-        elif node.op == "output":
-            self._store_buffers()
+        if node.op == "output":
             self.graph.node_copy(node, self._read)
-        elif node.target is store_buffer:
-            buffer, value = node.args
-            assert isinstance(buffer, fx.Node) and isinstance(value, fx.Node)
-            location = location_of(buffer)
-            assert location is not None
-            self.assigned[location.storage] = value
         elif node.target is functional.batch_norm:  # recomputing it must not move its statistics
             norm = self.graph.node_copy(node, self._read)
             norm.target, norm.meta[WRITES] = batch_norm, frozenset()
@@ -182,9 +163,6 @@ class _Functional:
     def _write(self, target: _Value, new: fx.Node, node: fx.Node) -> None:
         """Give the target, under all its names, new contents."""
         self._refuse_other_readers(node, target.storages, target)
-        for storage, (_, owner) in self.buffers.items():
-            if storage in target.storages and owner not in target.names:
-                raise NotFunctional(f"{node.name} writes to a part of a buffer", [node])
         for value in target.names:
             value.new = new
 
@@ -212,9 +190,6 @@ class _Functional:
             raise NotFunctional(f"{node.name} writes in place and has no out-of-place form", [node])
         if not node.meta.get(WRITES, frozenset()) <= target.storages:
             raise NotFunctional(f"{node.name} writes into more than one tensor", [node])
-        if node.meta.get(WRITES_STATE) and not target.storages <= self.state:
-            reason = f"{node.name} writes to state that {target.node.name} returns"
-            raise NotFunctional(reason, [node, target.node])
         after = location_of(node)
         changes_shape = after is not None and after.layout != target.location.layout
         if changes_shape or "out" in node.kwargs:
@@ -242,65 +217,34 @@ class _Functional:
 
     # -- state --------------------------------------------------------------------------------
 
-    def _attribute(self, node: fx.Node) -> None:
-        """A parameter or buffer; one that is written is read once, before its first write."""
-        location = location_of(node)
-        if location is None or location.storage not in self.state:
-            self._define(node, self.graph.node_copy(node))
-            return
-        if location.storage in self.buffers:
-            owner = self.buffers[location.storage][1]
-            if owner.location is None or not owner.location.same_elements(location):
-                reason = f"the forward pass writes to {node.target}, which overlaps another buffer"
-                raise NotFunctional(reason, [node, *node.users])
-            self.values[node] = owner
-            return
-        buffer = self.graph.node_copy(node)
-        new = self.graph.call_function(read_buffer, (buffer,))
-        new.meta.update({k: node.meta.get(k) for k in (TYPE, PATH, SOURCE, VALUE)})
-        self.buffers[location.storage] = buffer, self._define(node, new)
+    def _refuse_reads_of_moving_state(self) -> None:
+        """Refuse other readers of tensors that a leaf module or a batch norm function writes.
 
-    def _store_buffers(self) -> None:
-        for storage, (buffer, owner) in self.buffers.items():
-            given = self.assigned.get(storage)
-            value = self._read(given) if given is not None else owner.new
-            node = self.graph.call_function(store_buffer, (buffer, value))
-            node.meta.update({k: value.meta.get(k) for k in (PATH, SOURCE)})
-            node.meta[TYPE] = None
-            self._refuse_hidden_reads(buffer)
-
-    def _refuse_hidden_reads(self, buffer: fx.Node) -> None:
-        """Refuse leaf modules that read the buffer, perhaps before and perhaps after the write."""
-        tensor = attribute(self.root, str(buffer.target))
-        for node in self.original.find_nodes(op="call_module"):
-            module = self.root.get_submodule(str(node.target))
-            if any(tensor is held for held in (*module.parameters(), *module.buffers())):
-                reason = f"{buffer.target} is written outside {node.target}, which reads it"
-                raise NotFunctional(reason, [node])
-
-    def _refuse_reads_of_statistics(self) -> None:
-        """Refuse other readers of running statistics: they would read before or after the norm."""
+        They would read before or after that, and in another stage a copy of their own.
+        """
         calls = [n for n in self.original.nodes if n.op == "call_module" or any(_statistics(n))]
         for node in calls:
             if node.target is not functional.batch_norm and any(_statistics(node)):
                 reason = f"{node.name} moves running statistics; call F.batch_norm"
                 raise NotFunctional(reason, [node])
-        for buffer in self.original.find_nodes(op="get_attr"):
-            norms = [node for node in calls if self._moves(node, buffer)]
-            for reader in buffer.users if norms else ():
-                if _reads(reader) and buffer not in _statistics(reader):
-                    reason = f"{reader.name} reads {buffer.target}, which a batch norm moves"
-                    raise NotFunctional(reason, [reader, *norms])
+        for read in self.original.find_nodes(op="get_attr"):
+            movers = [node for node in calls if self._moves(node, read)]
+            for reader in read.users if movers else ():
+                if _reads(reader) and read not in _statistics(reader):
+                    reason = f"{reader.name} reads {read.target}, which {movers[0].name} changes"
+                    raise NotFunctional(reason, [reader, *movers])
 
-    def _moves(self, node: fx.Node, buffer: fx.Node) -> bool:
-        """Is a buffer one of the running statistics of a batch norm?"""
+    def _moves(self, node: fx.Node, read: fx.Node) -> bool:
+        """Does a call change the tensor that another node reads?"""
         if node.op != "call_module":
             given = (n for n in _statistics(node) if isinstance(n, fx.Node))
-            return any(_storages(n) & _storages(buffer) for n in given)
-        tensor = attribute(self.root, str(buffer.target))
+            return any(_storages(n) & _storages(read) for n in given)
         modules = self.root.get_submodule(str(node.target)).modules()
         norms = (module for module in modules if isinstance(module, _BatchNorm))
-        return any(tensor is held for norm in norms for held in norm.buffers())
+        moved = [held for norm in norms for held in norm.buffers()]
+        moved += [attribute(self.root, path) for path in node.meta.get(MOVES, ())]
+        tensor = attribute(self.root, str(read.target))
+        return any(tensor is held for held in moved)
 
 
 def _statistics(node: fx.Node) -> tuple[Any, ...]:
@@ -320,13 +264,6 @@ def written_inputs(graph: fx.Graph) -> tuple[str, ...]:
         for node in graph.find_nodes(op="placeholder")
         if _storages(node) & written
     )
-
-
-def _written_state(graph: fx.Graph) -> frozenset[int]:
-    """Storages of parameters and buffers that are written, batch norms' statistics aside."""
-    state = {s for node in graph.find_nodes(op="get_attr") for s in _storages(node)}
-    writers = (n for n in graph.nodes if n.target is not functional.batch_norm)
-    return frozenset(s for n in writers for s in n.meta.get(WRITES, ()) if s in state)
 
 
 def _storages(node: fx.Node) -> frozenset[int]:
@@ -355,29 +292,6 @@ def _describe(new: fx.Node, node: fx.Node, target: fx.Node) -> None:
     own = node.meta.get(TYPE)
     new.meta[TYPE] = own if own is not None and not is_structured(node) else target.meta.get(TYPE)
     new.meta[VALUE] = None
-
-
-def _sink_reads(graph: fx.Graph) -> None:
-    """Move reads of buffers, and what depends on them alone, right before their first reader."""
-    movable: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        inputs, is_call = node.all_input_nodes, node.op in ("call_function", "call_method")
-        alone = all(i in movable or i.op == "get_attr" for i in inputs)
-        reads = node.target is read_buffer or any(i in movable for i in inputs)
-        if is_call and alone and reads and node.target is not store_buffer:
-            movable[node] = None
-    for node in reversed(movable):
-        if node.users:
-            min(node.users).prepend(node)
-
-
-def _raise_stores(graph: fx.Graph) -> None:
-    """Move writes to buffers right behind the new contents: both must be in one stage."""
-    for store in graph.find_nodes(op="call_function", target=store_buffer):
-        buffer, value = store.args
-        assert isinstance(buffer, fx.Node) and isinstance(value, fx.Node)
-        before = [value, *(user for user in buffer.users if user is not store)]
-        max(before).append(store)
 
 
 # -- single operations ----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from revcompile.ir.guards import (
     input_types,
 )
 from revcompile.ir.module_tree import child_path
-from revcompile.ir.ops import op_name, store_buffer
+from revcompile.ir.ops import op_name
 from revcompile.ir.plain_attributes import Names, attributes_of
 from revcompile.ir.types import PATH
 
@@ -263,8 +263,6 @@ def _attributes(
     nodes = [node for graph in graphs for node in graph.nodes]
     called = {str(node.target) for node in nodes if node.op == "call_module"}
     within = tuple(f"{path}." for path in sorted(called))
-    stored = {str(node.args[0].target) for node in nodes if node.target is store_buffer}
-
     around = (
         type(module)
         for path, module in model.named_modules()
@@ -282,8 +280,7 @@ def _attributes(
 
     plain: dict[str, frozenset[str]] = {}
     for path, module in model.named_modules():
-        names = (n for n in attributes_of(module) if child_path(path, n) not in stored)
-        plain[path] = frozenset(n for n in names if is_watched(path, n))
+        plain[path] = frozenset(n for n in attributes_of(module) if is_watched(path, n))
     others: dict[str, frozenset[str]] = {}
     for path, name in sorted({pair for mode in traced for pair in mode.asked}):
         if is_watched(path, name) and name not in plain[path]:

@@ -20,7 +20,6 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.module_tree import NORMS, called_module
-from revcompile.ir.ops import store_buffer
 from revcompile.ir.types import TYPE
 
 STORAGES: Final = "revcompile_storages"
@@ -32,8 +31,8 @@ WRITES: Final = "revcompile_writes"
 LOCATIONS: Final = "revcompile_locations"
 """`node.meta` key: a `Location` for each tensor of the node's value, in `tensors_in` order."""
 
-WRITES_STATE: Final = "revcompile_writes_state"
-"""`node.meta` key: does the node write to a parameter or a buffer?"""
+MOVES: Final = "revcompile_moves"
+"""`node.meta` key: paths of parameters and buffers that a leaf module writes to or replaces."""
 
 NO_GRAD: Final = "revcompile_no_grad"
 """`node.meta` key: was the node traced while gradients were disabled?"""
@@ -104,16 +103,25 @@ def watch_memory(node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[None]
     node.meta[STORAGES] = frozenset(location.storage for location in node.meta[LOCATIONS])
 
 
-def mark_state(graph: fx.Graph, root: nn.Module) -> None:
-    """Note which nodes write to parameters or buffers of the module that was traced."""
-    state = _storages([*root.parameters(), *root.buffers()])
-    for node in graph.nodes:
-        node.meta[WRITES_STATE] = bool(state & node.meta.get(WRITES, frozenset()))
+@contextmanager
+def watch_state(module: nn.Module) -> Iterator[set[str]]:
+    """Collect the names of the parameters and buffers that a call writes to or replaces."""
+    before = {name: (tensor, tensor._version) for name, tensor in _state_of(module).items()}
+    moved: set[str] = set()
+    yield moved
+    now = _state_of(module)
+    moved |= {
+        n for n, (t, version) in before.items() if now.get(n) is not t or t._version != version
+    }
+
+
+def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _location(first: torch.Tensor, second: torch.Tensor) -> Location:
-    storage = first.untyped_storage()._cdata
-    return Location(storage, (*_layout(first), *_layout(second)), first.dtype, id(first))
+    layout = (*_layout(first), *_layout(second))
+    return Location(storage_of(first), layout, first.dtype, id(first))
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -124,7 +132,12 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     with_storage = (t for t in tensors if torch._C._has_storage(t))
-    return frozenset(t.untyped_storage()._cdata for t in with_storage)
+    return frozenset(map(storage_of, with_storage))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage; 0 if it has none."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 
 # -- names of values ------------------------------------------------------------------------------
@@ -175,7 +188,7 @@ def is_effect(node: fx.Node) -> bool:
     """Does the node write to one of its inputs, or change it otherwise, as `detach_` does?"""
     schema = getattr(node.target, "_schema", None)
     name = str(getattr(node.target, "__name__", node.target))
-    is_seen = bool(node.meta.get(WRITES)) or node.target is store_buffer
+    is_seen = bool(node.meta.get(WRITES))
     is_said = getattr(schema, "is_mutable", False) or bool(node.kwargs.get("inplace"))
     is_written = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     is_named = is_written and hasattr(torch.Tensor, name)

@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused
@@ -44,12 +45,14 @@ from revcompile.compiler.capture.interception import (
 from revcompile.compiler.capture.isolation import foreign_rng_state, preserve_attributes
 from revcompile.compiler.capture.leaf_modules import is_leaf
 from revcompile.compiler.capture.memory import (
+    MOVES,
     NO_GRAD,
     STORAGES,
     WRITES,
-    mark_state,
+    storage_of,
     tensors_in,
     watch_memory,
+    watch_state,
 )
 from revcompile.compiler.capture.proxy import (
     NumberProxy,
@@ -78,7 +81,7 @@ from revcompile.compiler.capture.trace_errors import (
 )
 from revcompile.ir.guards import ModeGuards, autocast_state
 from revcompile.ir.module_tree import called_module, child_path
-from revcompile.ir.ops import attribute, called, store_buffer
+from revcompile.ir.ops import attribute, called
 from revcompile.ir.plain_attributes import PLAIN, attributes_of
 from revcompile.ir.types import PATH, SOURCE, STORES, TYPE, VALUE
 
@@ -89,6 +92,7 @@ _DATA: Final = ("placeholder", "get_attr", "call_module")
 _CHECKPOINTING = ("CheckpointFunction", "_NoopSaveInputs")
 """Functions of `torch.utils.checkpoint`, which change no values."""
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
+_CONSTANT: Final = "a tensor made without its input; make it with x.new_zeros(...) or the like"
 
 
 class Tracer(ShapedTracer):
@@ -125,10 +129,11 @@ class Tracer(ShapedTracer):
         self._foreign_rng, self._has_drawn = foreign_rng_state(), has_drawn
         self._names: dict[int, str] = {}
         """Of parameters and buffers, by id."""
+        self._kept: dict[int, tuple[str, type[UntracedEffect]]] = {}
+        """Tensors that outlive a call, by storage: a name, and what a write into one is."""
         self._state_proxies: dict[str, Any] = {}
         self._held: dict[str, torch.Tensor] = {}
         """Buffers, as they were before the forward pass, and constants."""
-        self._stored: set[str] = set()
         self._data: set[fx.Node] = set()
         """Nodes whose tensors are not computed from sizes alone."""
 
@@ -155,7 +160,6 @@ class Tracer(ShapedTracer):
         except Exception as error:
             raise (self.failure or describe_failure("", error)) from error
         remove_unused(graph)
-        mark_state(graph, fake)
         detach_no_grad(graph)
         return self
 
@@ -172,12 +176,14 @@ class Tracer(ShapedTracer):
         }
         self._names = {id(tensor): name for name, tensor in reversed(named)}
         self._held = dict(root.named_buffers(remove_duplicate=False))
+        plain: dict[Any, Any] = self.tensor_attrs
+        self._kept = {storage_of(tensor): (repr(plain[tensor]), PythonState) for tensor in plain}
+        self._kept |= {storage_of(t): (repr(n), UntracedEffect) for n, t in reversed(named)}
         with attempts_unlogged(), intercepted(root, self), preserve_attributes(root) as restore:
             self.restore = restore
             args, kwargs = self._example.arguments(self._inputs())
             with TracedFunctions(self):
                 result = self._traced(root, args, kwargs)
-                self._store_others_buffers()
                 outputs, self.out_spec = pytree.tree_flatten(with_fields(result))
                 self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})
         self.guards = self._guards()
@@ -251,6 +257,7 @@ class Tracer(ShapedTracer):
             name = f"{CONSTANT_PREFIX}{len(self._constants)}"
             self._constants[name] = tensor
         self._held[name] = tensor
+        self._kept.setdefault(storage_of(tensor), (_CONSTANT, UntracedEffect))
         return name
 
     def _refuse_custom_function(self, result: Any) -> None:
@@ -333,14 +340,13 @@ class Tracer(ShapedTracer):
 
     def _watched(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a forward, and raise if it had an effect that is not in the graph."""
-        buffers, state = dict(module._buffers), self._state(module)
+        buffers, state = self._buffers(module), self._state(module)
         result = module._call_impl(*args, **kwargs)
         self._refuse_custom_function(result)
         self._refuse_foreign_rng()
-        for name, old in buffers.items():
-            new = module._buffers.get(name)
-            if new is not old and _fake_value(new) is not _fake_value(old):
-                self._store_buffer(module, name, new)
+        for name, new in self._buffers(module).items():
+            if new is not (old := buffers.get(name)) and _fake_value(new) is not _fake_value(old):
+                raise UntracedEffect(f"the forward pass assigns to the buffer {name!r}", module)
         changed = _changed(state, self._state(module)) - self.written
         if changed:
             self.written |= changed
@@ -373,6 +379,14 @@ class Tracer(ShapedTracer):
             for name, value in attributes_of(inner).items()
         }
 
+    def _buffers(self, module: nn.Module) -> dict[str, Any]:
+        """Buffers of a module and those inside it, by path."""
+        return {
+            child_path(path, name): value
+            for path, inner in module.named_modules(prefix=self._path)
+            for name, value in inner._buffers.items()
+        }
+
     def _note_leaked(self, module: nn.Module) -> None:
         """Note attributes that hold tensors computed from the inputs or from parameters."""
         for name, value in attributes_of(module).items():
@@ -394,28 +408,6 @@ class Tracer(ShapedTracer):
                 return True
             open_ends += source.all_input_nodes
         return False
-
-    def _store_buffer(self, module: nn.Module, name: str, value: Any) -> None:
-        """Trace the assignment to a buffer; a childless module that makes it becomes a leaf."""
-        path = child_path(self._path, name)
-        self._stored.add(path)
-        can_be_leaf = self._path and not any(module.children())
-        if can_be_leaf or not isinstance(value, ShapedProxy):
-            raise UntracedEffect(f"the forward pass assigns to its buffer {name!r}", module)
-        buffer = self.create_proxy("get_attr", path, (), {})
-        if value.node.meta[TYPE] != buffer.node.meta[TYPE]:
-            raise UntracedEffect(f"its buffer {name!r} changes its shape or type", module)
-        self.create_proxy("call_function", store_buffer, (buffer, value), {})
-
-    def _store_others_buffers(self) -> None:
-        """Trace assignments to buffers of modules other than the one whose forward made them."""
-        for path, module in self.root.named_modules():
-            for name, value in module._buffers.items():
-                is_new = child_path(path, name) not in self._stored
-                if isinstance(value, ShapedProxy) and is_new:
-                    self._path = path
-                    self._store_buffer(module, name, value)
-        self._path = ""
 
     def _refuse_foreign_rng(self) -> None:
         if self._has_drawn is None and foreign_rng_state() != self._foreign_rng:
@@ -457,7 +449,7 @@ class Tracer(ShapedTracer):
                     self._learn(node, first, second)
                 self._refuse_hidden_write(node)
                 refuse_hidden_tensors(self.values[node].first)
-                self._keep_buffer_writer(node)
+                self._refuse_state_write(node)
             except Exception:
                 self.graph.erase_node(node)
                 raise
@@ -471,15 +463,13 @@ class Tracer(ShapedTracer):
             if hidden and not source.meta[NO_GRAD]:
                 raise TraceError("an in-place operation under no_grad on a value made outside")
 
-    def _keep_buffer_writer(self, node: fx.Node) -> None:
-        """A childless module that writes to a buffer becomes a leaf module."""
-        for source in node.all_input_nodes if self._path else ():
-            if source.op != "get_attr" or not source.meta[STORAGES] & node.meta[WRITES]:
-                continue
-            module = self.root.get_submodule(self._path)
-            if not any(module.children()):
-                name = str(source.target).rpartition(".")[2]
-                raise UntracedEffect(f"the forward pass writes into its buffer {name!r}", module)
+    def _refuse_state_write(self, node: fx.Node) -> None:
+        """A module whose forward writes into a tensor that it has becomes a leaf module."""
+        for storage in node.meta[WRITES] & self._kept.keys():
+            if node.target is not functional.batch_norm:
+                what, effect = self._kept[storage]
+                owner = self.root.get_submodule(self._path)
+                raise effect(f"the forward pass writes into {what}", owner)
 
     def _learn(self, node: fx.Node, first: Any, second: Any) -> None:
         self.values[node] = Values(first, second)
@@ -508,7 +498,9 @@ class Tracer(ShapedTracer):
                     return attribute(self.root, target) if held is None else held
                 if layer is not None and not _keeps_attributes(layer):
                     with preserve_attributes(layer):  # not what the forward around it changes
-                        result = layer(*args, **kwargs)
+                        with watch_state(layer) as moved:
+                            result = layer(*args, **kwargs)
+                        node.meta[MOVES] = frozenset(child_path(target, name) for name in moved)
                         if stored := _stored(layer, target):
                             node.meta[STORES] = stored
                         return result
@@ -518,7 +510,9 @@ class Tracer(ShapedTracer):
                 raise
             original = self._model.get_submodule(target)
             node.meta[DECIDES] = "control flow on its contents"
-            return run_on_data(original, layer, self._mode, args, kwargs)
+            result, moved = run_on_data(original, layer, self._mode, args, kwargs)
+            node.meta[MOVES] = frozenset(child_path(target, name) for name in moved)
+            return result
         finally:
             self.evaluating = False
             if isinstance(watch, DecisionWatch):

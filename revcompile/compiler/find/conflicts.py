@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from revcompile.compiler.dataflow import Flow
 from revcompile.ir.module_tree import called_module
-from revcompile.ir.ops import op_name, read_buffer
+from revcompile.ir.ops import op_name
 from revcompile.ir.types import VALUE, Refusal, Residual, ResidualKind
 
 _ACTIVATIONS: Final = frozenset(
@@ -186,10 +186,6 @@ def contracted(flow: Flow, residuals: Iterable[Residual]) -> nx.DiGraph[fx.Node]
             continue
         graph.add_node(node)
         sources = reads.get(node, node.all_input_nodes)
-        if node.target is read_buffer:  # read where its new contents are computed
-            meeting, others = flow.read_with(node)
-            others = reads[output[meeting]][:1] if meeting in output else others
-            sources = [other for other in others if other < node]
         if node not in flow.plain or node.meta.get(VALUE) is None:  # a known size waits for nothing
             graph.add_edges_from((output.get(source, source), node) for source in sources)
     return graph

@@ -23,7 +23,6 @@ from revcompile.compiler.find.conflicts import (
     drop_useless,
     resolve_nesting,
 )
-from revcompile.ir.ops import read_buffer
 from revcompile.ir.types import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
@@ -148,8 +147,6 @@ def _identity(
     x: fx.Node,
     others: list[fx.Node],
 ) -> Residual | Refusal:
-    if x.target is read_buffer:
-        return Refusal(path, total.name, "its shortcut is a buffer, not features of a batch")
     branch, sides = flow.region(x, others)
     sides = _absorb(flow, branch, sides)
     extras = _escapes(flow, branch, adds)
@@ -271,13 +268,9 @@ def _exclusive(
     while work:
         node = work.pop()
         whole = _with_producer(flow, node)
-        fixed = any(
-            n.op == "placeholder" or n in flow.plain or n in flow.effects or cuts_gradient(n)
-            for n in whole
-        )
+        fixed = any(n.op == "placeholder" or n in flow.plain or cuts_gradient(n) for n in whole)
         # A discrete operation is computed once, outside: recomputed, it might decide differently.
         fixed = fixed or any(decision(n, flow.root) for n in whole)
-        fixed = fixed or node.target is read_buffer  # read before it is written, not in a branch
         own = (inside, closure, whole)
         is_exclusive = all(_is_read_in(flow, u, own) for n in whole for u in n.users)
         if flow.recomputable(node):
@@ -313,7 +306,6 @@ def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.No
     """Values of a region that are also read outside it."""
     extras: dict[fx.Node, None] = {}
     for node in sorted(inside):
-        assert node not in flow.effects  # capturing has left those that nothing reads
         if flow.recomputable(node):
             continue
         outside = [u for u in node.users if u not in inside and u not in adds]

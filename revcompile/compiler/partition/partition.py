@@ -21,7 +21,6 @@ from revcompile.compiler.partition.balance import balance, largest
 from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import parameter_names
-from revcompile.ir.ops import read_buffer, store_buffer
 from revcompile.ir.program import Part, Partition
 from revcompile.ir.types import Cost, Coupling, Live, Rewired, Segment, TensorType
 from revcompile.schedule import Keep, Tie
@@ -71,8 +70,7 @@ def partition(
             of the workload says.
 
     Raises:
-        InputError: There are too few pieces, no cut fits the budget, or the model writes to
-            parameters, or to buffers that several stages would use.
+        InputError: There are too few pieces, or no cut fits the budget.
     """
     rewired, whole, split = pieces.rewired, pieces.whole, tuple(itertools.chain(*pieces.groups))
     _check_count(rewired, stages, split)
@@ -82,7 +80,6 @@ def partition(
         return _Row(rewired, row, costs, pieces.types, keeps, workload, memory_budget)
 
     finest = row_of(split, pieces.costs)
-    _refuse_written_parameters(finest)
     chosen, ends = finest, finest.cut()
     if stages <= len(whole) and len(whole) < len(split):
         rest = iter(finest.costs)
@@ -93,7 +90,6 @@ def partition(
         if coarse_ends and largest(coarse.works, coarse_ends) <= bound:
             chosen, ends = coarse, coarse_ends
     if ends is None:
-        _refuse_written_buffers(finest)
         raise InputError(_does_not_fit(finest))
     return _assemble(chosen, ends)
 
@@ -138,11 +134,6 @@ class _Row:
         return shared_parameters(self.rewired, self.pieces)
 
     @functools.cached_property
-    def written(self) -> Mapping[str, tuple[int, ...]]:
-        """Buffers that the model writes to: name -> the pieces that read or write them."""
-        return written_buffers(self.pieces)
-
-    @functools.cached_property
     def memory(self) -> MemoryModel:
         """What any stage of the row would hold in our trainer."""
         whole = _assemble(self, [len(self.pieces)])
@@ -162,9 +153,7 @@ class _Row:
 
     def cut(self) -> tuple[int, ...] | None:
         """The ends of the stages; pieces that share parameters share a stage if it costs little."""
-        # Contents of a buffer that is written would be out of date in another stage.
-        no_cut = [pair for users in self.written.values() for pair in itertools.pairwise(users)]
-        best = self.balanced(no_cut)
+        best, no_cut = self.balanced(), list[tuple[int, int]]()
         if best is None:
             return None
         bound = TYING_LOSS * largest(self.works, best)
@@ -203,31 +192,6 @@ def _check_count(rewired: Rewired, stages: int, pieces: Sequence[Segment]) -> No
         f"petrafy: num_stages={stages}, but {rewired.name} has {len(pieces)} pieces that can stand "
         f"alone ({blocks} of them reversible blocks); use num_stages <= {len(pieces)}. "
         f"The pieces are: {shown}"
-    )
-
-
-def _refuse_written_parameters(row: _Row) -> None:
-    """Stages stash versions of their parameters: nothing but an update may change them."""
-    parameters = dict(row.rewired.root.named_parameters(remove_duplicate=False))
-    written = [name for name in row.written if name in parameters]
-    if written:
-        raise InputError(
-            f"petrafy: the forward pass of {row.rewired.name} writes into its parameter "
-            f"{written[0]}; do that after an update (trainer.step), or keep such values in a buffer"
-        )
-
-
-def _refuse_written_buffers(row: _Row) -> None:
-    """If buffers that must stay in one stage are why there is no cut, say so."""
-    if not row.written or row.balanced() is None:
-        return
-    name = max(row.written, key=lambda n: row.written[n][-1] - row.written[n][0])
-    first, *_, last = (row.pieces[i].name for i in row.written[name])
-    raise InputError(
-        f"petrafy: the forward pass of {row.rewired.name} writes into its buffer {name}, which is "
-        f"used from {first} to {last}; all of that must be one stage, which leaves no cut into "
-        f"{len(row.keeps)} stages. Use fewer stages, or update the buffer where its contents are "
-        "computed"
     )
 
 
@@ -321,14 +285,3 @@ def shared_parameters(rewired: Rewired, pieces: Sequence[Segment]) -> dict[str, 
         for name in parameter_names(piece.graph, rewired.root):
             readers.setdefault(name, []).append(index)
     return {name: tuple(users) for name, users in readers.items() if len(users) > 1}
-
-
-def written_buffers(pieces: Sequence[Segment]) -> dict[str, tuple[int, ...]]:
-    """Buffers that graphs write to: name -> the pieces that read or write them."""
-    users: dict[str, list[int]] = {}
-    for index, piece in enumerate(pieces):
-        for node in piece.graph.nodes:
-            if node.target in (read_buffer, store_buffer):
-                (buffer, *_) = node.all_input_nodes
-                users.setdefault(str(buffer.target), []).append(index)
-    return {name: tuple(dict.fromkeys(indices)) for name, indices in users.items()}

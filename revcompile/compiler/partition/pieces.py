@@ -15,7 +15,6 @@ from revcompile.compiler.find.residual import Found
 from revcompile.compiler.rewire.region import ORIGIN, Region
 from revcompile.compiler.rewire.rewire import rewire
 from revcompile.ir.module_tree import called_module
-from revcompile.ir.ops import store_buffer
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import TYPE, Body, Captured, Coupling, Opaque, Rewired, Segment
 
@@ -145,8 +144,7 @@ class _Split:
         return parts
 
     def _groups(self) -> list[list[fx.Node]]:
-        """Nodes between two legal cuts: before a layer with a weight matrix or kernel, and behind
-        a write to a buffer.
+        """Nodes between two legal cuts: before a layer with a weight matrix or kernel.
 
         If there are `ends`, just behind these nodes of the captured graph instead.
         """
@@ -154,10 +152,9 @@ class _Split:
         weighted, uncuttable = False, self._uncuttable()
         for index, node in enumerate(self.computed):
             begins, before = self.flow.is_weighted(node), self.computed[index - 1]
-            is_end = before.target is store_buffer
             if self.ends:
                 begins = weighted = before.meta.get(ORIGIN) in self.ends
-            if ((begins and weighted) or is_end) and groups[-1] and index not in uncuttable:
+            if begins and weighted and groups[-1] and index not in uncuttable:
                 groups.append([])
                 weighted = False
             groups[-1].append(node)

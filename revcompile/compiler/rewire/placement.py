@@ -10,7 +10,7 @@ read the pair fused into one value.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,9 @@ from revcompile.compiler.dataflow import Flow, tensor_type
 from revcompile.compiler.find.conflicts import contracted
 from revcompile.compiler.rewire.rearrange import build_rearrange, rearranged_source
 from revcompile.compiler.rewire.region import Region
-from revcompile.ir.ops import fuse_mean, op_name, read_buffer, shape
+from revcompile.ir.ops import fuse_mean, grown_size, op_name, samples_beyond
 from revcompile.ir.types import TYPE, VALUE, Live, Rearrange, Residual
 
-WrittenSizes = tuple[Iterable[fx.Node], fx.Node | None]
-"""Sizes that became functions of the batch size, and an input that grows with the batch."""
 Pair = tuple[str, str]
 """The two streams of one captured value, as names of live values."""
 
@@ -144,7 +142,8 @@ class Placement:
         self._pairs: dict[fx.Node, Pair] = {}
         self._levels: dict[fx.Node, int] = {}
         """The first region in which a value exists."""
-        self._written: list[fx.Node] = []
+        self.written_sizes: list[fx.Node] = []
+        """Sizes that were replaced by functions of the batch size."""
         self._closed = 0
 
     # -- streams -------------------------------------------------------------------------------
@@ -196,29 +195,15 @@ class Placement:
         elif self._blocks.computes(node):
             if node in self._blocks.rearranged:
                 self._levels[node] = self._level(node)
-        elif node.users or node.op == "call_module" or node in self.flow.effects:
+        elif node.users or node.op == "call_module":
             if node in self.flow.plain:
                 self._place_size(node)
             else:
-                level = max(map(self._level, self._needed_with(node)), default=0)
+                level = max(map(self._level, node.all_input_nodes), default=0)
                 region = self.regions[level]
                 copy = region.copy(node, lambda n: self._outside(region, n))
                 region.defined[node.name] = copy
                 self._note(node, level)
-
-    def _needed_with(self, node: fx.Node) -> list[fx.Node]:
-        """What must be computed before a value is.
-
-        A buffer is read where its contents are combined with other values, so that the stage that
-        writes its new contents is, where possible, the stage that reads it.
-        """
-        if node.target is not read_buffer:
-            return node.all_input_nodes
-        meeting, others = self.flow.read_with(node)
-        block = self._blocks.owner.get(meeting)
-        if block is not None:
-            return [self.flow.by_name[block.x]]
-        return [other for other in others if other in self._levels]
 
     def _place_size(self, node: fx.Node) -> None:
         """Compute a size without reading a stream, or a value inside a block, for it."""
@@ -231,7 +216,7 @@ class Placement:
         if not free and values is not None:
             level = 0
             copy = self._known_size(values, like=node)
-            self._written.append(node)
+            self.written_sizes.append(node)
         else:
             level = max(map(self._level, sources), default=0)
             region = self.regions[level]
@@ -241,21 +226,16 @@ class Placement:
         self.regions[level].defined[node.name] = copy
 
     def _known_size(self, values: tuple[Any, Any], like: fx.Node) -> fx.Node:
-        """A size from the batch size alone: `k * batch + r`, as seen at two batch sizes."""
-        region = self.regions[0]
-        if isinstance(values[0], tuple):
-            dims = [self._known_size(pair, like) for pair in zip(*values, strict=True)]
-            return region.call(shape, *dims, like=like)
-        slope = values[1] - values[0]
-        if not slope:
-            return region.call(int, values[0], like=like)
-        source = self._batched_input()
-        kind = tensor_type(source)
-        assert kind is not None
-        batched = region.input(source.name, like=source)
-        size = region.call(torch.Tensor.size, batched, kind.batch_dim, like=like)
-        scaled = region.call(operator.mul, size, slope, like=like)
-        return region.call(operator.add, scaled, values[0] - slope * kind.batch, like=like)
+        """A size from the batch size alone, as seen at two batch sizes."""
+        region, beyond = self.regions[0], None
+        if values[0] != values[1]:
+            source = self._batched_input()
+            kind: Any = tensor_type(source)
+            dim = kind.batch_dim
+            seen = dim, kind.shape[dim], kind.per_sample[dim]
+            batched = region.input(source.name, like=source)
+            beyond = region.call(samples_beyond, batched, *seen, like=like)
+        return region.call(grown_size, *values, beyond or 0, like=like)
 
     def _batched_input(self) -> fx.Node:
         """An input that grows with the batch."""
@@ -264,11 +244,6 @@ class Placement:
             if node.op == "placeholder" and kind is not None and kind.batch_dim is not None:
                 return node
         raise AssertionError("a size depends on the batch, but no input does")
-
-    def written_sizes(self) -> WrittenSizes:
-        """Sizes that were replaced by functions of the batch size."""
-        depends = any(n.meta[VALUE][0] != n.meta[VALUE][1] for n in self._written)
-        return self._written, self._batched_input() if depends else None
 
     def _level(self, node: fx.Node) -> int:
         """The first region in which the value exists."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import fx
 
-from revcompile.compiler.capture.memory import is_effect
 from revcompile.compiler.dataflow import Flow
 from revcompile.ir.types import PATH, SOURCE, TYPE
 
@@ -82,9 +81,7 @@ class Region:
         """Close the graph, and erase nodes that nothing needs."""
         self.graph.output(outputs)
         kept = ("call_module", "output")
-        self.graph.eliminate_dead_code(
-            lambda node: node.op in kept or node is self.keep or is_effect(node)
-        )
+        self.graph.eliminate_dead_code(lambda node: node.op in kept or node is self.keep)
         placeholders = {*self.graph.find_nodes(op="placeholder")}
         self.inputs = {name: node for name, node in self.inputs.items() if node in placeholders}
         self.graph.lint()

@@ -6,22 +6,19 @@ them (`placement`). How streams begin and end (`stream_ends`) is the policy's ch
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-import torch
 from torch import fx, nn
 
 from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.functional import forbid_inplace
 from revcompile.compiler.capture.guards import ExpressionPrinter, copied_for_guards, finished
-from revcompile.compiler.capture.memory import is_effect
 from revcompile.compiler.dataflow import Flow
 from revcompile.compiler.find.residual import Found, find
 from revcompile.compiler.rewire.module_editor import ModuleEditor, own_copy
-from revcompile.compiler.rewire.placement import Blocks, Placement, WrittenSizes
+from revcompile.compiler.rewire.placement import Blocks, Placement
 from revcompile.compiler.rewire.region import ORIGIN, Region
 from revcompile.compiler.rewire.segments import coupling, transition
 from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
@@ -30,7 +27,6 @@ from revcompile.ir.policy import Policy
 from revcompile.ir.types import (
     PATH,
     SOURCE,
-    TYPE,
     VALUE,
     Body,
     Captured,
@@ -41,7 +37,6 @@ from revcompile.ir.types import (
     ResidualKind,
     Rewired,
     Segment,
-    TensorType,
 )
 
 _INEXPRESSIBLE: Final = {
@@ -71,14 +66,14 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
     editor = ModuleEditor(own_copy(captured.root))
     rewiring = _Rewiring(Flow(captured.graph, captured.root), found, policy, editor)
     body = rewiring.run()
-    eval_body, sizes = None, rewiring.place.written_sizes()
+    eval_body, sizes = None, rewiring.place.written_sizes
     eval_sizes = sizes
     if captured.eval_graph is not None:
         found_eval = _applicable(find(captured, captured.eval_graph), policy)
         flow = Flow(captured.eval_graph, captured.root)
         evaluated = _Rewiring(flow, found_eval, policy, editor)
         eval_body = evaluated.run()
-        eval_sizes = evaluated.place.written_sizes()
+        eval_sizes = evaluated.place.written_sizes
     for segment in (*body.segments, *(eval_body.segments if eval_body else ())):
         # the input of a layer may now be a stream, which has other readers
         forbid_inplace(segment.graph, editor.root)
@@ -176,7 +171,7 @@ class _Rewiring:
             region = self.place.regions[index]
             outputs = tuple(name for name in region.defined if name in needed)
             graph = region.finish(tuple(region.defined[name] for name in outputs))
-            if not outputs and not any(n.op == "call_module" or is_effect(n) for n in graph.nodes):
+            if not outputs and not graph.find_nodes(op="call_module"):
                 continue
             name = self._region_name(index, region)
             inputs = tuple(region.inputs)
@@ -242,7 +237,9 @@ def _finer(flow: Flow, block: Residual) -> str | None:
 # -- guards ---------------------------------------------------------------------------------------
 
 
-def _guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSizes) -> Guards:
+def _guards_with(
+    captured: Captured, train: Sequence[fx.Node], evaluation: Sequence[fx.Node]
+) -> Guards:
     """The guards of a capture and those of sizes that became functions of the batch size.
 
     The size of a value inside a chain cannot be read where the chain's values are not kept. It is
@@ -250,9 +247,9 @@ def _guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSiz
     that have the example's other sizes.
     """
     guards = captured.guards
-    written = [_size_guards(captured, *sizes) for sizes in (train, evaluation)]
-    if not any(sizes.guards for sizes in written):
+    if not train and not evaluation:
         return guards
+    written = [_size_guards(captured, nodes) for nodes in (train, evaluation)]
     return replace(
         guards,
         train=replace(guards.train, sizes=(*guards.train.sizes, written[0])),
@@ -261,38 +258,14 @@ def _guards_with(captured: Captured, train: WrittenSizes, evaluation: WrittenSiz
     )
 
 
-def _size_guards(
-    captured: Captured, nodes: Iterable[fx.Node], batched: fx.Node | None
-) -> SizeGuards:
-    nodes = list(nodes)
+def _size_guards(captured: Captured, nodes: Sequence[fx.Node]) -> SizeGuards:
     if not nodes:
         return SizeGuards()
     signature = captured.signature
     printer = ExpressionPrinter(dict(zip(signature.placeholders, signature.labels, strict=True)))
     graph, copies = copied_for_guards(nodes[0].graph)
-    guards: list[SizeGuard] = []
-    outputs: list[fx.Node] = []
-
-    def expect(value: fx.Node, seen: tuple[int, int], text: str, source: str) -> None:
-        rest, slope = seen[0], seen[1] - seen[0]
-        if slope:
-            assert batched is not None
-            kind: TensorType = batched.meta[TYPE]
-            size = graph.call_function(torch.Tensor.size, (copies[batched], kind.batch_dim))
-            scaled = graph.call_function(operator.mul, (size, slope))
-            value = graph.call_function(operator.sub, (value, scaled))
-            text = f"{text} - {slope} * {printer.show(batched)}.shape[{kind.batch_dim}]"
-            rest -= slope * kind.batch
-        guards.append(SizeGuard(text, rest, source))
-        outputs.append(value)
-
-    for node in nodes:
-        seen: Any = node.meta[VALUE]
-        text, source = printer.show(node), str(node.meta.get(SOURCE, "?"))
-        if isinstance(seen[0], tuple):
-            for i, pair in enumerate(zip(*seen, strict=True)):
-                item = graph.call_function(operator.getitem, (copies[node], i))
-                expect(item, pair, f"{text}[{i}]", source)
-        else:
-            expect(copies[node], seen, text, source)
-    return SizeGuards(tuple(guards), finished(graph, outputs))
+    guards = (
+        SizeGuard(printer.show(n), n.meta[VALUE][0], str(n.meta.get(SOURCE, "?")), n.meta[VALUE][1])
+        for n in nodes
+    )
+    return SizeGuards(tuple(guards), finished(graph, [copies[node] for node in nodes]))

@@ -27,7 +27,7 @@ from revcompile.ir.guards import (
     input_types,
 )
 from revcompile.ir.module_tree import child_path, copy_module, device_of_model
-from revcompile.ir.ops import called
+from revcompile.ir.ops import called, grown_size
 from revcompile.ir.plain_attributes import PlainAttributes
 from revcompile.ir.signature import LeftOutError, bind
 from revcompile.ir.snapshot import Presence, shown
@@ -232,9 +232,18 @@ class _Sizes(fx.Interpreter):
                 with suppress(Exception), unset_fake_temporarily():
                     values[position] = self._contents(outputs[position]).tolist()
         for guard, now in zip(self._sizes.guards, values, strict=True):
-            if now is _ABSENT or now != guard.value:
-                return Mismatch(guard.expression, guard.value, now, guard.source)
+            expected = guard.value
+            if guard.grown is not None:
+                expected = grown_size(guard.value, guard.grown, self._samples_beyond())
+            if now is _ABSENT or now != expected:
+                return Mismatch(guard.expression, expected, now, guard.source)
         return None
+
+    def _samples_beyond(self) -> int:
+        """How many samples more than the example the inputs hold."""
+        kinds = (node.meta.get(TYPE) for node in self.graph.find_nodes(op="placeholder"))
+        pairs = zip(kinds, self._inputs, strict=True)
+        return next((_batch(k, t) - k.batch for k, t in pairs if k.batch_dim is not None), 0)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "output":
