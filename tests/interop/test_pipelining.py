@@ -15,7 +15,7 @@ import pytest
 import torch
 from distributed_worker import launch
 from helpers import saved_bytes, worst
-from nets import Arranged, MaskedSkips, Mlp, Residuals, ResNet, ViT, images, rows, words
+from nets import Arranged, GatedWords, MaskedSkips, Mlp, Residuals, ResNet, ViT, images, rows, words
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -62,21 +62,6 @@ class Returning(Residuals):
     def forward(self, x: Tensor) -> Any:
         x = self.chain(self.stem(x))
         return {"logits": self.head(x), "hidden": x} if self.training else self.head(x)
-
-
-class Tied(nn.Module):
-    """The embedding is the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.mlps = nn.ModuleList(Mlp() for _ in range(4))
-
-    def forward(self, words: Tensor) -> Any:
-        x = self.embed(words)
-        for mlp in self.mlps:
-            x = x + mlp(x)
-        return F.linear(x, self.embed.weight)
 
 
 class Scaled(Residuals):
@@ -325,15 +310,15 @@ def test_a_checkpoint_of_the_original_loads_into_every_stage() -> None:
 
 
 def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
-    model, inputs = Tied().double(), words(2)[:1]
-    net = revcompile.petrafy(model, 4, inputs, check="off")
+    net = revcompile.petrafy(GatedWords().double(), 4, words(2), check="off")
     with pytest.raises(InputError, match=r"stages 0 and 3 share the parameter 'embed.weight'"):
         net.to_pipeline_stages()
 
 
 def test_a_frozen_parameter_of_two_stages_is_copied() -> None:
-    model, inputs = Tied().double(), words(2)[:1]
-    model.embed.weight.requires_grad_(False)
+    model, inputs = GatedWords().double(), words(2)
+    for shared in (model.embed, model.blocks[1].mlp.up):
+        shared.requires_grad_(False)
     net = revcompile.petrafy(model, 4, inputs, check="off")
     stages = net.to_pipeline_stages()
     assert torch.equal(run_in_sequence(stages, inputs), net.to_module()(*inputs))

@@ -206,6 +206,9 @@ def raising(argument: Any) -> Any:
         ({"stage_to_rank": [0]}, r"stage_to_rank=\[0\]; expected a list of 2 numbers"),
         ({"stage_to_rank": [0, "1"]}, "an entry of stage_to_rank='1'; expected a whole number"),
         ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number, at least 1"),
+        ({"kept_input_dtype": torch.float32}, r"_dtype=torch.float32; use torch\.bfloat16"),
+        ({"kept_input_dtype": "offload"}, r"kept_input_dtype='offload'; use torch\.bfloat16"),
+        ({"gradient_message_dtype": torch.float16}, r"gradient_message_dtype=torch\.float16"),
     ],
 )
 def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said: str) -> None:

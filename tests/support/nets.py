@@ -277,6 +277,19 @@ class Offsets(nn.Module):
 # -- as pretrained models are ---------------------------------------------------------------------
 
 
+class LoRA(nn.Module):
+    """A frozen layer with an adapter of rank two, which starts with an effect."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Parameter(torch.full_like(inner.weight.T[:, :2], 0.1))
+        self.up = nn.Parameter(torch.full_like(inner.weight.T[:2], 0.2))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) + x @ self.down @ self.up
+
+
 class PreNorm(nn.Module):
     """Pre-norm blocks with dropout."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import LoRA
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
@@ -58,17 +59,6 @@ def assert_exact(net: Any, call: Callable[[Tensor], Tensor] | None = None) -> No
 
 
 # -- by name, when they run ------------------------------------------------------------------------
-
-
-class LoRA(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner.requires_grad_(False)
-        self.down = nn.Parameter(torch.full((8, 2), 0.1, dtype=torch.float64))
-        self.up = nn.Parameter(torch.full((2, 8), 0.2, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x) + x @ self.down @ self.up
 
 
 class Symmetric(nn.Module):
