@@ -92,18 +92,23 @@ def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) ->
 
 @functools.cache
 def compiled(
-    make: Callable[[], nn.Module], stages: int, dtype: torch.dtype = torch.float64
+    make: Callable[[], nn.Module], stages: int, dtype: torch.dtype, *leaf_modules: type[nn.Module]
 ) -> revcompile.StagedModel:
-    example = torch.zeros(4, 5, dtype=dtype)
-    return revcompile.petrafy(seeded(make, dtype), stages, example, check="off")
+    model, example = seeded(make, dtype), torch.zeros(4, 5, dtype=dtype)
+    return revcompile.petrafy(model, stages, example, leaf_modules=leaf_modules, check="off")
 
 
 def fresh(
-    make: Callable[[], nn.Module] = Net, stages: int = 4, dtype: torch.dtype = torch.float64
+    make: Callable[[], nn.Module] = Net,
+    stages: int = 4,
+    dtype: torch.dtype = torch.float64,
+    *leaf_modules: type[nn.Module],
+    model: Any = None,
 ) -> revcompile.StagedModel:
-    """A staged model of its own: compiled once, copied for every test."""
-    made = compiled(make, stages, dtype)
-    net = type(made)(copy.deepcopy(made.model), made._partition, made.method)
+    """A staged model of its own, or of that model: compiled once, copied for every test."""
+    made = compiled(make, stages, dtype, *leaf_modules)
+    model = copy.deepcopy(made.model) if model is None else model
+    net = type(made)(model, made._partition, made.method)
     net._lowered = made._lowered  # programs hold no weights
     return net
 
