@@ -16,7 +16,7 @@ from training import Steep, adam, fresh, momentum, reported
 from revcompile.runtime.executor.messages import Message, MessageSlot
 from revcompile.runtime.stage.slots import StaticBuffers
 from revcompile.runtime.trainer.trainer import Trainer
-from tests.runtime.executor.test_captured import FULL, both, even, is_active, made
+from tests.runtime.executor.test_captured import FULL, both, even, is_active, losses_on, made
 
 
 class Shared(nn.Module):
@@ -94,7 +94,7 @@ def test_parameters_without_gradients_in_some_stages(name: str) -> None:
 
     def run(trainer: Trainer) -> list[float]:
         starts.append(trainer.model.get_parameter("blocks.0.weight").detach().clone())
-        return [trainer.step(*batch).loss for batch in even(FULL + 1)]
+        return losses_on(even(FULL + 1))(trainer)
 
     end = alike(Detached, run, SETTINGS[name])
     assert torch.equal(end["blocks.0.weight"], starts[0])
