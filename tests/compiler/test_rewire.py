@@ -10,7 +10,7 @@ import timm
 import torch
 import torchvision
 from helpers import assert_exact
-from nets import Chain, Mlp
+from nets import Chain, Mlp, Returning
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -237,25 +237,9 @@ def test_the_verifier_names_what_is_missing() -> None:
         verify_rewired(captured, torn)
 
 
-class _TwoModes(nn.Module):
-    """Returns one more value in training, made from what the head reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return (self.head(x), x.sum(-1)) if self.training else self.head(x)
-
-
 def test_a_layer_is_as_wide_in_eval_mode_as_in_training() -> None:
-    net = revcompile.reversify(_TwoModes(), torch.randn(2, 4))
-    logits, _ = net(torch.randn(3, 4))
-    assert logits.shape == net.eval()(torch.randn(3, 4)).shape == (3, 5)
+    net, x = revcompile.reversify(Returning(), torch.randn(2, 7)), torch.randn(3, 7)
+    assert net(x)["logits"].shape == net.eval()(x).shape == (3, 5)
     assert any("keep their widths" in note for note in net.rewired.notes)
 
 

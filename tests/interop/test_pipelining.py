@@ -15,7 +15,20 @@ import pytest
 import torch
 from distributed_worker import launch
 from helpers import saved_bytes, worst
-from nets import Arranged, GatedWords, MaskedSkips, Mlp, Residuals, ResNet, ViT, images, rows, words
+from nets import (
+    Arranged,
+    GatedWords,
+    MaskedSkips,
+    Mlp,
+    Residuals,
+    ResNet,
+    Returning,
+    SharedLayer,
+    ViT,
+    images,
+    rows,
+    words,
+)
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -53,17 +66,6 @@ class Windows(nn.Module):
         return self.head(x.reshape(batch * 4, -1)).reshape(batch, 4, -1).mean(1)
 
 
-class Returning(Residuals):
-    """Several outputs while it trains, one otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.chain(self.stem(x))
-        return {"logits": self.head(x), "hidden": x} if self.training else self.head(x)
-
-
 class Scaled(Residuals):
     """A later stage reads a size that grows with the square of the batch, or its inverse."""
 
@@ -76,21 +78,6 @@ class Scaled(Residuals):
         pairs = (x.unsqueeze(0) + x.unsqueeze(1)).flatten(0, 1).shape[0]
         scale = 1.0 / pairs if self.inverse else pairs
         return self.head(self.chain(x)) * scale
-
-
-class Renormed(nn.Module):
-    """Blocks far apart share a batch norm without weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.bn = nn.Linear(7, 6), nn.BatchNorm1d(6, affine=False)
-        self.mlps = nn.ModuleList(Mlp() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        for mlp in self.mlps:
-            x = x + mlp(self.bn(x))
-        return x
 
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
@@ -325,8 +312,9 @@ def test_a_frozen_parameter_of_two_stages_is_copied() -> None:
 
 
 def test_running_statistics_of_two_stages_are_refused_by_name() -> None:
-    net = revcompile.petrafy(Renormed().double(), 2, rows(2), check="off")
-    with pytest.raises(InputError, match=r"stages 0 and 1 share the running statistics of 'bn'"):
+    norm = nn.BatchNorm1d(6, affine=False)
+    net = revcompile.petrafy(SharedLayer(norm), 2, torch.randn(2, 6), check="off")
+    with pytest.raises(InputError, match=r"stages 0 and 1 share the running statistics of 'layer'"):
         net.to_pipeline_stages()
 
 

@@ -149,19 +149,6 @@ def SequenceFirstEncoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-@specimen(rows)
-class AuxiliaryHead(nn.Module):
-    """Returns more in training mode than in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.head, self.aux = Mlp(), nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.mlp(x)
-        return (self.head(y), self.aux(x)) if self.training else self.head(y)
-
-
 # -- shared and unusual parameters ---------------------------------------------------------------
 
 
