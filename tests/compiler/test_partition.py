@@ -18,6 +18,7 @@ from revcompile.errors import InputError
 from revcompile.ir.program import Partition
 from revcompile.ir.types import Cost, Segment
 from revcompile.schedule import Keep, choose
+from tests.support.comparing import staged_error
 
 
 class Chain(Plain):
@@ -93,22 +94,9 @@ def work(partition: Partition) -> list[float]:
 @pytest.mark.parametrize("stages", range(1, 7))
 def test_torn_segments_compute_the_same(stages: int) -> None:
     torch.manual_seed(0)
-    x = torch.randn(2, 4, 6)
-    net = revcompile.petrafy(Opaques(), stages, x, check="off")
-    expected = net.to_module()(x)
-    trainer = net.trainer(
-        lambda p: torch.optim.SGD(p, lr=1.0), lambda output, _: output[0].sum() + output[1].sum()
-    )
-    before = {name: p.detach().clone() for name, p in net.model.named_parameters()}
-    found = trainer.step(x).output
-    trainer.flush()
-    torch.testing.assert_close(found, tuple(e.detach() for e in expected))
-    module = net.to_module()
-    module.load_state_dict(before, strict=False)
-    sum(o.sum() for o in module(x)).backward()
-    for name, parameter in module.named_parameters():
-        change = before[name] - net.model.get_parameter(name).detach()
-        torch.testing.assert_close(change, parameter.grad, rtol=1e-4, atol=1e-6)
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    net = revcompile.petrafy(Opaques().double(), stages, x, check="off")
+    assert staged_error(net, [x, x.flip(0)]) < 1e-10
 
 
 def test_a_model_without_shortcuts_is_cut_before_its_layers() -> None:

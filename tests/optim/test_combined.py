@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from training import Plain, batches, feed, fresh, same, seeded
 
-from revcompile.errors import InputError
 from revcompile.optim import CombinedOptimizer, ErrorFeedback
 
 
@@ -44,21 +43,6 @@ def test_without_delay_each_does_what_it_does_alone() -> None:
             optimizer.step(), optimizer.zero_grad(), schedule.step()
     for name, value in net.to_module().state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: [SGD(p, 0.1), AdamW(p[:1])], "give every parameter to one of them"),
-        (lambda p: [SGD(p[:1], 0.1)], "it lacks"),
-        (lambda p: [SGD(p, 0.1), None], "or a list of them, got None"),
-        (lambda p: [], "returned no optimizer"),
-        (lambda p: [SGD(p[1:], 0.1), torch.optim.SparseAdam(p[:1])], "SparseAdam takes sparse"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        fresh(Plain).trainer(make, F.cross_entropy)
 
 
 def test_a_state_dict_reaches_all_of_them() -> None:
