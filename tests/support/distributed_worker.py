@@ -432,26 +432,6 @@ def forkserver() -> Any:
     return context
 
 
-def in_new_process(function: Callable[[Path], Any], folder: Path, limit: float = 120) -> Any:
-    """What a function returns that is called with a folder in a process that has done nothing."""
-    file = folder / "returned.pt"
-    process = forkserver().Process(target=_save_result, args=(function, folder, file), daemon=True)
-    process.start()
-    process.join(limit)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    assert process.exitcode == 0
-    return torch.load(file)
-
-
-def _save_result(function: Callable[[Path], Any], folder: Path, file: Path) -> None:
-    # After a fork torch makes its pool of threads anew, which two threads must not do at once: the
-    # first backward pass starts threads that would.
-    torch.set_num_threads(1)
-    torch.save(function(folder), file)
-
-
 def launch(folder: Path, world: int, scenario: Any, **options: Any) -> list[Any]:
     """Run a scenario on so many ranks, which all end well: what each returned."""
     results, codes = launched(folder, world, scenario, **options)

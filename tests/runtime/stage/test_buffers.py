@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import FORMS
 from torch import Tensor
 from training import same, weights
 
@@ -42,21 +43,6 @@ def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
 
 
 # -- slots in a ring ------------------------------------------------------------------------------
-
-
-FORMS: dict[str, Tensor] = {
-    "dense": torch.randn(3, 4),
-    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "a number": torch.tensor(0.5),
-    "odd bytes": torch.arange(3, dtype=torch.uint8),
-    "bfloat16": torch.randn(4, 2).bfloat16(),
-    "integers": torch.arange(5),
-    "true or false": torch.tensor([True, False, True]),
-    "complex": torch.randn(3, dtype=torch.complex64),
-    "empty": torch.zeros(0, 3),
-    "with gaps": torch.randn(4, 6)[:, :3],
-    "not aligned": torch.randn(7)[1:],
-}
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])
