@@ -186,6 +186,11 @@ def train_all(rank: int, options: dict[str, Any]) -> Any:
     return [trained(one, **options.get("trainer", {})) for one in options["runs"]]
 
 
+def calls(rank: int, options: dict[str, Any]) -> list[Any]:
+    """One call after the other: functions, and what they are given."""
+    return [call(*given, **how) for call, given, how in options["calls"]]
+
+
 def copies(rank: int, options: dict[str, Any]) -> Any:
     """Every copy of the pipeline takes every other batch."""
     run = options["run"]
