@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 import revcompile
 from revcompile import TrainerOptions
 from revcompile.errors import NonFiniteError
+from revcompile.optim import ErrorFeedback
 from revcompile.runtime.trainer.trainer import Trainer
 
 METHODS: Final = ("petra", "pipedream", "ddg", "backprop", "reversible_backprop", "gpipe", "1f1b")
@@ -136,6 +137,13 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+def several(parameters: Any) -> list[torch.optim.Optimizer]:
+    """SGD with error feedback for matrices, AdamW for everything else."""
+    given = list(parameters)
+    matrices, rest = ([p for p in given if (p.ndim == 2) is kind] for kind in (True, False))
+    return [ErrorFeedback(momentum(matrices)), adam(rest)]
 
 
 SCHEDULES: Final[dict[str, Callable[[Any], lr_scheduler.LRScheduler]]] = {

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import lr_scheduler
-from training import Steep, adam, fresh, momentum, reported
+from training import SCHEDULES, Steep, adam, fresh, momentum, reported
 
 from revcompile.runtime.executor.messages import Message, MessageSlot
 from revcompile.runtime.stage.slots import StaticBuffers
@@ -127,12 +126,8 @@ def test_a_micro_batch_that_the_owner_leaves_out(optimizer: Any, accumulation_st
         assert reported(trainer, data) == [(0, index) for index in bad]
 
     settings = {"optimizer": optimizer, "accumulation_steps": accumulation_steps}
-    end = alike(Steeper, run, {**settings, "lr_schedule": falling})
+    end = alike(Steeper, run, {**settings, "lr_schedule": SCHEDULES["lambda"]})
     assert all(bool(tensor.isfinite().all()) for tensor in end.values())
-
-
-def falling(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def test_a_state_loaded_within_an_update() -> None:

@@ -29,6 +29,7 @@ from training import (
     groups_of,
     momentum,
     same,
+    several,
     through_a_file,
     trainer_of,
     weights,
@@ -36,17 +37,8 @@ from training import (
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
-from revcompile.optim import ErrorFeedback
 from revcompile.runtime.checkpoint.training import save_training
 from revcompile.runtime.stage.loss import LossScale
-
-
-def several(parameters: Any) -> list[torch.optim.Optimizer]:
-    """SGD with error feedback for matrices, AdamW for everything else."""
-    given = list(parameters)
-    matrices, rest = ([p for p in given if (p.ndim == 2) is kind] for kind in (True, False))
-    return [ErrorFeedback(momentum(matrices)), adam(rest)]
-
 
 SCALED: Final = {"autocast": torch.float16, "loss_scale": LossScale(2.0**20, growth_interval=3)}
 RESUMED: Final[dict[str, dict[str, Any]]] = {
