@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
 from typing import Any, Final
 
 import pytest
@@ -77,15 +76,13 @@ def flat(partition: Partition) -> tuple[list[Segment], list[Cost]]:
     return pieces, [cost for part in partition.parts for cost in part.costs]
 
 
-def stage_work(pieces: Sequence[Segment], costs: Sequence[Cost], is_last: bool) -> float:
-    """Both passes and an update; the last stage does not compute its opaque pieces again."""
-    spared = sum(c.forward for p, c in zip(pieces, costs, strict=True) if not p.reversible)
-    return sum(c.forward + c.backward + c.update for c in costs) - (spared if is_last else 0.0)
-
-
 def work(partition: Partition) -> list[float]:
-    last = len(partition.parts) - 1
-    return [stage_work(part.pieces, part.costs, part.index == last) for part in partition.parts]
+    """Both passes and an update; the last stage does not compute its opaque pieces again."""
+    *_, last = partition.parts
+    pairs = zip(last.pieces, last.costs, strict=True)
+    spared = sum(cost.forward for piece, cost in pairs if not piece.reversible)
+    found = [sum(c.forward + c.backward + c.update for c in p.costs) for p in partition.parts]
+    return [*found[:-1], found[-1] - spared]
 
 
 # -- where it may be cut --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import VerificationError
 from revcompile.ir.policy import Policy
-from revcompile.ir.types import Body, Coupling, Rewired
+from revcompile.ir.types import Body, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion
 
 PAPER = {"resnet18": (12.2, 10, 5), "resnet34": (22.3, 18, 13), "resnet50": (30.4, 18, 12)}
@@ -50,11 +50,6 @@ def small_resnet(name: str = "resnet50", **options: Any) -> nn.Module:
         name, num_classes=9, layers=(2, 2, 1, 1), **sizes, **options
     )
     return model
-
-
-def _rewire(model: nn.Module, x: Tensor, policy: str = "paper") -> Rewired:
-    captured = capture(model, x)
-    return rewire(captured, find(captured), Policy(policy))
 
 
 def test_a_state_dict_of_the_original_loads_strictly() -> None:
@@ -222,8 +217,8 @@ def test_a_chain_goes_on_through_rearrangements_of_the_stream() -> None:
             x = tokens.transpose(1, 2).reshape(batch, channels, height, width)
             return x + self.f(x)
 
-    rewired = _rewire(Windows(), torch.randn(2, 4, 6, 6))
-    first, second, third = (s for s in rewired.body.segments if isinstance(s, Coupling))
+    rewired = revcompile.reversify(Windows(), torch.randn(2, 4, 6, 6)).rewired
+    first, second, third = rewired.couplings
     assert first.rearrange is None and second.rearrange is not None and third.rearrange is not None
     assert second.streams_in == first.streams_out and third.streams_in == second.streams_out
 

@@ -276,7 +276,7 @@ def refuse(rank: int, options: dict[str, Any]) -> Any:
 
 
 def drain_bad(rank: int, options: dict[str, Any]) -> Any:
-    """In a flush or a drained save, gradients of the first stage are not finite; then all go on."""
+    """In a flush, gradients of the first stage are not finite; then all go on."""
     run = Run(steps=6)
     net, trainer = trainer_of(run)
     data, stage, raised = batches(run), trainer._executors[0].stage, []
@@ -290,8 +290,6 @@ def drain_bad(rank: int, options: dict[str, Any]) -> Any:
 
     stage._generated = [forward, infinite if rank == 0 else honest]
     try:
-        if folder := options.get("saved"):
-            trainer.save(folder, drain=True)
         trainer.flush()
     except NonFiniteError as error:
         raised = [str(error), error.stage, error.microbatch, error.__notes__[-1]]

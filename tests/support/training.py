@@ -201,17 +201,6 @@ def groups_of(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [group for stage in state["stages"].values() for group in stage["groups"]]
 
 
-def next_word(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def sentences(count: int, words: int = 11, size: tuple[int, int] = (3, 6)) -> list[Batch]:
-    """Sentences of that many different words, and of each the words that follow."""
-    generator = torch.Generator().manual_seed(2)
-    found = [torch.randint(0, words, size, generator=generator) for _ in range(count)]
-    return [(each[:, :-1], each[:, 1:]) for each in found]
-
-
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(state, buffer)

@@ -284,35 +284,20 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
     assert step_in(place) == 3 and noticed > 90
 
 
-def cut_short(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "rank_00000.safetensors", 100)
+DAMAGES: Final[dict[str, Callable[[Path, Path], Any]]] = {
+    r"rank_00000.safetensors: expected \d+ bytes, got 100": lambda f, i: os.truncate(f, 100),
+    "rank_00000.safetensors: it is not what was written": lambda f, i: f.write_bytes(
+        b"\xff" * f.stat().st_size
+    ),
+    "rank_00000.safetensors: .*No such file": lambda f, i: f.unlink(),
+    "checkpoint.json: ": lambda f, i: i.write_text('{"format"'),
+}
 
 
-def overwritten(checkpoint: Path) -> None:
-    file = checkpoint / "rank_00000.safetensors"
-    file.write_bytes(b"\xff" * file.stat().st_size)
-
-
-def without_tensors(checkpoint: Path) -> None:
-    (checkpoint / "rank_00000.safetensors").unlink()
-
-
-def without_index(checkpoint: Path) -> None:
-    (checkpoint / "checkpoint.json").write_text('{"format"')
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (cut_short, r"rank_00000.safetensors: expected \d+ bytes, got 100"),
-        (overwritten, r"rank_00000.safetensors: it is not what was written"),
-        (without_tensors, r"rank_00000.safetensors: .*No such file"),
-        (without_index, r"checkpoint.json: "),
-    ],
-)
-def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
+@pytest.mark.parametrize("said", DAMAGES)
+def test_damage_is_named(tmp_path: Path, said: str) -> None:
     older, newer = put(tmp_path, 1), put(tmp_path, 2)
-    damage(newer)
+    DAMAGES[said](newer / "rank_00000.safetensors", newer / "checkpoint.json")
     with pytest.raises(InputError, match=f"step_00000002 cannot be used: {said}.*_00000001"):
         step_in(tmp_path)
     assert Checkpoint(find_checkpoint(older)).step == 1
