@@ -15,7 +15,6 @@ import revcompile
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
-from revcompile.ir.types import Cost, Segment
 from revcompile.schedule import Keep, choose
 from tests.support.comparing import staged_error
 
@@ -69,11 +68,6 @@ def names(partition: Partition) -> list[list[str]]:
 
 def sizes(partition: Partition) -> list[int]:
     return [len(part.pieces) for part in partition.parts]
-
-
-def flat(partition: Partition) -> tuple[list[Segment], list[Cost]]:
-    pieces = [piece for part in partition.parts for piece in part.pieces]
-    return pieces, [cost for part in partition.parts for cost in part.costs]
 
 
 def work(partition: Partition) -> list[float]:
