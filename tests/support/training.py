@@ -196,11 +196,6 @@ def reported(trainer: Trainer, data: list[Batch]) -> list[tuple[int | None, int 
     return found
 
 
-def groups_of(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups of all stages in a trainer's state."""
-    return [group for stage in state["stages"].values() for group in stage["groups"]]
-
-
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(state, buffer)

@@ -26,7 +26,6 @@ from training import (
     batches,
     feed,
     fresh,
-    groups_of,
     momentum,
     same,
     several,
@@ -232,8 +231,9 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     missing = {**state, "model": {k: v for k, v in state["model"].items() if k != "head.bias"}}
     with_adam = trainer_of(fresh(), adam).state_dict()
     more = trainer.state_dict()
-    for group in groups_of(more):
-        group["amsgrad"] = False
+    for stage in more["stages"].values():
+        for group in stage["groups"]:
+            group["amsgrad"] = False
     for bad, said in [
         ({"weights": 1}, r"what trainer.state_dict\(\) returns .*got None"),
         (state["model"], "got None"),
