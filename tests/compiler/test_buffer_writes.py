@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from helpers import stored
 from nets import Chain
 from torch import Tensor, nn
 from training import trained
@@ -14,15 +17,30 @@ from revcompile.runtime.reversible.replay import StatefulBuffers
 
 
 class Net(nn.Module):
-    """Residual blocks, and a buffer of the model itself."""
+    """Residual blocks, and buffers of the model itself."""
 
     mean: Tensor
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+
+class InPlaceBefore(Net):
+    """Read by the head: the value of this very step, with its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        old = self.mean.clone()
+        self.mean.mul_(0.9).add_(x.mean(0))
+        self.count += 1
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return self.head(h * self.mean + old)
 
 
 class AssignedInTheLoop(Net):
@@ -32,6 +50,23 @@ class AssignedInTheLoop(Net):
             h = h + torch.tanh(layer(h))
             self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
         return self.head(h) + self.mean[:3]
+
+
+class InsideABranch(Net):
+    """Only in training mode, as a batch norm does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for index, layer in enumerate(self.layers):
+            y = layer(h)
+            if index == 2:
+                if self.training:
+                    with torch.no_grad():
+                        self.mean.lerp_(y.mean(0), 0.1)
+                    self.count.add_(1)
+                y = y - self.mean
+            h = h + torch.tanh(y)
+        return self.head(h)
 
 
 class InEachBlock(Net):
@@ -53,16 +88,40 @@ class InEachBlock(Net):
         return self.head(h)
 
 
+MODELS = [InPlaceBefore, AssignedInTheLoop, InsideABranch, InEachBlock]
+
+
 def made(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     return kind().double(), [torch.randn(5, 8, dtype=torch.float64) for _ in range(3)]
 
 
+def stepped(net: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The summed gradients after some steps, and the buffers."""
+    for x in batches:
+        net(x).square().sum().backward()
+    found = {f"gradient of {name}": p.grad for name, p in net.named_parameters()}
+    with torch.no_grad():
+        found["output in eval mode"] = net.eval()(batches[0])
+    return found | {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_reversible_steps_move_buffers_once(kind: type[nn.Module]) -> None:
+    model, batches = made(kind)
+    net = revcompile.reversify(model, batches[0], check="full", policy="same_parameters")
+    assert len(net.rewired.couplings) == 4
+    wanted, got = (stepped(each, batches) for each in (stored(net), net))
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+    assert any(got[name].any() for name, _ in net.named_buffers())
+
+
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("method", ["petra", "backprop"])
-def test_stages_move_buffers_once_a_micro_batch(method: str) -> None:
-    """Also a buffer of each stage; `test_fuzz` has more ways to write."""
-    model, batches = made(InEachBlock)
-    net = revcompile.petrafy(model, 4, example_inputs=batches[0])
+def test_stages_move_buffers_once_a_micro_batch(kind: type[nn.Module], method: str) -> None:
+    model, batches = made(kind)
+    stages = 4 if kind is InEachBlock else 2
+    net = revcompile.petrafy(model, stages, example_inputs=batches[0])
     reference = net.to_module().train()
     data = [(x, torch.zeros(5, 3).double()) for x in batches]
     trained(net, data, method=method, accumulation_steps=len(batches))

@@ -1,21 +1,25 @@
 """Random residual nets against autograd: a few in every run, thousands by `python -m tests.fuzz`.
 
-The grammar and the oracle are in `tests/fuzz`. What fails prints as source.
+The grammar and the oracle are in `tests/fuzz`; here Hypothesis draws the nets and makes failing
+ones small. What fails prints as source.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.module import Reversible
-from tests.fuzz.campaign import ENTRIES, examine_net, main
+from tests.fuzz.campaign import ENTRIES, main
 from tests.fuzz.module import source
-from tests.fuzz.net import CATALOGUE, Net, Part
+from tests.fuzz.net import CATALOGUE, Net, Part, draw_net
 from tests.fuzz.oracle import METHODS, Report, examine, shrink
 
 
@@ -114,6 +118,28 @@ REFUSED: Final = (
 REFUSED_BY_ROUNDING: Final = ("rounded",)
 """What some machines compile, and others refuse: a value near a step may round either way."""
 
+T = TypeVar("T")
+
+
+class Drawn:
+    """Choices that Hypothesis makes, and shrinks."""
+
+    def __init__(self, draw: Any) -> None:
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        found: int = self._draw(st.integers(low, high))
+        return found
+
+    def pick(self, options: Sequence[T]) -> T:
+        found: T = self._draw(st.sampled_from(options))
+        return found
+
+
+@st.composite
+def nets(draw: Any) -> Net:
+    return draw_net(Drawn(draw))
+
 
 def described(net: Net, report: Report) -> str:
     """Every finding, and the net."""
@@ -126,12 +152,28 @@ def described(net: Net, report: Report) -> str:
 # -- nets -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(25, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", range(4))
-def test_random_nets_are_right_or_refused(seed: int, count: int) -> None:
-    for index in range(count):
-        again = f"python -m tests.fuzz --seed {seed} --only {index}"
-        assert examine_net(seed, index, limit=120)["findings"] == [], again
+SETTINGS = hypothesis.settings(
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+
+@pytest.mark.parametrize("examples", [6, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", range(4), indirect=True)
+def test_random_nets_are_right_or_refused(seed: int, examples: int) -> None:
+    """The seed fixes the nets."""
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(SETTINGS, max_examples=examples)
+    @hypothesis.given(nets(), st.sampled_from(METHODS[1:]))
+    def right_or_refused(net: Net, other: str) -> None:
+        report = examine(net, ["petra", other])
+        hypothesis.assume(report.discarded is None)
+        assert not report.findings, described(net, report)
+
+    right_or_refused()
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Final
+import itertools
+from typing import Any, Final
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
 from revcompile.ir.program import StageProgram
+from revcompile.schedule import METHODS, Keep, choose
 
 
 class Sided(nn.Module):
@@ -38,9 +41,16 @@ def sided() -> revcompile.StagedModel:
     return revcompile.petrafy(Sided(), 5, inputs, check="off", policy="same_parameters")
 
 
-def programs() -> tuple[StageProgram, ...]:
-    trainer = sided().trainer(torch.optim.SGD, F.mse_loss)
-    return tuple(executor.program for executor in trainer._executors)
+def programs(method: str) -> tuple[StageProgram, ...]:
+    net = sided()
+    chosen = choose(method)
+    return tuple(
+        executor.program for executor in net.trainer(sgd, F.mse_loss, method=chosen)._executors
+    )
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
 
 
 def crossing(program: StageProgram) -> list[str]:
@@ -52,7 +62,7 @@ def crossing(program: StageProgram) -> list[str]:
 
 def test_values_that_cross_stage_boundaries() -> None:
     """The mask from the first stage to the last, the stem's output up to the gated block."""
-    assert [crossing(program) for program in programs()] == [
+    assert [crossing(program) for program in programs("petra")] == [
         ["x", "mask"],
         ["stem_a", "stem_b", "mask", "stem"],
         ["add_a", "add_b", "stem_a_grid", "mask", "stem"],
@@ -62,7 +72,7 @@ def test_values_that_cross_stage_boundaries() -> None:
 
 
 def test_petra_keeps_what_the_next_stage_does_not_send_back() -> None:
-    found = programs()
+    found = programs("petra")
     assert [program.kept for program in found] == [
         ("x",),  # opaque: its input
         (),
@@ -79,6 +89,32 @@ def test_petra_keeps_what_the_next_stage_does_not_send_back() -> None:
         (),
     ]
     assert [program.reversible for program in found] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_stage_needs_back_the_next_one_sends(method: str) -> None:
+    found = programs(method)
+    assert found[0].sends_back == ()
+    assert found[-1].needs_back == ()
+    for before, after in itertools.pairwise(found):
+        assert before.needs_back == after.sends_back
+        assert before.outputs == after.inputs
+        assert set(before.needs_back) <= set(crossing(after))
+
+
+@pytest.mark.parametrize(
+    ("method", "keep"),
+    [(name, method.keep) for name, method in METHODS.items() if method.keep is not Keep.NOTHING],
+)
+def test_other_methods_keep_the_stage_as_one(method: str, keep: Keep) -> None:
+    for program in programs(method):
+        assert [unit.keep for unit in program.units] == [keep]
+        assert program.needs_back == program.sends_back == ()
+        if keep is Keep.INPUT:
+            read = {name for name in crossing(program) if name in program.kept}
+            assert set(program.kept) == read
+        else:
+            assert all(" graph" in name or " leaf " in name for name in program.kept)
 
 
 # -- the code -------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 from tests.fuzz.writer import Writer
 
@@ -76,31 +76,60 @@ def part(
     return enter
 
 
+T = TypeVar("T")
+
+
+class Choices(Protocol):
+    """All that the generator asks for. Earlier options and smaller numbers are simpler."""
+
+    def integer(self, low: int, high: int) -> int:
+        """A number from `low` to `high`, both included."""
+        ...
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of the options."""
+        ...
+
+
+class Seeded(random.Random):
+    """Choices of a pseudo-random generator."""
+
+    integer = random.Random.randint
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of the options."""
+        return options[self.randrange(len(options))]
+
+
 def net_of(seed: int, index: int) -> Net:
     """The net with this number: the same on every machine."""
-    draw = random.Random(f"{seed}:{index}")
-    layout = draw.choice(LAYOUTS)
-    parts = tuple(draw_part(draw, layout) for _ in range(draw.randint(1, 4)))
+    return draw_net(Seeded(f"{seed}:{index}"))
+
+
+def draw_net(choices: Choices) -> Net:
+    """A net, simplest first in every choice."""
+    layout = choices.pick(LAYOUTS)
+    parts = tuple(draw_part(choices, layout) for _ in range(choices.integer(1, 4)))
     return Net(
         layout,
         parts,
-        result=draw.choice(RESULTS),
-        call=draw.choice(CALLS),
-        precision=draw.choice(PRECISIONS),
-        extra=draw.choice(EXTRAS),
-        stages=draw.randint(2, 4),
-        seed=draw.randint(0, 9),
+        result=choices.pick(RESULTS),
+        call=choices.pick(CALLS),
+        precision=choices.pick(PRECISIONS),
+        extra=choices.pick(EXTRAS),
+        stages=choices.integer(2, 4),
+        seed=choices.integer(0, 9),
     )
 
 
-def draw_part(draw: random.Random, layout: str) -> Part:
+def draw_part(choices: Choices, layout: str) -> Part:
     """A part for a net of some layout: first its family, so that each is met as often."""
     fitting = [kind for kind in CATALOGUE.values() if layout in kind.layouts]
     families = list(dict.fromkeys(kind.family for kind in fitting))
-    family = draw.choice(families)
-    kind = draw.choice([one for one in fitting if one.family == family])
-    options = {name: draw.choice(values) for name, values in kind.options.items()}
-    return Part(kind.name, options, draw.choice(kind.homes))
+    family = choices.pick(families)
+    kind = choices.pick([one for one in fitting if one.family == family])
+    options = {name: choices.pick(values) for name, values in kind.options.items()}
+    return Part(kind.name, options, choices.pick(kind.homes))
 
 
 def simpler(net: Net) -> Iterator[Net]:
