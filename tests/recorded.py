@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,3 +44,19 @@ class Recorded:
             {names[i]: gradient for step in steps for i, gradient in step.items()}
             for steps in zip(*stages, strict=True)
         ]
+
+
+def with_gradients(
+    net: Any,
+    data: Iterable[tuple[Any, Any]],
+    loss: Any,
+    make: Any = standing_still,
+    **settings: Any,
+) -> tuple[Any, list[dict[str, Tensor]]]:
+    """A staged model's trainer after all of the data, and the gradients of all updates."""
+    record = Recorded(make)
+    trainer = net.trainer(record, loss, **settings)
+    for inputs, target in data:
+        trainer.step(inputs, target)
+    trainer.flush()
+    return trainer, record.gradients({id(p): name for name, p in trainer.named_parameters()})

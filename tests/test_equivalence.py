@@ -24,7 +24,7 @@ from transcription import ROWS, Transcription
 import revcompile
 from revcompile import TrainerOptions
 from revcompile.runtime.trainer.trainer import Trainer
-from tests.recorded import Recorded, standing_still
+from tests.recorded import standing_still, with_gradients
 
 EXACT: Final = 1e-10
 STAGES: Final = 4
@@ -111,12 +111,8 @@ def engine(
     **settings: Any,
 ) -> tuple[Trainer, list[dict[str, Tensor]]]:
     """The engine's trainer after all micro-batches, and the gradients of all updates."""
-    record = Recorded(make)
-    trainer = fresh(name).trainer(record, F.cross_entropy, method=method, **settings_of(**settings))
-    for inputs, target in fed:
-        trainer.step(inputs, target)
-    trainer.flush()
-    return trainer, record.gradients({id(p): n for n, p in trainer.named_parameters()})
+    settings = settings_of(**settings, method=method)
+    return with_gradients(fresh(name), fed, F.cross_entropy, make, **settings)
 
 
 def autograd(
@@ -434,20 +430,17 @@ def noisy_gradients(
     accumulation_steps: int = 1,
 ) -> list[dict[str, Tensor]]:
     """What the engine finds at parameters that stand still."""
-    record = Recorded(standing_still)
-    trainer = noisy(watched)[0].trainer(
-        record,
-        F.cross_entropy,
-        method=method,
-        seed=seed,
-        accumulation_steps=accumulation_steps,
-        options=TrainerOptions(in_flight_per_stage=in_flight_per_stage),
-    )
-    for inputs, target in batches("skips"):
-        torch.rand(3)  # what others draw in between does not matter
-        trainer.step(inputs, target)
-    trainer.flush()
-    return record.gradients({id(p): n for n, p in trainer.named_parameters()})
+    settings = {"method": method, "seed": seed, "accumulation_steps": accumulation_steps}
+    options = TrainerOptions(in_flight_per_stage=in_flight_per_stage)
+
+    def drawing() -> Iterator[Batch]:
+        for batch in batches("skips"):
+            torch.rand(3)  # what others draw in between does not matter
+            yield batch
+
+    return with_gradients(
+        noisy(watched)[0], drawing(), F.cross_entropy, **settings, options=options
+    )[1]
 
 
 @pytest.mark.parametrize(

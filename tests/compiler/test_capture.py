@@ -83,9 +83,7 @@ def run_captured(captured: Captured, tensors: list[Tensor]) -> Any:
 RESISTING = {
     "Noise": "1 is a leaf module: random numbers drawn outside the graph",
     "UntraceableInEvalMode": "1 is a leaf module: control flow depends on the contents of a tensor",
-    "BooleanIndex": "1 is a leaf module: a shape depends on the contents of a tensor",
     "BufferInPlace": "averaged is a leaf module: the forward pass writes into 'averaged.mean'",
-    "WritesIntoItsInput": "the model writes to its input x; the captured graph does not",
 }
 
 

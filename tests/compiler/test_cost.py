@@ -15,7 +15,7 @@ import revcompile
 from revcompile.compiler.cost import piece_costs, segment_costs
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
 from revcompile.errors import InputError
-from revcompile.ir.types import Cost, Rewired, Segment
+from revcompile.ir.types import Cost, Rewired
 
 WORD = 4  # bytes of a float32
 
@@ -40,10 +40,6 @@ class Small(nn.Module):
 
 def rewired_of(model: nn.Module, *example: Tensor, **options: Any) -> Rewired:
     return revcompile.reversify(model, example or None, check="off", **options).rewired
-
-
-def pieces_of(rewired: Rewired) -> tuple[Segment, ...]:
-    return rewired.body.segments
 
 
 def small(batch: int = 5) -> tuple[Rewired, dict[str, Cost]]:
@@ -163,4 +159,4 @@ def test_measuring_needs_a_real_device() -> None:
     with torch.device("meta"):
         rewired = rewired_of(Small(), torch.randn(2, 3))
     with pytest.raises(InputError, match="meta device"):
-        piece_costs(rewired, [pieces_of(rewired)], rewired.body.types, "measured")
+        piece_costs(rewired, [rewired.body.segments], rewired.body.types, "measured")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
-from tests.recorded import Recorded
+from tests.recorded import with_gradients
 from tests.support.comparing import loss, staged_error
 
 WIDTH = 8
@@ -42,15 +42,11 @@ def _train(model: nn.Module, *sizes: tuple[int, int]) -> None:
 
 def _same_with_stored_activations(net: revcompile.StagedModel, batches: list[Tensor]) -> None:
     """PETRA beside a method that differentiates the graph of forward, with the same masks."""
-    gradients = []
-    for method in ("backprop", "petra"):
-        record = Recorded()
-        trainer = net.trainer(record, loss, method=method)
-        for index, x in enumerate(batches):
-            trainer.step(x, torch.tensor([0.1 * (index + 1)]))
-        trainer.flush()
-        gradients.append(record.gradients({id(p): n for n, p in trainer.named_parameters()}))
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
+    data = [(x, torch.tensor([0.1 * index])) for index, x in enumerate(batches, 1)]
+    want, have = (
+        with_gradients(net, data, loss, method=method)[1] for method in ("backprop", "petra")
+    )
+    torch.testing.assert_close(have, want, rtol=0, atol=1e-12)
 
 
 def test_a_view_by_the_shape_of_another_value() -> None:

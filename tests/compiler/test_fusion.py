@@ -84,30 +84,17 @@ def test_frozen_norms_stay_frozen(frozen: str, monkeypatch: pytest.MonkeyPatch) 
     found, states = [], []
     for graphs in (plain, fused):
         net.model.load_state_dict(before)
-        results = pytree.tree_leaves(_run(net, graphs, a, b, None, seeds, False))
-        found.append([value for value in results if value is not None])
+        forward, backward = (compile_graph(graph, "stage") for graph in graphs)
+        with torch.no_grad():  # programs switch autograd
+            outputs, _ = forward(net.model, KEY, a, b, None)
+            results = outputs, *backward(net.model, KEY, None, *outputs, *seeds)
+        found.append([value for value in pytree.tree_leaves(results) if value is not None])
         states.append({name: value.clone() for name, value in net.model.state_dict().items()})
     for have, want in zip(*found, strict=True):
         torch.testing.assert_close(have, want)
     assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
     moved = [name for name, value in before.items() if not torch.equal(states[1][name], value)]
     assert bool(moved) == (frozen == "one")
-
-
-def _run(
-    net: StagedModel,
-    graphs: tuple[fx.Graph, fx.Graph],
-    a: Tensor,
-    b: Tensor,
-    grid: Tensor | None,
-    seeds: list[Tensor],
-    is_imprecise: bool,
-) -> tuple[Any, ...]:
-    """Forward, then backward from there: outputs; rebuilt inputs, gradients of both kinds."""
-    forward, backward = (compile_graph(graph, "stage") for graph in graphs)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_imprecise):
-        outputs, _ = forward(net.model, KEY, a, b, grid)
-        return outputs, *backward(net.model, KEY, grid, *outputs, *seeds)
 
 
 @pytest.mark.parametrize(

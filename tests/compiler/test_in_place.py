@@ -156,6 +156,8 @@ def test_captured_is_the_original(forward: Forward) -> None:
     given = x.clone()
     run_graph(captured.graph, captured.root, [given])
     assert torch.equal(given, x)
+    said = [n for n in captured.notes if n.startswith("the model writes to its input x; the capt")]
+    assert bool(said) == (forward in (relu_after_identity, write_into_the_input))
 
 
 @pytest.mark.parametrize("forward", SEEN_IN_VIEWS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
 from typing import Any, Final
 
 import pytest
@@ -16,8 +15,8 @@ import revcompile
 from revcompile.compiler.cost import MemoryModel, Workload
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition
-from revcompile.ir.types import Cost, Segment
 from revcompile.schedule import Keep, choose
+from tests.support.comparing import staged_error
 
 
 class Chain(Plain):
@@ -71,20 +70,13 @@ def sizes(partition: Partition) -> list[int]:
     return [len(part.pieces) for part in partition.parts]
 
 
-def flat(partition: Partition) -> tuple[list[Segment], list[Cost]]:
-    pieces = [piece for part in partition.parts for piece in part.pieces]
-    return pieces, [cost for part in partition.parts for cost in part.costs]
-
-
-def stage_work(pieces: Sequence[Segment], costs: Sequence[Cost], is_last: bool) -> float:
-    """Both passes and an update; the last stage does not compute its opaque pieces again."""
-    spared = sum(c.forward for p, c in zip(pieces, costs, strict=True) if not p.reversible)
-    return sum(c.forward + c.backward + c.update for c in costs) - (spared if is_last else 0.0)
-
-
 def work(partition: Partition) -> list[float]:
-    last = len(partition.parts) - 1
-    return [stage_work(part.pieces, part.costs, part.index == last) for part in partition.parts]
+    """Both passes and an update; the last stage does not compute its opaque pieces again."""
+    *_, last = partition.parts
+    pairs = zip(last.pieces, last.costs, strict=True)
+    spared = sum(cost.forward for piece, cost in pairs if not piece.reversible)
+    found = [sum(c.forward + c.backward + c.update for c in p.costs) for p in partition.parts]
+    return [*found[:-1], found[-1] - spared]
 
 
 # -- where it may be cut --------------------------------------------------------------------------
@@ -93,22 +85,9 @@ def work(partition: Partition) -> list[float]:
 @pytest.mark.parametrize("stages", range(1, 7))
 def test_torn_segments_compute_the_same(stages: int) -> None:
     torch.manual_seed(0)
-    x = torch.randn(2, 4, 6)
-    net = revcompile.petrafy(Opaques(), stages, x, check="off")
-    expected = net.to_module()(x)
-    trainer = net.trainer(
-        lambda p: torch.optim.SGD(p, lr=1.0), lambda output, _: output[0].sum() + output[1].sum()
-    )
-    before = {name: p.detach().clone() for name, p in net.model.named_parameters()}
-    found = trainer.step(x).output
-    trainer.flush()
-    torch.testing.assert_close(found, tuple(e.detach() for e in expected))
-    module = net.to_module()
-    module.load_state_dict(before, strict=False)
-    sum(o.sum() for o in module(x)).backward()
-    for name, parameter in module.named_parameters():
-        change = before[name] - net.model.get_parameter(name).detach()
-        torch.testing.assert_close(change, parameter.grad, rtol=1e-4, atol=1e-6)
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    net = revcompile.petrafy(Opaques().double(), stages, x, check="off")
+    assert staged_error(net, [x, x.flip(0)]) < 1e-10
 
 
 def test_a_model_without_shortcuts_is_cut_before_its_layers() -> None:

@@ -10,7 +10,7 @@ import timm
 import torch
 import torchvision
 from helpers import assert_exact
-from nets import Chain, Mlp
+from nets import Chain, Mlp, Returning
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,7 +21,7 @@ from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import VerificationError
 from revcompile.ir.policy import Policy
-from revcompile.ir.types import Body, Coupling, Rewired
+from revcompile.ir.types import Body, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion
 
 PAPER = {"resnet18": (12.2, 10, 5), "resnet34": (22.3, 18, 13), "resnet50": (30.4, 18, 12)}
@@ -50,11 +50,6 @@ def small_resnet(name: str = "resnet50", **options: Any) -> nn.Module:
         name, num_classes=9, layers=(2, 2, 1, 1), **sizes, **options
     )
     return model
-
-
-def _rewire(model: nn.Module, x: Tensor, policy: str = "paper") -> Rewired:
-    captured = capture(model, x)
-    return rewire(captured, find(captured), Policy(policy))
 
 
 def test_a_state_dict_of_the_original_loads_strictly() -> None:
@@ -222,8 +217,8 @@ def test_a_chain_goes_on_through_rearrangements_of_the_stream() -> None:
             x = tokens.transpose(1, 2).reshape(batch, channels, height, width)
             return x + self.f(x)
 
-    rewired = _rewire(Windows(), torch.randn(2, 4, 6, 6))
-    first, second, third = (s for s in rewired.body.segments if isinstance(s, Coupling))
+    rewired = revcompile.reversify(Windows(), torch.randn(2, 4, 6, 6)).rewired
+    first, second, third = rewired.couplings
     assert first.rearrange is None and second.rearrange is not None and third.rearrange is not None
     assert second.streams_in == first.streams_out and third.streams_in == second.streams_out
 
@@ -237,25 +232,9 @@ def test_the_verifier_names_what_is_missing() -> None:
         verify_rewired(captured, torn)
 
 
-class _TwoModes(nn.Module):
-    """Returns one more value in training, made from what the head reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return (self.head(x), x.sum(-1)) if self.training else self.head(x)
-
-
 def test_a_layer_is_as_wide_in_eval_mode_as_in_training() -> None:
-    net = revcompile.reversify(_TwoModes(), torch.randn(2, 4))
-    logits, _ = net(torch.randn(3, 4))
-    assert logits.shape == net.eval()(torch.randn(3, 4)).shape == (3, 5)
+    net, x = revcompile.reversify(Returning(), torch.randn(2, 7)), torch.randn(3, 7)
+    assert net(x)["logits"].shape == net.eval()(x).shape == (3, 5)
     assert any("keep their widths" in note for note in net.rewired.notes)
 
 

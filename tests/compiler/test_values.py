@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import revcompile
 from revcompile.ir.types import TensorType, types_in
-from tests.recorded import Recorded
+from tests.recorded import with_gradients
 
 WIDTH, BLOCKS = 8, 3
 
@@ -102,11 +102,7 @@ def assert_staged_equals_autograd(
     loss(module(x), torch.zeros(1)).backward()
     expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     for method in ("petra", "backprop", "1f1b"):
-        record = Recorded()
-        trainer = net.trainer(record, loss, method=method)
-        trainer.step(x, torch.zeros(1))
-        trainer.flush()
-        (found,) = record.gradients({id(p): name for name, p in trainer.named_parameters()})
+        _, (found,) = with_gradients(net, [(x, torch.zeros(1))], loss, method=method)
         found = {name: found[name] for name in expected}
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 

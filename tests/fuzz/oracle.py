@@ -43,7 +43,7 @@ from tests.fuzz.compare import (
 )
 from tests.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from tests.fuzz.net import Net, simpler
-from tests.recorded import Recorded
+from tests.recorded import with_gradients
 
 PHASES: Final = ("capture", "reversify", "other", "petrafy")
 METHODS: Final = ("petra", "backprop", "1f1b", "petra_stashed")
@@ -459,16 +459,12 @@ class Examination:
     def _trained(
         self, staged: revcompile.StagedModel, method: str, fed: Sequence[Call]
     ) -> list[Seen]:
-        recorder = Recorded()
         low = torch.bfloat16 if self.net.precision == "bfloat16" else None
-        trainer = staged.trainer(recorder, loss, method=method, autocast=low)
-        for index, call in enumerate(fed):
-            trainer.step(_as_inputs(staged, call), torch.tensor(0.1 * (index + 1)))
-        trainer.flush()
-        names = {id(p): name for name, p in trainer.named_parameters()}
-        steps = recorder.gradients(names)
+        inputs = (_as_inputs(staged, call) for call in fed)
+        data = [(x, torch.tensor(0.1 * index)) for index, x in enumerate(inputs, 1)]
+        trainer, steps = with_gradients(staged, data, loss, method=method, autocast=low)
         buffers = {name: b.detach().clone() for name, b in trainer.model.named_buffers()}
-        every: dict[str, Tensor | None] = dict.fromkeys(names.values())
+        every: Values = {name: None for name, _ in trainer.named_parameters()}
         return [Seen({}, {**every, **step}, buffers) for step in steps]
 
 

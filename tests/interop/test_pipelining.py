@@ -15,7 +15,20 @@ import pytest
 import torch
 from distributed_worker import launch
 from helpers import saved_bytes, worst
-from nets import Arranged, MaskedSkips, Mlp, Residuals, ResNet, ViT, images, rows, words
+from nets import (
+    Arranged,
+    GatedWords,
+    MaskedSkips,
+    Mlp,
+    Residuals,
+    ResNet,
+    Returning,
+    SharedLayer,
+    ViT,
+    images,
+    rows,
+    words,
+)
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -53,32 +66,6 @@ class Windows(nn.Module):
         return self.head(x.reshape(batch * 4, -1)).reshape(batch, 4, -1).mean(1)
 
 
-class Returning(Residuals):
-    """Several outputs while it trains, one otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.chain(self.stem(x))
-        return {"logits": self.head(x), "hidden": x} if self.training else self.head(x)
-
-
-class Tied(nn.Module):
-    """The embedding is the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.mlps = nn.ModuleList(Mlp() for _ in range(4))
-
-    def forward(self, words: Tensor) -> Any:
-        x = self.embed(words)
-        for mlp in self.mlps:
-            x = x + mlp(x)
-        return F.linear(x, self.embed.weight)
-
-
 class Scaled(Residuals):
     """A later stage reads a size that grows with the square of the batch, or its inverse."""
 
@@ -91,21 +78,6 @@ class Scaled(Residuals):
         pairs = (x.unsqueeze(0) + x.unsqueeze(1)).flatten(0, 1).shape[0]
         scale = 1.0 / pairs if self.inverse else pairs
         return self.head(self.chain(x)) * scale
-
-
-class Renormed(nn.Module):
-    """Blocks far apart share a batch norm without weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.bn = nn.Linear(7, 6), nn.BatchNorm1d(6, affine=False)
-        self.mlps = nn.ModuleList(Mlp() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        for mlp in self.mlps:
-            x = x + mlp(self.bn(x))
-        return x
 
 
 Inputs = Callable[[int], tuple[Tensor, ...]]
@@ -325,23 +297,24 @@ def test_a_checkpoint_of_the_original_loads_into_every_stage() -> None:
 
 
 def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
-    model, inputs = Tied().double(), words(2)[:1]
-    net = revcompile.petrafy(model, 4, inputs, check="off")
+    net = revcompile.petrafy(GatedWords().double(), 4, words(2), check="off")
     with pytest.raises(InputError, match=r"stages 0 and 3 share the parameter 'embed.weight'"):
         net.to_pipeline_stages()
 
 
 def test_a_frozen_parameter_of_two_stages_is_copied() -> None:
-    model, inputs = Tied().double(), words(2)[:1]
-    model.embed.weight.requires_grad_(False)
+    model, inputs = GatedWords().double(), words(2)
+    for shared in (model.embed, model.blocks[1].mlp.up):
+        shared.requires_grad_(False)
     net = revcompile.petrafy(model, 4, inputs, check="off")
     stages = net.to_pipeline_stages()
     assert torch.equal(run_in_sequence(stages, inputs), net.to_module()(*inputs))
 
 
 def test_running_statistics_of_two_stages_are_refused_by_name() -> None:
-    net = revcompile.petrafy(Renormed().double(), 2, rows(2), check="off")
-    with pytest.raises(InputError, match=r"stages 0 and 1 share the running statistics of 'bn'"):
+    norm = nn.BatchNorm1d(6, affine=False)
+    net = revcompile.petrafy(SharedLayer(norm), 2, torch.randn(2, 6), check="off")
+    with pytest.raises(InputError, match=r"stages 0 and 1 share the running statistics of 'layer'"):
         net.to_pipeline_stages()
 
 

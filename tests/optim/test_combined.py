@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
-from training import Plain, batches, feed, fresh, same, seeded
+from torch.optim import Optimizer
+from training import SCHEDULES, Plain, batches, feed, fresh, same, seeded, several
 
-from revcompile.errors import InputError
-from revcompile.optim import CombinedOptimizer, ErrorFeedback
-
-
-def both(parameters: Any) -> list[Optimizer]:
-    """SGD for matrices, AdamW for everything else."""
-    given = list(parameters)
-    matrices, rest = ([p for p in given if (p.ndim == 2) is kind] for kind in (True, False))
-    return [ErrorFeedback(SGD(matrices, lr=0.05, momentum=0.9)), AdamW(rest, lr=0.01)]
-
-
-def falling(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.ExponentialLR(optimizer, 0.9)
+from revcompile.optim import CombinedOptimizer
 
 
 def test_without_delay_each_does_what_it_does_alone() -> None:
@@ -32,11 +19,15 @@ def test_without_delay_each_does_what_it_does_alone() -> None:
     net = fresh(Plain, 1)
     model = net.to_module().train()
     trainer = net.trainer(
-        both, F.cross_entropy, method="backprop", clip_grad_norm=0.5, lr_schedule=falling
+        several,
+        F.cross_entropy,
+        method="backprop",
+        clip_grad_norm=0.5,
+        lr_schedule=SCHEDULES["lambda"],
     )
     feed(trainer, data)
-    alone = both(model.parameters())
-    schedules = list(map(falling, alone))
+    alone = several(model.parameters())
+    schedules = list(map(SCHEDULES["lambda"], alone))
     for inputs, target in data:
         F.cross_entropy(model(inputs), target).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -46,24 +37,9 @@ def test_without_delay_each_does_what_it_does_alone() -> None:
         torch.testing.assert_close(value, model.state_dict()[name])
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: [SGD(p, 0.1), AdamW(p[:1])], "give every parameter to one of them"),
-        (lambda p: [SGD(p[:1], 0.1)], "it lacks"),
-        (lambda p: [SGD(p, 0.1), None], "or a list of them, got None"),
-        (lambda p: [], "returned no optimizer"),
-        (lambda p: [SGD(p[1:], 0.1), torch.optim.SparseAdam(p[:1])], "SparseAdam takes sparse"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        fresh(Plain).trainer(make, F.cross_entropy)
-
-
 def test_a_state_dict_reaches_all_of_them() -> None:
     model, other = seeded(Plain), seeded(Plain)
-    combined, loaded = (CombinedOptimizer(both(m.parameters())) for m in (model, other))
+    combined, loaded = (CombinedOptimizer(several(m.parameters())) for m in (model, other))
 
     def step(optimizer: Optimizer, net: nn.Module) -> None:
         for p in net.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,14 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import revcompile
-from revcompile.optim import DelayAwareMuon, DelayAwareSGD, ErrorFeedback, muon_groups
+from revcompile.errors import InputError
+from revcompile.optim import (
+    DelayAwareAdamW,
+    DelayAwareMuon,
+    DelayAwareSGD,
+    ErrorFeedback,
+    muon_groups,
+)
 from revcompile.optim.combined import CombinedOptimizer, members
 from revcompile.optim.muon import orthogonalise
 
@@ -298,6 +306,9 @@ def test_a_pipeline_trains_with_it(method: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"weight_decay": -1.0}, "weight_decay=-1.0: expected a number"),
+        ({"momentum": None}, "momentum=None: expected a number"),
+        ({"betas": 0.9}, "betas=0.9: expected two numbers"),
         ({"lr": -1.0}, "lr=-1.0: expected a number of 0 or more"),
         ({"momentum": 1.0}, "momentum=1.0: expected a number from 0 to below 1"),
         ({"betas": (0.9, 1.5)}, r"betas\[1\]=1.5"),
@@ -310,5 +321,10 @@ def test_a_pipeline_trains_with_it(method: str) -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DelayAwareMuon([torch.zeros(2, 2)], **settings)
+    """Given to the optimizer, or to a group; of all optimizers that have them."""
+    params = [nn.Parameter(torch.zeros(2, 2))]
+    for kind in (DelayAwareMuon, DelayAwareSGD, DelayAwareAdamW):
+        if settings.keys() <= inspect.signature(kind).parameters.keys():
+            for given, rest in ((params, settings), ([{"params": params, **settings}], {})):
+                with pytest.raises(InputError, match=message):
+                    kind(given, **({"lr": 0.1} | rest))

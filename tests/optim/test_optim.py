@@ -14,7 +14,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.testing import assert_close
 from training import Plain, batches, fresh
 
-from revcompile.errors import InputError
 from revcompile.optim import DelayAwareAdamW, DelayAwareSGD, ErrorFeedback
 from revcompile.schedule import choose, mean_delay
 
@@ -109,26 +108,6 @@ def test_a_step_as_it_is_recorded_is_the_same(make: Callable[..., Any]) -> None:
         _follow(optimizer, p, 40) for optimizer, p in zip(optimizers, (params, twins), strict=True)
     ]
     assert_close(*found, rtol=0, atol=1e-12)
-
-
-# -- late gradients ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "said"),
-    [
-        (DelayAwareSGD, {"lr": 0.1, "weight_decay": -1.0}, "weight_decay=-1.0: expected a number"),
-        (DelayAwareSGD, {"lr": 0.1, "momentum": None}, "momentum=None: expected a number"),
-        (DelayAwareAdamW, {"betas": 0.9}, "betas=0.9: expected two numbers"),
-    ],
-)
-def test_settings_that_make_no_sense(make: Any, settings: dict[str, Any], said: str) -> None:
-    """`test_muon` has more of them."""
-    with pytest.raises(InputError, match=said):
-        make(_parameters(), **settings)
-    group = {"params": _parameters(), **settings}
-    with pytest.raises(InputError, match=said):
-        make([group], lr=0.1)
 
 
 # -- in a pipeline -------------------------------------------------------------------------------

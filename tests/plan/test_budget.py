@@ -101,13 +101,6 @@ def test_a_budget_too_small_names_the_stage_and_what_to_do() -> None:
         assert part in said
 
 
-def test_methods_that_say_what_is_kept_take_no_budget() -> None:
-    net = models.staged("vgg")
-    for method in ("backprop", "ddg", "pipedream", "gpipe"):
-        with pytest.raises(InputError, match=f"{method!r} keep what the method says"):
-            trainer_of(net, memory_budget="1GiB", method=method)
-
-
 @pytest.mark.parametrize("memory", [0, -1, True, 1.5, "2 parsecs", "GiB"])
 def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
     with pytest.raises(InputError, match="memory_budget="):
@@ -115,11 +108,6 @@ def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
 
 
 # -- what a device reports -------------------------------------------------------------------------
-
-
-def test_auto_on_a_device_that_reports_nothing_asks_for_a_size() -> None:
-    with pytest.raises(InputError, match=r'"auto": the device does not .* memory_budget="8GiB"'):
-        training.trainer_of(training.fresh(training.Plain), memory_budget="auto")
 
 
 def test_auto_leaves_a_fifth_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,8 @@ def played(
 ) -> float:
     """Time a micro-batch in the middle of a dry run, at the slowest stage."""
     stages = len(costs.forward)
-    work = [f + b + u / accumulation_steps for f, b, u in zip(*_work(costs), strict=True)]
+    columns = costs.forward, costs.backward, costs.update
+    work = [f + b + u / accumulation_steps for f, b, u in zip(*columns, strict=True)]
     slowest = work.index(max(work))
     ends = {
         span.action.index: span.end
@@ -118,10 +119,6 @@ def test_the_chosen_alpha_is_the_least_that_hides_the_links(link: float) -> None
             period(choose("petra", in_flight_per_stage=round(in_flight_per_stage - 0.05, 2)), costs)
             > 4 * 1.01
         )
-
-
-def _work(costs: Costs) -> tuple[tuple[float, ...], ...]:
-    return costs.forward, costs.backward, costs.update
 
 
 @pytest.mark.parametrize(

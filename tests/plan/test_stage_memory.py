@@ -150,11 +150,6 @@ def test_frozen_parameters_take_no_more_memory(method: str, stages: int, when: s
 # -- limits ---------------------------------------------------------------------------------------
 
 
-def cuts(net: StagedModel) -> list[int]:
-    """How many pieces each stage has."""
-    return [len(part.pieces) for part in net._partition.parts]
-
-
 def test_a_limit_counts_the_batches_that_the_first_stage_keeps() -> None:
     """Two of them, of 96,000 bytes each; all else the stage holds are 145,584."""
     model = nn.Sequential(nn.Linear(1000, 4), nn.ReLU(), nn.Linear(4, 4))

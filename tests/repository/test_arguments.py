@@ -14,7 +14,7 @@ import timm
 import torch
 from nets import Residual
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW, SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from training import settings_of
@@ -159,7 +159,12 @@ def raising(argument: Any) -> Any:
         ({"optimizer": lambda p: SGD(PARAMETERS)}, "it holds none of them: those of another model"),
         ({"optimizer": lambda p: SGD(p[:1])}, "it lacks 0.f.bias"),
         ({"optimizer": torch.optim.LBFGS}, "stage 0: .*LBFGS computes the loss several times"),
-        ({"optimizer": torch.optim.SparseAdam}, "stage 0: SparseAdam takes sparse gradients"),
+        ({"optimizer": SparseAdam}, "stage 0: SparseAdam takes sparse gradients"),
+        ({"optimizer": lambda p: [SGD(p), AdamW(p[:1])]}, "give every parameter to one of them"),
+        ({"optimizer": lambda p: [SGD(p[:1])]}, "it lacks"),
+        ({"optimizer": lambda p: [SGD(p), None]}, "or a list of them, got None"),
+        ({"optimizer": lambda p: []}, "returned no optimizer"),
+        ({"optimizer": lambda p: [SGD(p[1:]), SparseAdam(p[:1])]}, "SparseAdam takes sparse"),
         ({"loss": 3}, r"expected a function of \(output, target\), got int"),
         ({"loss": nn.Linear(3, 1)}, "parameters of its own"),
         ({"accumulation_steps": 1.5}, "accumulation_steps=1.5; expected a whole number"),
@@ -180,6 +185,15 @@ def raising(argument: Any) -> Any:
         ({"clip_grad_norm": 0.0}, "use a positive norm"),
         ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
         ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
+        ({"weights": "newest"}, "use one of: latest, stashed, predicted"),
+        ({"weights": "stashed", "method": "1f1b"}, "no updates between forward and backward pass"),
+        ({"weights": "predicted", "method": "backprop"}, "there are no updates between"),
+        ({"weights": "latest", "method": "ddg"}, "it keeps graphs"),
+        ({"weights": "predicted", "memory_budget": "1GiB"}, "with weights='latest'"),
+        ({"memory_budget": "1GiB", "method": "gpipe"}, "'gpipe' keep what the method says"),
+        ({"memory_budget": "auto"}, r'"auto": the device does not .* memory_budget="8GiB"'),
+        ({"synchronous_updates": 2, "method": "1f1b"}, "'1f1b' never applies late gradients"),
+        ({"synchronous_updates": -1}, "=-1; expected a whole number, at least 0"),
         (
             {"in_flight_per_stage": "x"},
             r"in_flight_per_stage='x'; use a number, at least 1 \(1: the least",
@@ -206,6 +220,9 @@ def raising(argument: Any) -> Any:
         ({"stage_to_rank": [0]}, r"stage_to_rank=\[0\]; expected a list of 2 numbers"),
         ({"stage_to_rank": [0, "1"]}, "an entry of stage_to_rank='1'; expected a whole number"),
         ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number, at least 1"),
+        ({"kept_input_dtype": torch.float32}, r"_dtype=torch.float32; use torch\.bfloat16"),
+        ({"kept_input_dtype": "offload"}, r"kept_input_dtype='offload'; use torch\.bfloat16"),
+        ({"gradient_message_dtype": torch.float16}, r"gradient_message_dtype=torch\.float16"),
     ],
 )
 def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said: str) -> None:
@@ -284,12 +301,6 @@ def test_the_trainer_documents_every_backend_and_buffer() -> None:
     text = StagedModel.trainer.__doc__ or ""
     assert all(f'"{name}"' in text for name in get_args(arguments.BackendName))
     assert all(str(dtype) in text for dtype in BUFFER_DTYPES)
-
-
-def test_a_trace_needs_a_file(staged: StagedModel) -> None:
-    trainer = staged.trainer(SGD, nn.functional.mse_loss)
-    with pytest.raises(InputError, match=r"got None; write e.g. trainer.trace\('run.json'\)"):
-        trainer.trace(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,16 @@ from paths import ROOT
 import revcompile
 from tests.conftest import NIGHTLY
 
+RUNTIME = tuple(
+    f"runtime/{folder}"
+    for folder in ("reversible", "stage", "executor", "checkpoint", "distributed", "trainer")
+)
+"""The folders of runtime/: each may import those before it."""
 LAYERS = (
     {"errors"},
     {"arguments", "units", "kernels", "schedule", "optim"},
     {"ir", "losses"},
-    {"compiler", "runtime", "inspect"},
+    {"compiler", "inspect", "runtime/__init__", *RUNTIME},
     {"interop", "plan"},
     {"staged"},
     {"gradcheck"},
@@ -31,8 +36,6 @@ LAYERS = (
     {"__main__"},
 )
 """What a part may import: the parts of earlier layers, and its own modules."""
-RUNTIME = ("reversible", "stage", "executor", "checkpoint", "distributed", "trainer")
-"""The folders of runtime/: each may import those before it."""
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 OUTSIDE = {"models", "examples", "benchmarks", "tests"}
 
@@ -48,11 +51,8 @@ def violations(package: Path) -> list[str]:
         if source not in LAYER:
             found.append(f"{where}:1: {source} is in no layer; give it one in test_layers.py")
             continue
-        folder = runtime_folder(file.relative_to(package).with_suffix("").parts)
         for line, target in imports(file, package):
-            if (problem := why_illegal(source, target, package.name)) or (
-                problem := why_illegal_in_runtime(folder, target)
-            ):
+            if problem := why_illegal(source, target, package.name):
                 found.append(f"{where}:{line}: {problem}")
     return found
 
@@ -67,20 +67,8 @@ def why_illegal(source: str, target: Module, package: str) -> str | None:
         return None
     part = part_of(target[1:])
     legal = part == source or (part in LAYER and LAYER[part] < LAYER[source])
+    legal |= {part, source} <= {*RUNTIME} and RUNTIME.index(part) < RUNTIME.index(source)
     return None if legal else f"{source} may not import {'.'.join(target)}"
-
-
-def runtime_folder(inner: Module) -> str | None:
-    """The folder of runtime/ that a module is in."""
-    return inner[1] if len(inner) > 1 and inner[0] == "runtime" and inner[1] in RUNTIME else None
-
-
-def why_illegal_in_runtime(source: str | None, target: Module) -> str | None:
-    """What is wrong with a module in a folder of runtime/ importing `target`."""
-    folder = runtime_folder(target[1:])
-    if source is None or folder is None or RUNTIME.index(folder) <= RUNTIME.index(source):
-        return None
-    return f"runtime/{source} may not import {'.'.join(target)}"
 
 
 def circles(package: Path) -> list[list[str]]:
@@ -122,8 +110,8 @@ def module_of(base: Module, name: str, package: Path) -> Module:
 
 
 def part_of(inner: Module) -> str:
-    """The part of the package that a name within it belongs to."""
-    return inner[0] if inner else "__init__"
+    """The part of the package that a name within it belongs to: a folder, or one of runtime/."""
+    return "/".join(inner[: 2 if inner[0] == "runtime" else 1]) if inner else "__init__"
 
 
 def test_revcompile_imports_point_one_way() -> None:

@@ -89,7 +89,8 @@ def test_in_chains_and_in_the_last_stage() -> None:
     assert_exact(net.train(), x, target)
     staged = revcompile.petrafy(model, 2, (x, target), policy="pretrained", check="off")
     trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), None)
-    assert trainer.evaluate([((x, target), None)]).loss == model(x, target).item()
+    for batch in ((x, target), ((x, target), None), {"x": x, "target": target}):
+        assert trainer.evaluate([batch]).loss == model(x, target).item()
     with pytest.raises(InputError, match="a target was given, which nothing would read"):
         trainer.step((x, target), target)
     trainer.step((x, target))

@@ -22,7 +22,7 @@ from revcompile.errors import GuardError
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Coupling
 from revcompile.runtime.reversible.module import Reversible
-from tests.recorded import Recorded
+from tests.recorded import with_gradients
 from tests.support.architectures import ARCHITECTURES, LAYERS, Architecture
 
 TOLERANCE: Final = 1e-10
@@ -97,17 +97,12 @@ def examine_timm(
 
 def staged_error(net: Any, batches: Sequence[Any]) -> float:
     """The worst gradient of steps at learning rate 0 on these inputs, beside autograd's."""
-    record = Recorded()
-    trainer = net.trainer(record, loss)
-    targets = [torch.tensor([0.1 * (i + 1)]) for i in range(len(batches))]
-    for x, y in zip(batches, targets, strict=True):
-        trainer.step(x, y)
-    trainer.flush()
-    found = record.gradients({id(p): name for name, p in trainer.named_parameters()})
+    data = [(x, torch.tensor([0.1 * index])) for index, x in enumerate(batches, 1)]
+    _, found = with_gradients(net, data, loss)
     reference = net.to_module().train()
     reference.reversible = False
     worst = 0.0
-    for x, y, gradients in zip(batches, targets, found, strict=True):
+    for (x, y), gradients in zip(data, found, strict=True):
         reference.zero_grad()
         loss(reference(**x) if isinstance(x, dict) else reference(x), y).backward()
         expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}

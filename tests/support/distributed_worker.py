@@ -186,6 +186,11 @@ def train_all(rank: int, options: dict[str, Any]) -> Any:
     return [trained(one, **options.get("trainer", {})) for one in options["runs"]]
 
 
+def calls(rank: int, options: dict[str, Any]) -> list[Any]:
+    """One call after the other: functions, and what they are given."""
+    return [call(*given, **how) for call, given, how in options["calls"]]
+
+
 def copies(rank: int, options: dict[str, Any]) -> Any:
     """Every copy of the pipeline takes every other batch."""
     run = options["run"]
@@ -271,7 +276,7 @@ def refuse(rank: int, options: dict[str, Any]) -> Any:
 
 
 def drain_bad(rank: int, options: dict[str, Any]) -> Any:
-    """In a flush or a drained save, gradients of the first stage are not finite; then all go on."""
+    """In a flush, gradients of the first stage are not finite; then all go on."""
     run = Run(steps=6)
     net, trainer = trainer_of(run)
     data, stage, raised = batches(run), trainer._executors[0].stage, []
@@ -285,8 +290,6 @@ def drain_bad(rank: int, options: dict[str, Any]) -> Any:
 
     stage._generated = [forward, infinite if rank == 0 else honest]
     try:
-        if folder := options.get("saved"):
-            trainer.save(folder, drain=True)
         trainer.flush()
     except NonFiniteError as error:
         raised = [str(error), error.stage, error.microbatch, error.__notes__[-1]]
@@ -430,26 +433,6 @@ def forkserver() -> Any:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # the server has no other
     context.set_forkserver_preload(["distributed_preload"])
     return context
-
-
-def in_new_process(function: Callable[[Path], Any], folder: Path, limit: float = 120) -> Any:
-    """What a function returns that is called with a folder in a process that has done nothing."""
-    file = folder / "returned.pt"
-    process = forkserver().Process(target=_save_result, args=(function, folder, file), daemon=True)
-    process.start()
-    process.join(limit)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    assert process.exitcode == 0
-    return torch.load(file)
-
-
-def _save_result(function: Callable[[Path], Any], folder: Path, file: Path) -> None:
-    # After a fork torch makes its pool of threads anew, which two threads must not do at once: the
-    # first backward pass starts threads that would.
-    torch.set_num_threads(1)
-    torch.save(function(folder), file)
 
 
 def launch(folder: Path, world: int, scenario: Any, **options: Any) -> list[Any]:

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 Returned = TypeVar("Returned")
+
+FORMS: Final[dict[str, Tensor]] = {
+    "dense": torch.randn(2, 3, 4),
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": torch.randn(4, 6).t(),
+    "chunk": torch.randn(2, 8, 3).chunk(2, 1)[1],
+    "expanded": torch.randn(3, 1).expand(3, 5),
+    "with gaps": torch.randn(4, 6)[:, ::2],
+    "not aligned": torch.randn(7)[1:],
+    "a number": torch.tensor(3.5, dtype=torch.float64),
+    "odd bytes": torch.arange(3, dtype=torch.uint8),
+    "bfloat16": torch.randn(3).bfloat16(),
+    "integers": torch.arange(7),
+    "true or false": torch.tensor([True, False]),
+    "empty": torch.empty(0, 3),
+    "complex": torch.randn(3, 4, dtype=torch.complex64),
+    "complex, transposed": torch.randn(3, 4, dtype=torch.complex128).t(),
+    "conjugate": torch.randn(3, 4, dtype=torch.complex64).conj(),
+}
+"""Tensors of all kinds, as they may lie in memory."""
 
 
 def refilling(step: Callable[..., Returned], *batch: Any) -> Returned:

@@ -166,6 +166,31 @@ class Residuals(nn.Module):
         return x
 
 
+class Returning(Residuals):
+    """Several outputs while it trains, one otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.chain(self.stem(x))
+        return {"logits": self.head(x), "hidden": x} if self.training else self.head(x)
+
+
+class SharedLayer(nn.Module):
+    """Two blocks call one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(6, 3)
+        self.mlps = nn.ModuleList(Mlp() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        for mlp in self.mlps:
+            x = x + mlp(self.layer(x))
+        return self.head(x)
+
+
 class Skips(nn.Module):
     """A value of the first stage is read at the end; another chain begins after that."""
 
@@ -275,6 +300,19 @@ class Offsets(nn.Module):
 
 
 # -- as pretrained models are ---------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    """A frozen layer with an adapter of rank two, which starts with an effect."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Parameter(torch.full_like(inner.weight.T[:, :2], 0.1))
+        self.up = nn.Parameter(torch.full_like(inner.weight.T[:2], 0.2))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) + x @ self.down @ self.up
 
 
 class PreNorm(nn.Module):

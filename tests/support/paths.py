@@ -1,7 +1,6 @@
-"""Where the repository and the modules that tests share are."""
+"""Where the repository is."""
 
 from pathlib import Path
 from typing import Final
 
-SUPPORT: Final = Path(__file__).parent
-ROOT: Final = SUPPORT.parents[1]
+ROOT: Final = Path(__file__).parents[2]

@@ -79,11 +79,3 @@ def copied(run: Run, **options: Any) -> Found:
     with suppress(NonFiniteError):  # a GPU may tell of it some steps later
         trainer.flush()
     return {"captured": captured, "state": final(net, trainer)}
-
-
-def several(rank: int, options: dict[str, Any]) -> list[Found]:
-    """One after the other: name of a function here, a run, and what else it takes."""
-    return [
-        globals()[name](run, *arguments, **trainer)
-        for name, run, arguments, trainer in options["todo"]
-    ]

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 import revcompile
 from revcompile import TrainerOptions
 from revcompile.errors import NonFiniteError
+from revcompile.optim import ErrorFeedback
 from revcompile.runtime.trainer.trainer import Trainer
 
 METHODS: Final = ("petra", "pipedream", "ddg", "backprop", "reversible_backprop", "gpipe", "1f1b")
@@ -92,18 +93,23 @@ def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) ->
 
 @functools.cache
 def compiled(
-    make: Callable[[], nn.Module], stages: int, dtype: torch.dtype = torch.float64
+    make: Callable[[], nn.Module], stages: int, dtype: torch.dtype, *leaf_modules: type[nn.Module]
 ) -> revcompile.StagedModel:
-    example = torch.zeros(4, 5, dtype=dtype)
-    return revcompile.petrafy(seeded(make, dtype), stages, example, check="off")
+    model, example = seeded(make, dtype), torch.zeros(4, 5, dtype=dtype)
+    return revcompile.petrafy(model, stages, example, leaf_modules=leaf_modules, check="off")
 
 
 def fresh(
-    make: Callable[[], nn.Module] = Net, stages: int = 4, dtype: torch.dtype = torch.float64
+    make: Callable[[], nn.Module] = Net,
+    stages: int = 4,
+    dtype: torch.dtype = torch.float64,
+    *leaf_modules: type[nn.Module],
+    model: Any = None,
 ) -> revcompile.StagedModel:
-    """A staged model of its own: compiled once, copied for every test."""
-    made = compiled(make, stages, dtype)
-    net = type(made)(copy.deepcopy(made.model), made._partition, made.method)
+    """A staged model of its own, or of that model: compiled once, copied for every test."""
+    made = compiled(make, stages, dtype, *leaf_modules)
+    model = copy.deepcopy(made.model) if model is None else model
+    net = type(made)(model, made._partition, made.method)
     net._lowered = made._lowered  # programs hold no weights
     return net
 
@@ -131,6 +137,13 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+def several(parameters: Any) -> list[torch.optim.Optimizer]:
+    """SGD with error feedback for matrices, AdamW for everything else."""
+    given = list(parameters)
+    matrices, rest = ([p for p in given if (p.ndim == 2) is kind] for kind in (True, False))
+    return [ErrorFeedback(momentum(matrices)), adam(rest)]
 
 
 SCHEDULES: Final[dict[str, Callable[[Any], lr_scheduler.LRScheduler]]] = {
@@ -181,22 +194,6 @@ def reported(trainer: Trainer, data: list[Batch]) -> list[tuple[int | None, int 
         except NonFiniteError as error:
             found.append((error.stage, error.microbatch))
     return found
-
-
-def groups_of(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups of all stages in a trainer's state."""
-    return [group for stage in state["stages"].values() for group in stage["groups"]]
-
-
-def next_word(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def sentences(count: int, words: int = 11, size: tuple[int, int] = (3, 6)) -> list[Batch]:
-    """Sentences of that many different words, and of each the words that follow."""
-    generator = torch.Generator().manual_seed(2)
-    found = [torch.randint(0, words, size, generator=generator) for _ in range(count)]
-    return [(each[:, :-1], each[:, 1:]) for each in found]
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:

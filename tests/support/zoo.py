@@ -105,22 +105,6 @@ class DictInput(nn.Module):
         return self.mlp(batch["x"]) * batch["k"] + batch["more"][0]
 
 
-@dataclass
-class Answer:
-    logits: Tensor
-    loss: Tensor | None = None
-
-
-@specimen(rows)
-class DataclassOutput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: Tensor) -> Answer:
-        return Answer(self.mlp(x))
-
-
 # -- structure -----------------------------------------------------------------------------------
 
 
@@ -147,19 +131,6 @@ def SequenceFirstEncoder() -> nn.Module:
     """The batch is the second dimension, and a mask has the size of the first."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, norm_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-@specimen(rows)
-class AuxiliaryHead(nn.Module):
-    """Returns more in training mode than in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.head, self.aux = Mlp(), nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.mlp(x)
-        return (self.head(y), self.aux(x)) if self.training else self.head(y)
 
 
 # -- shared and unusual parameters ---------------------------------------------------------------
@@ -200,12 +171,6 @@ class TinyGPT(nn.Module):
         assert t <= 6, "too long"
         x = self.wte(words) + self.wpe(torch.arange(0, t, dtype=torch.long, device=words.device))
         return self.head(self.mlp(x + self.attend(x)))
-
-
-@specimen(rows)
-def SpectralNorm() -> nn.Module:
-    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-    return nn.Sequential(layer, Mlp())
 
 
 @specimen(rows)
@@ -331,21 +296,6 @@ class RemembersSizes(nn.Module):
         return self.activations[0](self.mlp(x.roll(self.shift, dims=1)))
 
 
-# -- in-place operations -------------------------------------------------------------------------
-
-
-@specimen(rows)
-class WritesIntoItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.clamp_(-1.0, 1.0)
-        x[:, 0] = 0.0
-        return self.mlp(x)
-
-
 # -- control flow --------------------------------------------------------------------------------
 
 
@@ -366,16 +316,6 @@ class Guarded(nn.Module):
 @specimen(rows)
 def UntraceableInEvalMode() -> nn.Module:
     return nn.Sequential(Mlp(), Guarded())
-
-
-class Positive(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x).index_put((x > 0,), x[x > 0].sqrt())
-
-
-@specimen(rows)
-def BooleanIndex() -> nn.Module:
-    return nn.Sequential(Mlp(), Positive())
 
 
 @specimen(rows, cage=REFUSED)

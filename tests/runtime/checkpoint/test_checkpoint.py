@@ -18,7 +18,7 @@ from typing import Any, Final
 import pytest
 import safetensors.torch
 import torch
-from distributed_worker import in_new_process
+from distributed_worker import launch
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -98,10 +98,9 @@ def state_in(folder: Path) -> dict[str, Any]:
 # -- going on -------------------------------------------------------------------------------------
 
 
-def resume(folder: Path) -> dict[str, list[str]]:
+def resume(rank: int, options: dict[str, Any]) -> dict[str, list[str]]:
     """In a new process: load each run, go on, save how it ended."""
-    torch.use_deterministic_algorithms(True)
-    found = {}
+    folder, found = options["place"], {}
     for run in RUNS:
         trainer = started(run, seed=8)
         feed(trainer, batches(2, seed=9))  # something else is in flight, and is forgotten
@@ -120,7 +119,7 @@ def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one(tmp_path: Path)
         trainer.save(tmp_path / run)
         expected[run] = [loss.hex() for loss in feed(trainer, drawn(5))]
         ends[run] = trainer.state_dict()
-    assert in_new_process(resume, tmp_path) == expected
+    assert launch(tmp_path, 1, resume, place=tmp_path) == [expected]
     for run, end in ends.items():
         assert equal_states(state_in(tmp_path / run / "end"), end), run
 
@@ -223,8 +222,9 @@ def die_in_a_save(folder: Path, moment: int, kill: bool) -> bool:
     return seen >= moment
 
 
-def die_everywhere(folder: Path) -> list[str]:
+def die_everywhere(rank: int, options: dict[str, Any]) -> list[str]:
     """Let a save die at every moment: how each ended, and which step is loaded then."""
+    folder = options["place"]
     os.fsync = lambda descriptor: None  # slow, and of no use to a process that dies alone
     put(folder / "before", 1)
     put(folder / "before", 2)
@@ -256,7 +256,7 @@ def die_everywhere(folder: Path) -> list[str]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path: Path) -> None:
-    report = in_new_process(die_everywhere, tmp_path)
+    (report,) = launch(tmp_path, 1, die_everywhere, place=tmp_path / "saved")
     for how in ("killed", "raised"):
         found = [line for line in report if line.startswith(how)]
         # The old one, and from the moment that `latest` names it on the new one.
@@ -284,35 +284,20 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
     assert step_in(place) == 3 and noticed > 90
 
 
-def cut_short(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "rank_00000.safetensors", 100)
+DAMAGES: Final[dict[str, Callable[[Path, Path], Any]]] = {
+    r"rank_00000.safetensors: expected \d+ bytes, got 100": lambda f, i: os.truncate(f, 100),
+    "rank_00000.safetensors: it is not what was written": lambda f, i: f.write_bytes(
+        b"\xff" * f.stat().st_size
+    ),
+    "rank_00000.safetensors: .*No such file": lambda f, i: f.unlink(),
+    "checkpoint.json: ": lambda f, i: i.write_text('{"format"'),
+}
 
 
-def overwritten(checkpoint: Path) -> None:
-    file = checkpoint / "rank_00000.safetensors"
-    file.write_bytes(b"\xff" * file.stat().st_size)
-
-
-def without_tensors(checkpoint: Path) -> None:
-    (checkpoint / "rank_00000.safetensors").unlink()
-
-
-def without_index(checkpoint: Path) -> None:
-    (checkpoint / "checkpoint.json").write_text('{"format"')
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (cut_short, r"rank_00000.safetensors: expected \d+ bytes, got 100"),
-        (overwritten, r"rank_00000.safetensors: it is not what was written"),
-        (without_tensors, r"rank_00000.safetensors: .*No such file"),
-        (without_index, r"checkpoint.json: "),
-    ],
-)
-def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
+@pytest.mark.parametrize("said", DAMAGES)
+def test_damage_is_named(tmp_path: Path, said: str) -> None:
     older, newer = put(tmp_path, 1), put(tmp_path, 2)
-    damage(newer)
+    DAMAGES[said](newer / "rank_00000.safetensors", newer / "checkpoint.json")
     with pytest.raises(InputError, match=f"step_00000002 cannot be used: {said}.*_00000001"):
         step_in(tmp_path)
     assert Checkpoint(find_checkpoint(older)).step == 1

@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import pytest
 import torch
 from distributed_memory import absent, holdings
 from distributed_worker import Run, batches, differences, fed, launch, launched, trained, trainer_of
-from torch import Tensor, nn
+from nets import SharedLayer
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -262,20 +263,6 @@ def test_more_ranks_than_stages_are_copies_of_the_pipeline() -> None:
     assert layout == Layout((0, 1), replicas=3)
     assert [layout.rank(1, replica) for replica in range(3)] == [1, 3, 5]
     assert [layout.stages(rank) for rank in range(6)] == [(0,), (1,)] * 3
-
-
-class SharedLayer(nn.Module):
-    """Two blocks call one layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.head = layer, nn.Linear(6, 3)
-        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-
-    def forward(self, h: Tensor) -> Tensor:
-        for branch in self.branches:
-            h = h + torch.tanh(branch(self.layer(h)))
-        return cast("Tensor", self.head(h))
 
 
 @pytest.mark.parametrize(

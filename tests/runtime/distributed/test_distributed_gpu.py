@@ -9,9 +9,9 @@ from typing import Any, Final
 import pytest
 import torch
 from distributed_memory import holdings
-from distributed_worker import ONE_GPU, Run, launch, launched, trained
+from distributed_worker import ONE_GPU, Run, calls, launch, launched, trained
 from helpers import worst
-from rank_captured import several
+from rank_captured import copied, disturbed, undisturbed
 
 from revcompile.schedule import METHODS
 
@@ -83,10 +83,8 @@ def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None
         Run(device="cuda", model="vit", accumulation_steps=2, steps=26),
     ]
     kept = {run: {"memory_budget": "auto"} for run in runs[-2:]}
-    todo = [
-        ("undisturbed", run, (), {"backend": "cudagraphs", **kept.get(run, {})}) for run in runs
-    ]
-    results = ranks(tmp_path, 2, several, limit=200, todo=todo)
+    todo = [(undisturbed, (run,), {"backend": "cudagraphs", **kept.get(run, {})}) for run in runs]
+    results = ranks(tmp_path, 2, calls, limit=200, calls=todo)
     for number, run in enumerate(runs):
         how = {"backend": "cudagraphs", **kept.get(run, {})}
         expected = trained(dataclasses.replace(run, stage_to_rank=None), **how)
@@ -99,10 +97,10 @@ def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None
 def test_captured_ranks_go_on_after_whatever_comes_between(tmp_path: Path) -> None:
     run = Run(device="cuda")
     todo = [
-        ("disturbed", run, (str(tmp_path / backend),), {"backend": backend})
+        (disturbed, (run, str(tmp_path / backend)), {"backend": backend})
         for backend in ("cudagraphs", "eager")
     ]
-    results = ranks(tmp_path, 2, several, todo=todo)
+    results = ranks(tmp_path, 2, calls, calls=todo)
     for captured, eager in results:
         assert_close(eager["state"], captured["state"], run)
         assert captured["failed"] == eager["failed"]
@@ -117,11 +115,11 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
         Run(device="cuda", stages=2, steps=16, stage_to_rank=(0, 0)),
     ]
     todo = [
-        ("copied", run, (), {"backend": backend})
+        (copied, (run,), {"backend": backend})
         for run in runs
         for backend in ("cudagraphs", "eager")
     ]
-    results = ranks(tmp_path, 4, several, limit=200, todo=todo)
+    results = ranks(tmp_path, 4, calls, limit=200, calls=todo)
     for each in results:
         for run, captured, eager in zip(runs, each[::2], each[1::2], strict=True):
             assert_close(eager["state"], captured["state"], run)

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from distributed_worker import Run, differences, launch, trained
-from rank_captured import several
+from distributed_worker import Run, calls, differences, launch, trained
+from rank_captured import copied, disturbed, undisturbed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-STATIC: Final = {"backend": "static"}
-
-
-def todo(name: str, run: Run, *arguments: Any, **trainer: Any) -> tuple[Any, ...]:
-    return name, run, arguments, trainer
 
 
 def pattern(captured: list[bool]) -> str:
@@ -44,8 +38,8 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
         Run(stages=2, steps=14, accumulation_steps=2, clip=0.1),
         Run(stages=2, steps=13, stage_to_rank=(0, 0)),
     ]
-    both = [todo("copied", run, backend=b) for run in runs for b in ("static", "eager")]
-    results = launch(tmp_path, 4, several, todo=both)
+    both = [(copied, (run,), {"backend": b}) for run in runs for b in ("static", "eager")]
+    results = launch(tmp_path, 4, calls, calls=both)
     for each in results:
         for static, eager in zip(each[::2], each[1::2], strict=True):
             assert not differences(eager["state"], static["state"])
@@ -56,10 +50,10 @@ def test_captured_copies_of_the_pipeline_average_their_gradients(tmp_path: Path)
 
 
 def test_captured_ranks_train_as_one_process(tmp_path: Path) -> None:
-    folders = [str(tmp_path / backend) for backend in ("static", "eager")]
-    disturbed = [todo("disturbed", Run(), f, backend=Path(f).name) for f in folders]
-    runs = [todo("undisturbed", run, **STATIC, **how) for run, how in UNDISTURBED.items()]
-    results = launch(tmp_path, 2, several, todo=[*runs, *disturbed])
+    runs = [(undisturbed, (run,), {"backend": "static"} | how) for run, how in UNDISTURBED.items()]
+    for backend in ("static", "eager"):
+        runs += [(disturbed, (Run(), str(tmp_path / backend)), {"backend": backend})]
+    results = launch(tmp_path, 2, calls, calls=runs)
     for number, (run, how) in enumerate(UNDISTURBED.items()):
         expected = trained(dataclasses.replace(run, stage_to_rank=None), **how)
         assert results[1][number]["losses"] == expected["losses"], run

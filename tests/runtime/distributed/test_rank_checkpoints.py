@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_worker import Run, batches, fed, final, launch, trained, trainer_of
+from distributed_worker import Run, batches, calls, fed, final, launch, trained, trainer_of
 from training import same
 
 from revcompile.errors import InputError
@@ -20,9 +20,9 @@ from revcompile.errors import InputError
 Found = dict[str, Any]
 
 
-def saving(run: Run, folder: str, **options: Any) -> Found:
+def saving(run: Run, folder: Path) -> Found:
     """Train, and save after the fifth step; losses and weights at the end."""
-    net, trainer = trainer_of(run, **options)
+    net, trainer = trainer_of(run)
     losses = []
     for number, batch in enumerate(data_of(run, trainer)):
         losses.append(fed(trainer, batch).loss)
@@ -32,9 +32,9 @@ def saving(run: Run, folder: str, **options: Any) -> Found:
     return {"losses": losses, "state": final(net, trainer)}
 
 
-def resuming(run: Run, folder: str, **options: Any) -> Found:
+def resuming(run: Run, folder: Path) -> Found:
     """Go on after the fifth step, with something else in flight before that."""
-    net, trainer = trainer_of(run, off=1.0, **options)
+    net, trainer = trainer_of(run, off=1.0)
     for batch in batches(run, seed=9)[:3]:
         fed(trainer, batch)
     trainer.load(folder)
@@ -47,18 +47,6 @@ def data_of(run: Run, trainer: Any) -> list[Any]:
     return batches(run)[trainer.replica :: trainer.replicas]
 
 
-def several(rank: int, options: dict[str, Any]) -> list[Found]:
-    """One after the other: name of a function here, a run, a folder."""
-    return [
-        globals()[name](run, folder, **options.get("trainer", {}))
-        for name, run, folder in options["steps"]
-    ]
-
-
-def step(name: str, run: Run, folder: Any) -> tuple[str, Run, str]:
-    return name, run, str(folder)
-
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 RUNS = {
     "petra": Run(steps=8),
@@ -68,29 +56,28 @@ RUNS = {
 }
 
 
-def on_ranks(folder: Path, steps: list[Any], world: int = 2, **options: Any) -> list[Any]:
+def on_ranks(folder: Path, world: int, *steps: tuple[Any, Run, Path]) -> list[Any]:
     folder.mkdir()
-    results = launch(folder, world, several, steps=steps, **options)
-    return results
+    return launch(folder, world, calls, calls=[(call, given, {}) for call, *given in steps])
 
 
 def test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are(tmp_path: Path) -> None:
     """One process and two ranks; each goes on from the other's checkpoint with the same bits."""
-    steps = [step("saving", run, tmp_path / f"ranks {name}") for name, run in RUNS.items()]
-    saved = on_ranks(tmp_path / "first", steps)
-    alone = {name: saving(run, str(tmp_path / f"alone {name}")) for name, run in RUNS.items()}
+    steps = [(saving, run, tmp_path / f"ranks {name}") for name, run in RUNS.items()]
+    saved = on_ranks(tmp_path / "first", 2, *steps)
+    alone = {name: saving(run, tmp_path / f"alone {name}") for name, run in RUNS.items()}
     swapped = {
         name: dataclasses.replace(run, stage_to_rank=(1, 0, 1, 0)) for name, run in RUNS.items()
     }
-    steps = [step("resuming", run, tmp_path / f"alone {name}") for name, run in RUNS.items()]
-    steps += [step("resuming", swapped["tied"], tmp_path / "ranks tied")]
-    resumed = on_ranks(tmp_path / "second", steps)
+    steps = [(resuming, run, tmp_path / f"alone {name}") for name, run in RUNS.items()]
+    steps += [(resuming, swapped["tied"], tmp_path / "ranks tied")]
+    resumed = on_ranks(tmp_path / "second", 2, *steps)
     for number, (name, run) in enumerate(RUNS.items()):
         expected = trained(run)  # nothing is saved
         for found in (alone[name], *(of_rank[number] for of_rank in saved)):
             assert same(found["state"], expected["state"]), name
         assert saved[1][number]["losses"] == expected["losses"]
-        back = resuming(run, str(tmp_path / f"ranks {name}"))
+        back = resuming(run, tmp_path / f"ranks {name}")
         assert back["losses"] == resumed[1][number]["losses"] == expected["losses"][5:], name
         for found in (back, *(of_rank[number] for of_rank in resumed)):
             assert same(found["state"], expected["state"]), name
@@ -99,11 +86,9 @@ def test_saving_changes_nothing_and_a_run_goes_on_wherever_its_stages_are(tmp_pa
 
 
 def test_copies_of_the_pipeline_go_on_with_their_own_micro_batches(tmp_path: Path) -> None:
-    run = Run(stages=2, steps=14)
-    (expected,), *_ = saved = on_ranks(
-        tmp_path / "first", [step("saving", run, tmp_path / "copies")], world=4
-    )
-    again = on_ranks(tmp_path / "second", [step("resuming", run, tmp_path / "copies")], world=4)
+    run, folder = Run(stages=2, steps=14), tmp_path / "copies"
+    (expected,), *_ = saved = on_ranks(tmp_path / "first", 4, (saving, run, folder))
+    again = on_ranks(tmp_path / "second", 4, (resuming, run, folder))
     for (before,), (after,) in zip(saved, again, strict=True):
         assert (
             same(after["losses"], before["losses"][5:])
@@ -112,4 +97,4 @@ def test_copies_of_the_pipeline_go_on_with_their_own_micro_batches(tmp_path: Pat
         assert same(after["state"], before["state"])
     assert expected["state"].keys() == again[0][0]["state"].keys()
     with pytest.raises(InputError, match="2 copies of the pipeline"):
-        resuming(run, str(tmp_path / "copies"))
+        resuming(run, folder)

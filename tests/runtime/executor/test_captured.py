@@ -77,21 +77,26 @@ def is_active(trainer: Trainer) -> bool:
     return trainer._runner.is_active
 
 
+def losses_on(data: list[Batch]) -> Callable[[Trainer], list[float]]:
+    return lambda trainer: [trainer.step(*batch).loss for batch in data]
+
+
 def both(
     run: Callable[[Trainer], Any],
     make: type[nn.Module] = Loose,
     look: Callable[[Any], Any] = lambda stages: None,
+    is_captured: bool = True,
     **settings: Any,
 ) -> tuple[Any, dict[str, Tensor], set[float | None], Any]:
     """What a run tells, the weights and learning rates it ends with: the same in captured steps.
 
-    So is what `look` sees of the stages in a checkpoint.
+    So is what `look` sees of the stages in a checkpoint. In the end steps are captured, or are not.
     """
     found = []
     for backend in ("eager", "static"):
         net, trainer = made(backend, make, **settings)
         told = run(trainer)
-        assert is_active(trainer) == (backend == "static")
+        assert is_active(trainer) == (backend == "static" and is_captured)
         # Graphs in flight cannot be saved.
         is_saved = "memory_budget" not in settings
         seen = look(list(trainer.state_dict()["stages"].values())) if is_saved else None
@@ -132,7 +137,7 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 def test_the_same_training_to_the_bit(name: str) -> None:
     dtype = SETTINGS[name].get("dtype", torch.float64)
     data = [(x.to(dtype), y) for x, y in even(FULL + 8)]
-    both(lambda trainer: [trainer.step(*batch).loss for batch in data], **SETTINGS[name])
+    both(losses_on(data), **SETTINGS[name])
 
 
 SCALED: Final[dict[str, dict[str, Any]]] = {
@@ -405,7 +410,7 @@ class Choosing(Loose):
 def test_an_integer_that_a_graph_has_saved_is_that_of_its_micro_batch() -> None:
     data = even(2 * FULL)
     assert len({bool(x.sum() > 0) for x, _ in data}) == 2
-    both(lambda t: [t.step(*batch).loss for batch in data], Choosing, memory_budget="1GiB")
+    both(losses_on(data), Choosing, memory_budget="1GiB")
 
 
 def stem(layer: type[nn.Module]) -> type[nn.Module]:
@@ -457,8 +462,7 @@ class Fails(Captures):
 
 def test_the_graph_of_a_captured_step_serves_all_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     Captures(monkeypatch)
-    data = [*even(2 * FULL), odd(), *even(2 * FULL)]
-    both(lambda t: [t.step(*batch).loss for batch in data], memory_budget="1GiB")
+    both(losses_on([*even(2 * FULL), odd(), *even(2 * FULL)]), memory_budget="1GiB")
 
 
 class Scaled(nn.Linear):
@@ -474,8 +478,8 @@ def test_a_captured_graph_reads_nothing_that_is_laid_out_differently(
     Captures(monkeypatch, warm_up=0)
     data = even(4 * FULL)
     mixed = [(x.t().contiguous().t() if i % 2 else x, y) for i, (x, y) in enumerate(data)]
-    data = [*mixed[: 2 * FULL], *data[2 * FULL :]]
-    both(lambda t: [t.step(*batch).loss for batch in data], stem(Scaled), memory_budget="1GiB")
+    run = losses_on([*mixed[: 2 * FULL], *data[2 * FULL :]])
+    both(run, stem(Scaled), memory_budget="1GiB")
 
 
 class Branching(nn.Linear):
@@ -521,7 +525,7 @@ def test_after_a_capture_that_fails_each_micro_batch_has_its_graph(
         net, trainer = made(backend, stem(layer), memory_budget="1GiB")
         warned = pytest.warns(RevcompileWarning, match=why) if why else nullcontext()
         with warned if backend == "static" else nullcontext():
-            losses = [trainer.step(*batch).loss for batch in even(3 * FULL)]
+            losses = losses_on(even(3 * FULL))(trainer)
         trainer.flush()
         # Without CUDA graphs a capture that fails has moved running statistics.
         trained = {name: p.detach().clone() for name, p in net.model.named_parameters()}
@@ -530,15 +534,8 @@ def test_after_a_capture_that_fails_each_micro_batch_has_its_graph(
 
 
 def test_a_graph_with_tensors_that_no_hook_sees_is_not_captured() -> None:
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, Attributes, memory_budget="1GiB")
-        expected = pytest.warns(RevcompileWarning, match="stage 0 keeps graphs that save more")
-        with expected if backend == "static" else nullcontext():
-            losses = [trainer.step(*batch).loss for batch in even(2 * FULL)]
-        trainer.flush()
-        found.append((losses, weights(net)))
-    assert same(*found)
+    with pytest.warns(RevcompileWarning, match="stage 0 keeps graphs that save more"):
+        both(losses_on(even(2 * FULL)), Attributes, is_captured=False, memory_budget="1GiB")
 
 
 def test_the_warning_points_to_where_the_trainer_is_made() -> None:
@@ -550,27 +547,15 @@ def test_the_warning_points_to_where_the_trainer_is_made() -> None:
 
 def test_what_cannot_be_captured_goes_on_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "EagerReplay", Refusing)
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, accumulation_steps=2)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            losses = [trainer.step(*batch).loss for batch in even(2 * FULL)]
-        assert [str(w.message).count("waits for the device") for w in warned] == (
-            [1] if backend == "static" else []
-        )
-        found.append((losses, weights(net)))
-    assert same(*found)
+    with pytest.warns(RevcompileWarning, match="waits for the device") as warned:
+        both(losses_on(even(2 * FULL)), is_captured=False, accumulation_steps=2)
+    assert len(warned) == 1
 
 
 def test_without_memory_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_steps, "missing_memory", lambda *_: "9 bytes missing")
-    _, trainer = made("static")
     with pytest.warns(UserWarning, match=r"because \d+ bytes missing"):
-        losses = [trainer.step(*batch).loss for batch in even(FULL + 2)]
-    _, reference = made("eager")
-    assert losses == [reference.step(*batch).loss for batch in even(FULL + 2)]
-    assert not is_active(trainer)
+        both(losses_on(even(FULL + 2)), is_captured=False)
 
 
 # -- compiled regions -----------------------------------------------------------------------------
@@ -592,13 +577,8 @@ def uncompiled(*args: Any, **options: Any) -> CapturedSteps:
 )
 def test_fusion_is_exact(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     monkeypatch.setattr(runner, "CapturedSteps", uncompiled)
-    found = []
-    for backend in ("eager", "static"):
-        net, trainer = made(backend, dtype=torch.float32, autocast=torch.bfloat16, **settings)
-        data = [(x.float(), y) for x, y in even(2 * FULL)]
-        found.append(([trainer.step(*batch).loss for batch in data], weights(net)))
-    assert is_active(trainer)
-    assert same(*found)
+    data = [(x.float(), y) for x, y in even(2 * FULL)]
+    both(losses_on(data), dtype=torch.float32, autocast=torch.bfloat16, **settings)
 
 
 @pytest.mark.parametrize("kept_input_dtype", [None, torch.bfloat16], ids=str)

@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from training import Net, adam, fresh, momentum, settings_of, weights
 
 import revcompile
-from revcompile import TrainerOptions
 from revcompile.errors import NonFiniteError, RevcompileWarning
 from revcompile.runtime.executor import captured_steps
 from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 from tests.runtime.executor.test_captured import SETTINGS as ON_CPU
-from tests.runtime.executor.test_captured import Branching, Loose, Selecting, even, stem
+from tests.runtime.executor.test_captured import Branching, Loose, Selecting, even, loud, stem
 from tests.runtime.executor.test_updates import CASES, OPTIMIZERS, assert_alike
 from tests.runtime.executor.test_updates import trained as trained_with
 
@@ -31,11 +30,13 @@ pytestmark = [
 ]
 
 
-def net_and_trainer(backend: str, **settings: Any) -> tuple[StagedModel, Trainer]:
-    net = fresh(Loose)
+def net_and_trainer(
+    backend: str, make: Any = Loose, dtype: torch.dtype = torch.float64, **settings: Any
+) -> tuple[StagedModel, Trainer]:
+    net = fresh(make, dtype=dtype)
     net.model.cuda()
-    optimizer = settings.pop("optimizer", momentum)
-    return net, net.trainer(optimizer, F.cross_entropy, backend=backend, **settings_of(**settings))
+    settings = {"optimizer": momentum, "loss": F.cross_entropy, **settings}
+    return net, net.trainer(backend=backend, **settings_of(**settings))
 
 
 def trained(backend: str, **settings: Any) -> tuple[list[float], dict[str, Tensor], Trainer]:
@@ -210,9 +211,7 @@ def test_a_loss_that_waits_for_the_device_is_not_captured() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target) * (float(output.detach().sum()) != 1e9)
 
-    net = fresh(Loose)
-    net.model.cuda()
-    trainer = net.trainer(momentum, loss, backend="cudagraphs")
+    _, trainer = net_and_trainer("cudagraphs", loss=loss)
     with pytest.warns(UserWarning, match="one action at a time"):
         found = [trainer.step(*batch).loss for batch in even(40)]
     assert found == pytest.approx(trained("eager")[0], abs=1e-6)
@@ -222,9 +221,7 @@ def test_a_loss_that_waits_for_the_device_is_not_captured() -> None:
 def test_kept_graphs_that_depend_on_the_data_are_not_captured(layer: type[nn.Module]) -> None:
     found = []
     for backend in ("eager", "cudagraphs"):
-        net = fresh(stem(layer))
-        net.model.cuda()
-        trainer = net.trainer(momentum, F.cross_entropy, backend=backend, **KEPT)
+        net, trainer = net_and_trainer(backend, stem(layer), **KEPT)
         for batch in even(40):
             with warnings.catch_warnings():  # that its steps are run one action at a time
                 warnings.simplefilter("ignore", RevcompileWarning)
@@ -251,9 +248,7 @@ def test_a_capture_whose_first_kernels_are_late(
         return F.cross_entropy(output, target)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", slow_begin)
-    net = fresh(Loose)
-    net.model.cuda()
-    trainer = net.trainer(momentum, loss, backend="cudagraphs")
+    _, trainer = net_and_trainer("cudagraphs", loss=loss)
     with pytest.warns(UserWarning, match="one action at a time") if fails else nullcontext():
         found = [trainer.step(*batch).loss for batch in even(40)]
     assert trainer._runner.is_on != fails
@@ -284,10 +279,7 @@ def test_branches_in_low_precision(dtype: torch.dtype, settings: dict[str, Any])
     """In float16 with a loss that is scaled, and overflows at first."""
     found = []
     for backend in ("eager", "cudagraphs"):
-        net = fresh(Loose, dtype=torch.float32)
-        net.model.cuda()
-        given = {"backend": backend, "autocast": dtype, **settings}
-        trainer = net.trainer(momentum, F.cross_entropy, **given)
+        _, trainer = net_and_trainer(backend, dtype=torch.float32, autocast=dtype, **settings)
         data = [(x.float(), y) for x, y in even(40)]
         steps = [trainer.step(*batch) for batch in data]
         assert trainer._runner.is_active == (backend == "cudagraphs")
@@ -298,15 +290,9 @@ def test_branches_in_low_precision(dtype: torch.dtype, settings: dict[str, Any])
 def test_a_scale_that_overflows_again_and_again() -> None:
     found = []
     for backend in ("eager", "cudagraphs"):
-        net = fresh(Loose, dtype=torch.float32)
-        net.model.cuda()
         scale = LossScale(init_scale=2.0**122, growth_interval=6)
-        trainer = net.trainer(
-            adam,
-            lambda y, t: 1e3 * F.cross_entropy(y, t),
-            backend=backend,
-            options=TrainerOptions(loss_scale=scale),
-        )
+        settings = {"optimizer": adam, "loss": loud, "loss_scale": scale}
+        _, trainer = net_and_trainer(backend, dtype=torch.float32, **settings)
         steps = [trainer.step(x.float(), y) for x, y in even(40)]
         found.append([(metrics.loss_scale, metrics.skipped) for metrics in steps])
     assert found[0] == found[1]
@@ -317,11 +303,7 @@ def test_a_scale_that_overflows_again_and_again() -> None:
 def test_parameters_that_stages_share(accumulation_steps: int) -> None:
     found = []
     for backend in ("eager", "cudagraphs"):
-        net = fresh(Net)
-        net.model.cuda()
-        trainer = net.trainer(
-            momentum, F.cross_entropy, backend=backend, accumulation_steps=accumulation_steps
-        )
+        net, trainer = net_and_trainer(backend, Net, accumulation_steps=accumulation_steps)
         for steps in (14, 11, 15):
             for batch in even(steps):
                 trainer.step(*batch)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import lr_scheduler
-from training import Steep, adam, fresh, momentum, reported
+from training import SCHEDULES, Steep, adam, fresh, momentum, reported
 
 from revcompile.runtime.executor.messages import Message, MessageSlot
 from revcompile.runtime.stage.slots import StaticBuffers
 from revcompile.runtime.trainer.trainer import Trainer
-from tests.runtime.executor.test_captured import FULL, both, even, is_active, made
+from tests.runtime.executor.test_captured import FULL, both, even, is_active, losses_on, made
 
 
 class Shared(nn.Module):
@@ -94,7 +93,7 @@ def test_parameters_without_gradients_in_some_stages(name: str) -> None:
 
     def run(trainer: Trainer) -> list[float]:
         starts.append(trainer.model.get_parameter("blocks.0.weight").detach().clone())
-        return [trainer.step(*batch).loss for batch in even(FULL + 1)]
+        return losses_on(even(FULL + 1))(trainer)
 
     end = alike(Detached, run, SETTINGS[name])
     assert torch.equal(end["blocks.0.weight"], starts[0])
@@ -127,12 +126,8 @@ def test_a_micro_batch_that_the_owner_leaves_out(optimizer: Any, accumulation_st
         assert reported(trainer, data) == [(0, index) for index in bad]
 
     settings = {"optimizer": optimizer, "accumulation_steps": accumulation_steps}
-    end = alike(Steeper, run, {**settings, "lr_schedule": falling})
+    end = alike(Steeper, run, {**settings, "lr_schedule": SCHEDULES["lambda"]})
     assert all(bool(tensor.isfinite().all()) for tensor in end.values())
-
-
-def falling(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def test_a_state_loaded_within_an_update() -> None:

@@ -92,6 +92,8 @@ def test_tracing_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_trace_is_refused_where_it_cannot_be_written_or_is_at_work(tmp_path: Path) -> None:
     _, trainer = trainer_of(RUN)
+    with pytest.raises(InputError, match=r"got None; write e.g. trainer.trace\('run.json'\)"):
+        trainer.trace(None)
     with pytest.raises(InputError, match="no folder"):
         trainer.trace(tmp_path / "nowhere" / "run.json")
     trainer.trace(tmp_path / "run.json")

@@ -11,10 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
-from training import Batch, Plain, Steep, batches, fresh, reported, same, settings_of, weights
+from training import (
+    SCHEDULES,
+    Batch,
+    Plain,
+    Steep,
+    batches,
+    fresh,
+    reported,
+    same,
+    settings_of,
+    weights,
+)
 
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD, ErrorFeedback
 from revcompile.runtime.stage.update import Updater
@@ -56,13 +67,9 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], Any]]] = {
 """Those whose kernels no flag can stop."""
 
 
-def falling(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.CosineAnnealingLR(optimizer, 50)
-
-
 CASES: Final[dict[str, dict[str, Any]]] = {
-    "every batch": {"lr_schedule": falling},
-    "every third batch": {"accumulation_steps": 3, "lr_schedule": falling},
+    "every batch": {"lr_schedule": SCHEDULES["lambda"]},
+    "every third batch": {"accumulation_steps": 3, "lr_schedule": SCHEDULES["lambda"]},
 }
 STEPS: Final = 30
 BAD: Final = 20

@@ -11,7 +11,7 @@ import timm
 import torch
 from helpers import assert_exact, gradients, stored, worst
 from nets import Chain as Blocks
-from nets import PreNorm
+from nets import LoRA, PreNorm
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -193,17 +193,6 @@ def test_the_original_comes_back_with_the_trained_weights() -> None:
 
 
 # -- fine-tuning ----------------------------------------------------------------------------------
-
-
-class LoRA(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner.requires_grad_(False)
-        self.down = nn.Parameter(torch.full((WIDTH, 2), 0.1))
-        self.up = nn.Parameter(torch.full((2, WIDTH), 0.2))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x) + x @ self.down @ self.up
 
 
 def _adapted(model: Any) -> Any:

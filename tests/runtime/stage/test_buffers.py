@@ -1,4 +1,4 @@
-"""In how many bits inputs wait for their backward pass."""
+"""Gradients that are sent in fewer bits, and values that wait in a ring of slots."""
 
 from __future__ import annotations
 
@@ -6,31 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import FORMS
 from torch import Tensor
 from training import same, weights
 
-from revcompile.errors import InputError
 from revcompile.runtime.stage.slots import Ring
-from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import FULL, even, is_active, made
-
-# -- training -------------------------------------------------------------------------------------
-
-
-def kept(trainer: Trainer, stage: int = 0) -> list[Any]:
-    return [held.kept[0] for held in trainer._executors[stage].stage.in_flight.values()]
-
-
-def test_inputs_wait_in_fewer_bits() -> None:
-    ends = []
-    for dtype in (torch.float16, None):
-        net, trainer = made("eager", dtype=torch.float32, kept_input_dtype=dtype)
-        for x, y in even(5):
-            trainer.step(x.float(), y)
-        assert {value.dtype for value in kept(trainer)} == {dtype or torch.float32}
-        ends.append(weights(net))
-    assert not same(*ends)
-
 
 # -- messages -------------------------------------------------------------------------------------
 
@@ -59,32 +40,9 @@ def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
     assert not same(exact, found[0])
     for name, value in exact.items():
         torch.testing.assert_close(found[0][name], value, rtol=0.02, atol=0.02)
-    with pytest.raises(InputError, match=r"gradient_message_dtype=torch\.float16"):
-        made("eager", gradient_message_dtype=torch.float16)
-
-
-@pytest.mark.parametrize("given", [torch.float32, torch.float8_e4m3fn, "offload"])
-def test_other_buffers_do_not_exist(given: Any) -> None:
-    with pytest.raises(InputError, match=f"kept_input_dtype={given!r}; use torch.bfloat16"):
-        made("eager", kept_input_dtype=given)
 
 
 # -- slots in a ring ------------------------------------------------------------------------------
-
-
-FORMS: dict[str, Tensor] = {
-    "dense": torch.randn(3, 4),
-    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "a number": torch.tensor(0.5),
-    "odd bytes": torch.arange(3, dtype=torch.uint8),
-    "bfloat16": torch.randn(4, 2).bfloat16(),
-    "integers": torch.arange(5),
-    "true or false": torch.tensor([True, False, True]),
-    "complex": torch.randn(3, dtype=torch.complex64),
-    "empty": torch.zeros(0, 3),
-    "with gaps": torch.randn(4, 6)[:, :3],
-    "not aligned": torch.randn(7)[1:],
-}
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])

@@ -25,6 +25,7 @@ from revcompile.runtime.stage.settings import Backend, Settings, Task
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
+from tests.recorded import Recorded
 from tests.test_equivalence import assert_same, batches, fresh, momentum, stage_of
 
 N, I, G = Keep.NOTHING, Keep.INPUT, Keep.GRAPH  # noqa: E741
@@ -56,7 +57,7 @@ def trained(
     name: str, keeps: Keeps, optimizer: Any = momentum, **settings: Any
 ) -> tuple[Trainer, list[dict[str, Tensor]]]:
     """The trainer after all micro-batches, and the gradients of all updates."""
-    record = spine.Recorded(optimizer)
+    record = Recorded(optimizer)
     trainer = keeping(fresh(name), keeps, record, **settings)
     for inputs, target in batches(name):
         trainer.step(inputs, target)

@@ -24,9 +24,9 @@ from training import (
     batches,
     feed,
     fresh,
-    plain_sgd,
     reported,
     same,
+    settings_of,
     trainer_of,
     weights,
 )
@@ -35,6 +35,7 @@ from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.messages import Message
 from revcompile.runtime.stage.loss import LOWEST, LossScale
 from revcompile.runtime.trainer.trainer import Trainer
+from tests.recorded import with_gradients
 from tests.runtime.trainer.test_trainer import deep
 
 EAGER: Final = LossScale(growth_interval=2)
@@ -111,14 +112,8 @@ def test_an_update_takes_gradients_of_several_scales() -> None:
 
 def gradients(loss: Any, **settings: Any) -> dict[str, Tensor]:
     """What one micro-batch gives with standing weights, all stages together."""
-    found: dict[str, Tensor] = {}
-    net = fresh(deep, 3, torch.float32)
-    trainer = trainer_of(net, plain_sgd, loss, **settings)
-    for executor in trainer._executors:
-        executor.updater.apply = lambda gradients, scale=None: found.update(gradients)
-    trainer.step(*batches(1, dtype=torch.float32)[0])
-    trainer.flush()
-    return found
+    net, data = fresh(deep, 3, torch.float32), batches(1, dtype=torch.float32)
+    return with_gradients(net, data, loss, **settings_of(**settings))[1][0]
 
 
 def faint(output: Tensor, target: Tensor) -> Tensor:

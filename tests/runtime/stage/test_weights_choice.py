@@ -133,20 +133,6 @@ def test_a_choice_of_weights_is_a_row_of_the_table() -> None:
     assert choose("petra", weights="latest") == METHODS["petra"]
 
 
-@pytest.mark.parametrize(
-    ("method", "kind", "message"),
-    [
-        ("1f1b", "stashed", "there are no updates between forward and backward pass"),
-        ("backprop", "predicted", "there are no updates between"),
-        ("ddg", "latest", "it keeps graphs"),
-        ("petra", "newest", "use one of: latest, stashed, predicted"),
-    ],
-)
-def test_where_there_is_no_choice_it_is_refused(method: str, kind: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        choose(method, weights=kind)
-
-
 def failing(stage: int) -> Any:
     """A function that fails for this stage, after what is called for the stages before."""
     calls = iter(range(stage + 1))
@@ -186,5 +172,3 @@ def test_a_refused_trainer_changes_no_weights(argument: str) -> None:
 def test_graphs_cannot_be_predicted() -> None:
     with pytest.raises(InputError, match="which kept graphs do not"):
         Method("mine", Order.CONTINUOUS, 1.0, Keep.GRAPH, Weights.PREDICTED)
-    with pytest.raises(InputError, match="with weights='latest'"):
-        fresh(Plain).trainer(momentum, F.cross_entropy, weights="predicted", memory_budget="1GiB")

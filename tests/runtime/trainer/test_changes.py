@@ -10,7 +10,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from nets import Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from training import Batch, feed, momentum
+from training import Batch, feed, fresh, momentum, plain_loop
 
 import revcompile
 from revcompile.errors import (
@@ -261,31 +261,13 @@ TABLE: Final[dict[str, Row]] = {
 }
 
 
-@functools.cache
-def compiled() -> revcompile.StagedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = Net().double()
-    leaves = [f"blocks.{i}.whole" for i in range(3)]
-    example = torch.zeros(4, 5, dtype=torch.float64)
-    return revcompile.petrafy(net, 2, example, leaf_modules=leaves, check="off")
-
-
-def copied(net: revcompile.StagedModel, model: Any = None) -> revcompile.StagedModel:
-    model = copy.deepcopy(net.model) if model is None else model
-    rewired = replace(net._partition.rewired, root=model)
-    copied = type(net)(model, replace(net._partition, rewired=rewired), net.method)
-    copied._lowered = net._lowered  # programs hold no weights
-    return copied
-
-
 Run = tuple[revcompile.StagedModel, Trainer, list[torch.optim.Optimizer]]
 
 
 def made(backend: str, method: str = "backprop", model: nn.Module | None = None) -> Run:
     """A staged model (`model`, if it is given), its trainer, and the optimizers of its stages."""
     device = "cpu" if backend in ON_CPU else "cuda"
-    staged = copied(compiled(), model)
+    staged = fresh(Net, 2, torch.float64, Whole, model=model)
     optimizers: list[torch.optim.Optimizer] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -329,17 +311,10 @@ def plainly_trained(row: Row) -> dict[str, Tensor]:
     model.reversible = False
     optimizer = momentum(model.parameters())
 
-    def train(batches: list[Batch]) -> None:
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    train(data(6))
+    plain_loop(model, optimizer, data(6))
     if row.refused is None:
         row.change(model, [optimizer])
-    train(data(7, row.inputs if row.refused is None else same))
-    return state(model)
+    return plain_loop(model, optimizer, data(7, row.inputs if row.refused is None else same))
 
 
 @pytest.mark.filterwarnings("ignore:backend=")

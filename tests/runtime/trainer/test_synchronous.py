@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 from training import (
     Net,
-    Plain,
     batches,
     feed,
     fresh,
@@ -20,8 +19,6 @@ from training import (
     weights,
 )
 
-from revcompile import TrainerOptions
-from revcompile.errors import InputError
 from revcompile.optim import ErrorFeedback
 from revcompile.schedule import Keep, Method, Order, Weights, actions
 
@@ -68,15 +65,3 @@ def test_first_updates_are_those_of_1f1b(kind: str, accumulation_steps: int) -> 
         feed(each, DATA[3 * accumulation_steps :])
         each.flush()
     assert same(weights(net), weights(later))
-
-
-def test_what_makes_no_sense_is_refused() -> None:
-    net = fresh(Plain)
-    with pytest.raises(InputError, match=r"'1f1b' never applies late gradients"):
-        net.trainer(
-            momentum, F.cross_entropy, method="1f1b", options=TrainerOptions(synchronous_updates=2)
-        )
-    with pytest.raises(
-        InputError, match="synchronous_updates=-1; expected a whole number, at least 0"
-    ):
-        net.trainer(momentum, F.cross_entropy, options=TrainerOptions(synchronous_updates=-1))

@@ -25,12 +25,10 @@ from training import (
     feed,
     fresh,
     momentum,
-    next_word,
     plain_loop,
     plain_sgd,
     same,
     seeded,
-    sentences,
     trainer_of,
     weights,
 )
@@ -233,8 +231,10 @@ def test_sparse_gradients_are_gathered_dense() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(11, 6, sparse=sparse), nn.Linear(6, 11)).double()
         net = revcompile.petrafy(model, 2, torch.zeros(3, 5, dtype=torch.long), check="off")
-        trainer = trainer_of(net, plain_sgd, next_word, accumulation_steps=2, clip_grad_norm=0.1)
-        feed(trainer, sentences(6))
+        loss = lambda output, target: F.cross_entropy(output.flatten(0, 1), target)  # noqa: E731
+        trainer = trainer_of(net, plain_sgd, loss, accumulation_steps=2, clip_grad_norm=0.1)
+        words = torch.randint(11, (6, 3, 6))
+        feed(trainer, [(each[:, :-1], each[:, 1:].flatten()) for each in words])
         found.append(weights(net))
     assert same(*found)
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from training import Plain, batches, fresh, same, trainer_of
 
-import revcompile
 from revcompile import Metrics
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.trainer.trainer import Trainer
@@ -109,32 +108,6 @@ def _backward(loss: torch.Tensor) -> torch.Tensor:
 
 def test_a_loss_that_needs_no_target_is_given_none() -> None:
     assert trainer_of(fresh(Plain, 2), loss=lambda o, y: o.square().mean()).step(X).loss > 0
-
-
-class OwnLoss(nn.Module):
-    """Residual blocks over embeddings; returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-def test_batches_of_a_model_with_its_own_loss_are_those_of_a_step() -> None:
-    ids, labels = torch.randint(11, (2, 4, 5))
-    net = revcompile.petrafy(OwnLoss(), 2, (ids, labels))
-    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1), None)
-    trainer.step((ids, labels))
-    trainer.flush()
-    batches = ((ids, labels), ((ids, labels), None), {"ids": ids, "labels": labels})
-    losses = [trainer.evaluate([batch]).loss for batch in batches]
-    assert losses == [losses[0]] * 3
 
 
 def test_a_trainer_prints_what_it_trains() -> None:

@@ -22,13 +22,14 @@ from training import (
     Batch,
     Net,
     Plain,
+    Steep,
     adam,
     batches,
     feed,
     fresh,
-    groups_of,
     momentum,
     same,
+    several,
     through_a_file,
     trainer_of,
     weights,
@@ -36,17 +37,8 @@ from training import (
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
-from revcompile.optim import ErrorFeedback
 from revcompile.runtime.checkpoint.training import save_training
 from revcompile.runtime.stage.loss import LossScale
-
-
-def several(parameters: Any) -> list[torch.optim.Optimizer]:
-    """SGD with error feedback for matrices, AdamW for everything else."""
-    given = list(parameters)
-    matrices, rest = ([p for p in given if (p.ndim == 2) is kind] for kind in (True, False))
-    return [ErrorFeedback(momentum(matrices)), adam(rest)]
-
 
 SCALED: Final = {"autocast": torch.float16, "loss_scale": LossScale(2.0**20, growth_interval=3)}
 RESUMED: Final[dict[str, dict[str, Any]]] = {
@@ -240,8 +232,9 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     missing = {**state, "model": {k: v for k, v in state["model"].items() if k != "head.bias"}}
     with_adam = trainer_of(fresh(), adam).state_dict()
     more = trainer.state_dict()
-    for group in groups_of(more):
-        group["amsgrad"] = False
+    for stage in more["stages"].values():
+        for group in stage["groups"]:
+            group["amsgrad"] = False
     for bad, said in [
         ({"weights": 1}, r"what trainer.state_dict\(\) returns .*got None"),
         (state["model"], "got None"),
@@ -521,33 +514,19 @@ def test_an_update_is_the_mean_over_what_is_not_left_out(accumulation_steps: int
     assert worst(dict(model.state_dict()), dict(net.to_module().state_dict()))[0] < 1e-12
 
 
-class Root(nn.Module):
-    """Its value is fine at zero, its gradient is not."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale).square().sum(1, keepdim=True).sqrt() + x
-
-
-class RootFirst(nn.Module):
+class SteepFirst(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.root, self.body = Root(5), Net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.root(x))
+        self.stem = Steep(5, 6)
 
 
-class RootLast(nn.Module):
+class SteepLast(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.root = Plain(), Root(3)
+        self.last = Steep(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.root(self.body(x) * x.mean(1, keepdim=True))
+        return self.last(super().forward(x) * x.mean(1, keepdim=True))
 
 
 @pytest.mark.parametrize("method", ["petra", "pipedream", "backprop"])
@@ -555,7 +534,7 @@ def test_a_bad_gradient_of_the_last_stage_is_as_a_bad_loss(method: str) -> None:
     x, y = batches(1, seed=3)[0]
     found = []
     for bad in (0.0, torch.nan):
-        trainer = trainer_of(fresh(RootLast), method=method, accumulation_steps=2)
+        trainer = trainer_of(fresh(SteepLast), method=method, accumulation_steps=2)
         feed(trainer, batches(3))
         with pytest.raises(NonFiniteError, match=r"was left out of the update") as raised:
             trainer.step(torch.full_like(x, bad), y)
@@ -569,27 +548,27 @@ def test_a_bad_gradient_of_the_last_stage_is_as_a_bad_loss(method: str) -> None:
 @pytest.mark.parametrize("method", ["petra", "pipedream", "ddg", "1f1b", "backprop"])
 def test_a_gradient_that_is_not_finite_on_its_way_back_is_left_out(method: str) -> None:
     """Later stages have used it already; the stage that meets it, and those before, do not."""
-    net = fresh(RootFirst)
+    net = fresh(SteepFirst)
     trainer = trainer_of(net, method=method)
     x, y = batches(1, seed=3)[0]
     errors = []
     for inputs, target in [*batches(4), (torch.zeros_like(x), y), *batches(6, seed=2)]:
-        root = net.model.get_parameter("root.scale").clone()
+        stem = net.model.get_parameter("stem.weight").clone()
         try:
             trainer.step(inputs, target)
         except NonFiniteError as error:
             errors.append(error)
-            assert torch.equal(net.model.get_parameter("root.scale"), root)
+            assert torch.equal(net.model.get_parameter("stem.weight"), stem)
     (error,) = errors
     assert (error.stage, error.microbatch) == (0, 4)
-    assert "parameter root.scale" in str(error)
+    assert "parameter stem.weight" in str(error)
     trainer.flush()
     assert all(t.isfinite().all() for t in weights(net).values())
     trainer.state_dict()
 
 
 def test_all_that_a_call_finds_bad_is_named() -> None:
-    trainer = trainer_of(fresh(RootFirst))
+    trainer = trainer_of(fresh(SteepFirst))
     x, y = batches(1, seed=3)[0]
     feed(trainer, batches(4))
     for _ in range(3):  # none has come back to the first stage
@@ -604,7 +583,7 @@ def test_all_that_a_call_finds_bad_is_named() -> None:
 
 
 def test_a_drained_save_writes_and_then_reports_the_bad_micro_batch(tmp_path: Path) -> None:
-    saved, flushed, resumed = (trainer_of(fresh(RootFirst)) for _ in range(3))
+    saved, flushed, resumed = (trainer_of(fresh(SteepFirst)) for _ in range(3))
     x, y = batches(1, seed=3)[0]
     for trainer in (saved, flushed):
         feed(trainer, [*batches(4), (torch.zeros_like(x), y)])
