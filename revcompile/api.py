@@ -97,10 +97,10 @@ def reversify(
         model: Left as it is; the result owns copies of its weights, and is in the same mode
             (`train()` or `eval()`).
         example_inputs: A tensor, or a tuple of positional arguments, with a batch of two or more.
-            timm models need none.
+            Default: timm's input size.
         example_kwargs: Keyword arguments of the example.
         policy: How the two streams begin and end. "paper": as in PETRA's RevNets, with a wider stem
-            and head where these are dense layers, to train from scratch; "same_parameters": with
+            and head (convolution, linear layer), to train from scratch; "same_parameters": with
             the original's parameters, to train from scratch; "pretrained": the original's function
             in eval mode, and with noise that averages out in training.
         check: What is compared with the original on the example. "full": outputs, gradients and
@@ -194,6 +194,9 @@ def _reversified(
                 "model of it, which computes another function and has to be trained. Pass "
                 "policy='pretrained' to keep what the model computes"
             )
+        branches = (coupling.branch for coupling in rewired.couplings)
+        calls = (n for branch in branches for n in branch.find_nodes(op="call_module"))
+        _refuse_state_in_python(rewired, caller, (str(node.target) for node in calls))
         if level is not Check.OFF:
             is_single = net.rewired.batch == 1  # the model takes no more samples
             example = make_example(model, example_inputs, example_kwargs, is_single)
@@ -278,7 +281,7 @@ def petrafy(
         leaf_modules=leaf_modules,
         tolerance=tolerance,
     )
-    _refuse_state_in_python(net.rewired, "petrafy")
+    _refuse_state_in_python(net.rewired, "petrafy", net.rewired.stateful)
     _warn_if_nothing_is_reversible(net.rewired, "petrafy")
     method = choose("petra_stashed" if net.rewired.policy.averaged else "petra")
     batch = microbatch_size or net.rewired.batch
@@ -384,13 +387,14 @@ def _refuse_reversible(model: Any, caller: str) -> None:
         )
 
 
-def _refuse_state_in_python(rewired: Rewired, caller: str) -> None:
-    """Backward computes a module again, which would advance its state once more."""
-    if rewired.stateful:
+def _refuse_state_in_python(rewired: Rewired, caller: str, computed_again: Iterable[str]) -> None:
+    """Backward computes modules again, which would advance their state once more."""
+    found = sorted(rewired.stateful.keys() & set(computed_again))
+    if found:
         raise InputError(
-            f"{caller}: {rewired.stateful[0]}, and what it computes depends on that. The backward "
-            "pass runs modules again: keep the state in a buffer (self.register_buffer), or "
-            "outside the model"
+            f"{caller}: {found[0]}: {rewired.stateful[found[0]]}. The backward pass runs modules "
+            "again: keep what they count or store in buffers (self.register_buffer), or outside "
+            "the model"
         )
 
 
@@ -419,7 +423,6 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
             net.train()
         report = _inversion_report(net, args, kwargs, net.tolerance)
     if not report.ok:
-        _refuse_state_in_python(net.rewired, caller)
         name, error = report.worst
         coupling = next(segment for segment in net.rewired.couplings if segment.name == name)
         block = block_of(net.rewired, coupling)

@@ -239,8 +239,8 @@ class StagedModel(StageReport):
                 stepped at every update.
             param_groups: Function from a stage's `[(name, parameter), ...]` to torch's parameter
                 groups.
-            clip_grad_norm: The largest gradient norm: of the whole model if all stages update
-                together, else of each stage.
+            clip_grad_norm: The largest gradient norm: of each stage, or, with methods that drain,
+                of the whole model.
             autocast: torch.bfloat16 or torch.float16, for the branches; the streams stay float32.
             memory_budget: Memory of a device, as "2GiB" or in bytes; "auto": four fifths of what a
                 CUDA device has free (on ranks, the one with the least). Stages with enough memory

@@ -1,1 +1,1 @@
-"""What people see: tables, code, the story of a block, drawings."""
+"""Tables, generated code, explanations of blocks, drawings."""

@@ -63,6 +63,7 @@ def _class_of_both(own: Any, kind: Any) -> Any:
         return _restored, (own, self._original.importable_kind), self.__getstate__()
 
     members |= {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
+    members["_reserved_names"] = own._reserved_names  # those of `kind` are the original's
     members["__qualname__"] = kind.__qualname__
     return types.new_class(kind.__name__, (own, kind), {}, lambda body: body.update(members))
 

@@ -1,6 +1,6 @@
 """The stages of a partition as plain modules, for the schedules of `torch.distributed.pipelining`.
 
-    Partition --pipeline_stages--> one `StageModule` a stage: tensors in, tensors out, autograd
+    Partition --pipeline_stages--> one `StageModule` per stage: tensors in, tensors out, autograd
 
 Each stage is a rewired model of its own: it owns copies of the weights it reads, under their
 original names, and `Reversible` runs it. Only tensors are sent. A size that a later stage reads is

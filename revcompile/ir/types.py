@@ -11,7 +11,7 @@ import enum
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -117,8 +117,8 @@ class Captured:
     guards: Guards = NO_GUARDS
     draws: frozenset[str] = frozenset()
     """Lines (`file:line`) that draw random numbers which decide nothing; the graph draws none."""
-    stateful: tuple[str, ...] = ()
-    """Leaf modules whose next call computes something else, and why."""
+    stateful: Mapping[str, str] = field(default_factory=dict)
+    """Leaf modules whose next call computes something else, by path, and why."""
     computed: frozenset[tuple[str, str]] = frozenset()
     """Attributes in which the original's forward leaves tensors: path of the module, and name."""
 
@@ -401,7 +401,7 @@ class Rewired:
     """Name of each tensor that rewiring made -> (name in the original state dict, how)."""
     notes: tuple[str, ...] = ()
     guards: Guards = NO_GUARDS
-    stateful: tuple[str, ...] = ()
+    stateful: Mapping[str, str] = field(default_factory=dict)
     """As in `Captured`: such modules may run only once for each micro-batch."""
 
     @property

@@ -1,4 +1,4 @@
-"""Sums that can be undone to the bit, for branches that compute in low precision.
+"""Exactly invertible sums, for branches that compute in low precision.
 
 A float32 sum is rounded, so `y - F(b)` misses `a` by a last bit. To a float32 branch that does
 not matter. A bfloat16 (or TF32) branch amplifies it: the input of the next block, off by 1e-8,

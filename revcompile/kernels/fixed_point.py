@@ -1,4 +1,4 @@
-"""Averaged couplings in fixed-point numbers, undone to the bit.
+"""Averaged couplings in fixed-point numbers, exactly invertible.
 
     forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s / 16, s = ±1
     inverse   a = b + (y - b - (1 + gamma) F(b)) / gamma

@@ -1,7 +1,7 @@
 """Averaged couplings in one pass over memory; `fixed_point` has the same step by step.
 
-A dozen of torch's operations would read and write the streams a dozen times. Results are the same
-to the bit, so that one block may be computed by either.
+A dozen of torch's operations would read and write the streams a dozen times. Results are
+bit-identical, so that one block may be computed by either.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ an update are then about equal, so no direction of a matrix moves much faster th
 a gradient that is t updates old still points downhill. Adam's elementwise denominators do not have
 that property: transformers trained with Adam under delay stay far behind.
 
-What delay is left is compensated by error feedback (see `revcompile.optim.error_feedback`):
+Error feedback compensates for the delay (see `revcompile.optim.error_feedback`):
 
     w <- w - u_n - c (u_n - u_{n-1})        u_n: the update, learning rate and decay included
                                             c = feedback * delay

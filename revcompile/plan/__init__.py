@@ -1,1 +1,1 @@
-"""Before training: what stages are (report) and may keep (budget), what a cluster would do."""
+"""Before training: reports on stages, memory budgets, forecasts, warnings of late gradients."""

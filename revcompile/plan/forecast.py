@@ -1,4 +1,4 @@
-"""What a cluster would do with a model: throughput, memory and lateness of each method.
+"""Forecasts for a model on a cluster: throughput, memory and delay of each method.
 
 Baselines (data parallel, GPipe, 1F1B, interleaved 1F1B, zero-bubble) train the original model, cut
 for them by the same rule. PETRA trains the rewired model: the first stages rebuild, the last ones

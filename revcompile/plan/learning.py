@@ -32,7 +32,7 @@ _REMEDIES: Final = (
     "delay"
 )
 _REMEDIES_OF_LONG_DELAYS: Final = (
-    "fewer stages, or momentum 0.8 and learning rates divided by the delay "
+    "fewer stages, or momentum 0.8 and learning rates times 2 / (1 + delay) "
     "(docs/guides/choosing.md), which needed up to twice the updates"
 )
 

@@ -5,7 +5,7 @@
     generate       the action list of every stage
     dryrun         executes the lists without tensors: no deadlock, and how busy each stage is
     drained        passes of pipelines that drain, with those that others run: time and memory
-    steady_state   time a micro-batch once the pipeline is full
+    steady_state   time per micro-batch in a full pipeline
     chrome         recorded runs as Chrome traces
 
 Pure arithmetic: nothing here imports torch.

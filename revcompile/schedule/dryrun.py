@@ -1,7 +1,7 @@
 """The dry run: action lists executed against each other without tensors.
 
-It proves that the lists fit together (no stage waits for ever, nothing is sent in vain), and says
-how busy each stage would be. Every schedule that trains is checked this way first.
+It proves that the lists fit together (no deadlock, no message that nobody receives), and says how
+busy each stage would be. Every schedule that trains is checked this way first.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,28 @@ class OnlyInTraining(Averaged):
         return y - self.mean
 
 
+class BehindData(Averaged):
+    """No version counts these writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.mean.data.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return y
+
+
+class OwnNorm(Averaged):
+    """Nor those of a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("variance", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        statistics = self.mean, self.get_buffer("variance")
+        return nn.functional.batch_norm(self.layer(x), *statistics, training=self.training)
+
+
 class OfItsChild(nn.Module):
     """Writes into buffers of another module."""
 
@@ -86,7 +110,7 @@ class Net(nn.Module):
         return self.head(h)
 
 
-MODELS = [InPlace, Assigned, OnlyInTraining, OfItsChild]
+MODELS = [InPlace, Assigned, OnlyInTraining, BehindData, OwnNorm, OfItsChild]
 
 
 def made(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor]]:
@@ -166,22 +190,32 @@ def test_a_model_whose_own_forward_pass_writes_is_refused(how: str) -> None:
         revcompile.reversify(WritesItself(how), torch.randn(5, 8))
 
 
-def test_layers_that_sum_in_a_plain_tensor_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("holder", "what"),
+    [
+        (lambda total: total, r"'layers\.0\.total'"),
+        (lambda total: [total], "a tensor that is neither a parameter nor a buffer"),
+    ],
+    ids=["attribute", "list"],
+)
+def test_layers_that_sum_in_a_plain_tensor_are_refused(holder: Any, what: str) -> None:
     """It is no buffer, which would be restored before a branch runs again."""
 
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.total = nn.Linear(8, 8), torch.zeros(8)
+            self.layer, self.total = nn.Linear(8, 8), holder(torch.zeros(8))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.total += x.detach().mean(0)
-            return self.layer(x) * self.total
+            total = self.total if isinstance(self.total, Tensor) else self.total[0]
+            if self.training:
+                total += x.detach().mean(0)
+                return self.layer(x)
+            return self.layer(x) - total
 
-    with pytest.raises(
-        InputError, match=r"layers\.0: the forward pass writes into 'layers\.0\.total'"
-    ):
-        revcompile.reversify(Net(Counts), torch.randn(5, 8))
+    for compiled in (revcompile.reversify, partial(revcompile.petrafy, num_stages=2)):
+        with pytest.raises(InputError, match=rf"layers\.0: the forward pass writes into {what}"):
+            compiled(Net(Counts), example_inputs=torch.randn(5, 8))
 
 
 def test_writes_into_tensors_that_only_this_call_makes_do_not_stay() -> None:
@@ -224,7 +258,7 @@ class Branches(InPlace):
         return super().forward(x) if x.isfinite().all() else x
 
 
-@pytest.mark.parametrize("kind", [InPlace, Assigned, Branches])
+@pytest.mark.parametrize("kind", [InPlace, Assigned, BehindData, OwnNorm, Branches])
 def test_buffers_have_no_readers_outside_the_leaf_module_that_changes_them(
     kind: type[nn.Module],
 ) -> None:
@@ -238,6 +272,30 @@ def test_buffers_have_no_readers_outside_the_leaf_module_that_changes_them(
     }
     with pytest.raises(CaptureError, match=r"add\w* reads inner\.mean, which inner changes"):
         revcompile.reversify(ReadOutside(kind), x)
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(2, 8)], ids=["same", "view"])
+def test_leaf_modules_that_read_a_buffer_stay_with_the_one_that_changes_it(part: slice) -> None:
+    class Reads(nn.Module):
+        def __init__(self, table: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("table", table)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.get_buffer("table").sum()
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.writes = InPlace()
+            mean = self.writes.mean
+            self.reads = Reads(mean if part == slice(None) else mean[part])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.reads(self.writes(x))
+
+    with pytest.raises(CaptureError, match="reads table, which writes changes"):
+        revcompile.reversify(Both(), torch.randn(5, 8), leaf_modules=[Reads])
 
 
 def test_assigning_data_twice_is_a_change_wherever_the_new_memory_lies() -> None:

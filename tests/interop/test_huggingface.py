@@ -72,6 +72,27 @@ def test_what_a_pretrained_model_shows_is_shown() -> None:
     assert net.config.vocab_size == 50
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_changed_configuration_is_seen() -> None:
+    import transformers
+
+    class Scaled(transformers.GPT2LMHeadModel):
+        def forward(self, input_ids: Tensor) -> Any:
+            return super().forward(input_ids).logits * self.config.factor
+
+    torch.manual_seed(0)
+    small: Any = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "factor": 2.0}
+    model = Scaled(transformers.GPT2Config(**small)).eval()
+    ids = torch.arange(8).view(2, 4)
+    net: Any = revcompile.reversify(model, ids, policy="pretrained").eval()
+    first = net(ids)
+    net.config.factor = 3.0
+    torch.testing.assert_close(net(ids), 1.5 * first)
+    net.config = copy.deepcopy(net.config)
+    net.config.factor = 5.0
+    torch.testing.assert_close(net(ids), 2.5 * first)
+
+
 def _grouped(**options: Any) -> Any:
     """A Llama whose heads share keys and values, and that caches them by default."""
     import transformers

@@ -84,7 +84,7 @@ def test_above_seven_updates_no_optimizer_and_no_weights_are_a_remedy(weights: s
     for optimizer in (torch.optim.AdamW, DelayAwareMuon):
         (text,) = advice(net(stages=5), optimizer, in_flight_per_stage=2, weights=weights)
         assert "up to 8 updates late" in text
-        assert "Use fewer stages, or momentum 0.8 and learning rates divided by the delay" in text
+        assert "Use fewer stages, or momentum 0.8 and learning rates times 2" in text
         assert "; or accumulation_steps=8" in text
         assert "'stashed'" not in text and "revcompile.optim" not in text
 

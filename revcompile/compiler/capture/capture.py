@@ -280,7 +280,7 @@ class _Capture:
                 self._model, root, self._example, traced, (train, evaluation), merged
             ),
             draws=frozenset(first.draws | second.draws),
-            stateful=tuple(f"{path}: {self._reasons[path]}" for path in sorted(self._stateful)),
+            stateful={path: self._reasons[path] for path in sorted(self._stateful)},
         )
 
 

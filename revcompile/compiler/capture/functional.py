@@ -45,6 +45,7 @@ from revcompile.compiler.capture.memory import (
     location_of,
     other_name_of,
     overwrites_unshared,
+    storage_of,
     works_in_place,
 )
 from revcompile.ir.ops import (
@@ -227,24 +228,39 @@ class _Functional:
             if node.target is not functional.batch_norm and any(_statistics(node)):
                 reason = f"{node.name} moves running statistics; call F.batch_norm"
                 raise NotFunctional(reason, [node])
+        movers: dict[int, list[fx.Node]] = {}
+        for node in calls:
+            for storage in self._moved(node):
+                movers.setdefault(storage, []).append(node)
+        if not movers:
+            return
         for read in self.original.find_nodes(op="get_attr"):
-            movers = [node for node in calls if self._moves(node, read)]
-            for reader in read.users if movers else ():
+            found = movers.get(self._storage(read), [])
+            for reader in read.users if found else ():
                 if _reads(reader) and read not in _statistics(reader):
-                    reason = f"{reader.name} reads {read.target}, which {movers[0].name} changes"
-                    raise NotFunctional(reason, [reader, *movers])
+                    reason = f"{reader.name} reads {read.target}, which {found[0].name} changes"
+                    raise NotFunctional(reason, [reader, *found])
+        for reader in self.original.find_nodes(op="call_module"):
+            module, own = self.root.get_submodule(str(reader.target)), self._moved(reader)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                found = [] if storage_of(tensor) in own else movers.get(storage_of(tensor), [])
+                if found:
+                    reason = f"{reader.target} reads {name}, which {found[0].name} changes"
+                    raise NotFunctional(reason, [reader, *found])
 
-    def _moves(self, node: fx.Node, read: fx.Node) -> bool:
-        """Does a call change the tensor that another node reads?"""
+    def _moved(self, node: fx.Node) -> set[int]:
+        """Storages of parameters and buffers that a call changes."""
         if node.op != "call_module":
-            given = (n for n in _statistics(node) if isinstance(n, fx.Node))
-            return any(_storages(n) & _storages(read) for n in given)
+            given = [_storages(n) for n in _statistics(node) if isinstance(n, fx.Node)]
+            reads = self.original.find_nodes(op="get_attr")
+            return {self._storage(n) for n in reads if any(_storages(n) & s for s in given)}
         modules = self.root.get_submodule(str(node.target)).modules()
-        norms = (module for module in modules if isinstance(module, _BatchNorm))
-        moved = [held for norm in norms for held in norm.buffers()]
+        moved = [held for m in modules if isinstance(m, _BatchNorm) for held in m.buffers()]
         moved += [attribute(self.root, path) for path in node.meta.get(MOVES, ())]
-        tensor = attribute(self.root, str(read.target))
-        return any(tensor is held for held in moved)
+        return {*map(storage_of, moved)} - {0}
+
+    def _storage(self, read: fx.Node) -> int:
+        return storage_of(attribute(self.root, str(read.target)))
 
 
 def _statistics(node: fx.Node) -> tuple[Any, ...]:

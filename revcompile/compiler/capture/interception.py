@@ -50,7 +50,9 @@ class TracedFunctions(TorchFunctionMode):
             return func(True)
         if func not in RANDOM and not contains_proxy((args, kwargs)):
             with NoDraws("random numbers drawn outside the graph"):
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            self._tracer.note_made(result, (args, kwargs))
+            return result
         create = self._tracer.create_proxy
         if func.__name__ == "__get__":
             return getattr(args[0], func.__self__.__name__)

@@ -3,8 +3,7 @@
 Observed on the fake tensors while tracing, not guessed from names: an in-place layer, a dropout
 that returns its input in eval mode and `mask.div_(keep)` are all seen the same way. The results are
 facts in `node.meta` (the keys below), which `functional.py` uses and removes. After that the only
-nodes that write are those that store a buffer's new contents, and layers that overwrite a value
-with no other reader.
+nodes that write are layers that overwrite a value with no other reader.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.ir.module_tree import NORMS, called_module
 from revcompile.ir.types import TYPE
@@ -103,16 +103,35 @@ def watch_memory(node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[None]
     node.meta[STORAGES] = frozenset(location.storage for location in node.meta[LOCATIONS])
 
 
+class _StateWatch(TorchDispatchMode):
+    """Notes storages that operations write to, also where no version tells.
+
+    Writes behind `.data` do not, nor do batch norms, which move running statistics in C++.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, declared = kwargs or {}, func._schema.arguments
+        given = {**dict(zip((a.name for a in declared), args, strict=False)), **kwargs}
+        for argument in declared:
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            if is_write or argument.name in ("running_mean", "running_var"):
+                self.written |= _storages(tensors_in(given.get(argument.name)))
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def watch_state(module: nn.Module) -> Iterator[set[str]]:
     """Collect the names of the parameters and buffers that a call writes to or replaces."""
-    before = {name: (tensor, tensor._version) for name, tensor in _state_of(module).items()}
+    before = _state_of(module)
     moved: set[str] = set()
-    yield moved
-    now = _state_of(module)
-    moved |= {
-        n for n, (t, version) in before.items() if now.get(n) is not t or t._version != version
-    }
+    with _StateWatch() as watch:
+        yield moved
+    now, written = _state_of(module), watch.written
+    moved |= {n for n, t in before.items() if now.get(n) is not t or storage_of(t) in written}
 
 
 def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:

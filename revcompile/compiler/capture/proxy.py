@@ -84,6 +84,9 @@ class ShapedTracer(fx.Tracer):
         if path is not None:
             self.asked.add((path, name))
 
+    def note_made(self, result: Any, given: Any) -> None:
+        """Note the new tensors among what a function returns that no proxy was given to."""
+
     def fold(self, node: fx.Node, which: int) -> Any:
         """The real value of a node that is computed from sizes alone."""
         self.evaluating = True

@@ -92,7 +92,8 @@ _DATA: Final = ("placeholder", "get_attr", "call_module")
 _CHECKPOINTING = ("CheckpointFunction", "_NoopSaveInputs")
 """Functions of `torch.utils.checkpoint`, which change no values."""
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
-_CONSTANT: Final = "a tensor made without its input; make it with x.new_zeros(...) or the like"
+_MADE: Final = "a tensor made without its input; make it with x.new_zeros(...) or the like"
+_FOUND: Final = "a tensor that is neither a parameter nor a buffer"
 
 
 class Tracer(ShapedTracer):
@@ -131,6 +132,8 @@ class Tracer(ShapedTracer):
         """Of parameters and buffers, by id."""
         self._kept: dict[int, tuple[str, type[UntracedEffect]]] = {}
         """Tensors that outlive a call, by storage: a name, and what a write into one is."""
+        self._made: dict[int, torch.Tensor] = {}
+        """Tensors that the forward pass has made without its inputs, by storage."""
         self._state_proxies: dict[str, Any] = {}
         self._held: dict[str, torch.Tensor] = {}
         """Buffers, as they were before the forward pass, and constants."""
@@ -257,8 +260,15 @@ class Tracer(ShapedTracer):
             name = f"{CONSTANT_PREFIX}{len(self._constants)}"
             self._constants[name] = tensor
         self._held[name] = tensor
-        self._kept.setdefault(storage_of(tensor), (_CONSTANT, UntracedEffect))
+        is_made = storage_of(tensor) in self._made
+        effect = (_MADE, UntracedEffect) if is_made else (_FOUND, PythonState)
+        self._kept.setdefault(storage_of(tensor), effect)
         return name
+
+    def note_made(self, result: Any, given: Any) -> None:
+        """Note the new tensors among what a function returns that no proxy was given to."""
+        known = {storage_of(tensor) for tensor in tensors_in(given)}
+        self._made |= {storage_of(t): t for t in tensors_in(result) if storage_of(t) not in known}
 
     def _refuse_custom_function(self, result: Any) -> None:
         """A graph would keep a custom function's forward and lose its backward."""
@@ -365,8 +375,10 @@ class Tracer(ShapedTracer):
                 of = "" if path == self._path else f" of {path}"
                 raise PythonState(f"the forward pass counts in {where} {name!r}{of}", module)
             # with a table that grows, results may depend on the sizes of earlier calls
-            sizes = [k for k in held if k not in stored and type(held[k]) in (int, NumberProxy)]
-            if sizes and self._path and not any(module.children()):
+            numbers = (int, float, NumberProxy)
+            sizes = [k for k in held if k not in stored and type(held[k]) in numbers]
+            has_table = any(isinstance(value, torch.Tensor) for value in held.values())
+            if sizes and has_table and self._path and not any(module.children()):
                 reason = f"the forward pass keeps a size in its attribute {sizes[0][1]!r}"
                 raise UntracedEffect(reason, module)
         return result

@@ -1,7 +1,7 @@
 """lower: parts -> stage programs, the code each device runs.
 
-Stages are lowered from the first to the last: a stage's backward program decides what it needs
-back, and that is what the next stage's has to send.
+Stages are lowered from the first to the last: a stage's backward program decides which values the
+next stage must send back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stage programs with their fusion regions compiled: one kernel for what surrounds a convolution.
 
 Forward and backward run the same compiled function of a region, both under autograd: a branch that
-backward recomputes has to come out as in forward, to the bit.
+backward recomputes must be bit-identical to forward.
 """
 
 from __future__ import annotations

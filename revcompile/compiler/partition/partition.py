@@ -188,10 +188,10 @@ def _check_count(rewired: Rewired, stages: int, pieces: Sequence[Segment]) -> No
         return
     blocks = sum(piece.reversible for piece in pieces)
     shown = ", ".join(piece.name for piece in pieces[:40]) + (", ..." if len(pieces) > 40 else "")
+    advice = f"; use num_stages <= {len(pieces)}. The pieces are: {shown}" if pieces else ""
     raise InputError(
         f"petrafy: num_stages={stages}, but {rewired.name} has {len(pieces)} pieces that can stand "
-        f"alone ({blocks} of them reversible blocks); use num_stages <= {len(pieces)}. "
-        f"The pieces are: {shown}"
+        f"alone ({blocks} of them reversible blocks){advice}"
     )
 
 

@@ -1,7 +1,7 @@
 """Schedules side by side on one time axis, drawn from dry runs.
 
-In the manner of PETRA's Fig. 1: a row a stage, a box a forward or backward pass with the number of
-its micro-batch. A method that keeps the graph of its forward pass need not compute it again: its
+In the manner of PETRA's Fig. 1: one row per stage, one box per pass, with the number of its
+micro-batch. A method that keeps the graph of its forward pass need not compute it again: its
 backward pass is drawn, and counted, that much shorter.
 """
 

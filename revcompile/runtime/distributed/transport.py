@@ -213,6 +213,7 @@ class DistributedTransport(Transport):
             for group in {id(group): group for group in groups}.values():
                 distributed.destroy_process_group(group)
         self._channels.clear()
+        self.averages.clear()
         return all(ended)
 
 

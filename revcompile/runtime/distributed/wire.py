@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ class Header(NamedTuple):
     """Bytes of the payload."""
     inputs: int = 0
     target: int = 0
+    samples: int = 0
 
     @classmethod
     def of(cls, message: Message, kind: MessageKind, **numbers: int) -> Header:
@@ -55,8 +57,7 @@ class Header(NamedTuple):
             microbatch=message.index,
             void=message.void,
             is_exact=message.is_exact,
-            inputs=message.fingerprint.inputs,
-            target=message.fingerprint.target,
+            **asdict(message.fingerprint),
             **numbers,
         )
 
@@ -76,7 +77,7 @@ class Header(NamedTuple):
         return Message(
             self.microbatch,
             void=bool(self.void),
-            fingerprint=Fingerprint(self.inputs, self.target),
+            fingerprint=Fingerprint(self.inputs, self.target, self.samples),
             is_exact=bool(self.is_exact),
             **parts,
         )

@@ -36,14 +36,14 @@ class Fingerprint:
 
     inputs: int = 0
     target: int = 0
+    samples: int = 0
+    """How many there are: outputs do not always tell."""
 
     @classmethod
-    def of(cls, inputs: Any, target: Any, microbatch: int, is_last: bool = False) -> Fingerprint:
-        """Of the target; of the inputs where there is none; not compared if one stage has both."""
-        if is_last:
-            return NOT_COMPARED
+    def of(cls, inputs: Any, target: Any, microbatch: int, samples: int = 0) -> Fingerprint:
+        """Of the target; of the inputs where there is none."""
         of_target = fingerprint(target, microbatch)
-        return cls(target=of_target) if of_target else cls(inputs=fingerprint(inputs, microbatch))
+        return cls(0 if of_target else fingerprint(inputs, microbatch), of_target, samples)
 
 
 NOT_COMPARED: Final = Fingerprint()

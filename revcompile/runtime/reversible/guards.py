@@ -27,7 +27,7 @@ from revcompile.ir.guards import (
     input_types,
 )
 from revcompile.ir.module_tree import child_path, copy_module, device_of_model
-from revcompile.ir.ops import called, grown_size
+from revcompile.ir.ops import called, grown_size, samples_beyond
 from revcompile.ir.plain_attributes import PlainAttributes
 from revcompile.ir.signature import LeftOutError, bind
 from revcompile.ir.snapshot import Presence, shown
@@ -236,14 +236,20 @@ class _Sizes(fx.Interpreter):
             if guard.grown is not None:
                 expected = grown_size(guard.value, guard.grown, self._samples_beyond())
             if now is _ABSENT or now != expected:
-                return Mismatch(guard.expression, expected, now, guard.source)
+                return Mismatch(guard.expression, guard.value, now, guard.source)
         return None
 
     def _samples_beyond(self) -> int:
         """How many samples more than the example the inputs hold."""
         kinds = (node.meta.get(TYPE) for node in self.graph.find_nodes(op="placeholder"))
         pairs = zip(kinds, self._inputs, strict=True)
-        return next((_batch(k, t) - k.batch for k, t in pairs if k.batch_dim is not None), 0)
+        found = ((k, k.batch_dim, t) for k, t in pairs)
+        given = (
+            samples_beyond(t, dim, k.shape[dim], k.per_sample[dim])
+            for k, dim, t in found
+            if dim is not None and dim < t.dim()
+        )
+        return next(given, 0)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "output":

@@ -197,8 +197,8 @@ class StatefulBuffers:
     """Buffers that a branch changes while it runs (the vectors of a spectral norm, for instance).
 
     Which ones those are is learned from the first run in each mode; from then on only those are
-    copied per call. The others are compared after each run, which copies nothing: one that changes
-    later is an error, because its contents before the run are lost.
+    copied per call. Versions of the others are compared after each run: one that changes later is
+    an error, because its contents before the run are lost.
     """
 
     def __init__(self, candidates: Sequence[tuple[nn.Module, str]]) -> None:
@@ -224,11 +224,14 @@ class StatefulBuffers:
         """After a run: the snapshots of the buffers that it changed."""
         if not self._candidates:
             return []
-        self._modes_seen.add(self._modes())
-        pairs = enumerate(zip(identities, self.identities(), strict=True))
-        changed = [position for position, (old, new) in pairs if not _is_same(old, new)]
-        self._changing.update(changed)
         known = {(snapshot.module, snapshot.name): snapshot for snapshot in snapshots}
+        pairs = enumerate(zip(identities, self.identities(), strict=True))
+        changed = {position for position, (old, new) in pairs if not _is_same(old, new)}
+        if self._modes() not in self._modes_seen:  # all have been copied
+            self._modes_seen.add(self._modes())
+            slots = enumerate(self._candidates)
+            changed |= {p for p, slot in slots if slot in known and _has_moved(known[slot])}
+        self._changing |= changed
         for module, name in (self._candidates[position] for position in changed):
             if (module, name) not in known:
                 raise ModifiedError(
@@ -238,7 +241,8 @@ class StatefulBuffers:
                     "in every call (the old value, if need be). From the next call on the buffer "
                     "is copied"
                 )
-        return [known[self._candidates[position]] for position in changed]
+        changing = (self._candidates[position] for position in sorted(self._changing))
+        return [known[slot] for slot in changing if slot in known]
 
     @property
     def have_changed(self) -> bool:
@@ -251,6 +255,13 @@ class StatefulBuffers:
     def replay(self, snapshots: list[BufferSnapshot]) -> AbstractContextManager[None]:
         """Around the second run: buffers with the contents they had before the first."""
         return filled([((s.module._buffers, s.name), s.copy.clone()) for s in snapshots])
+
+
+def _has_moved(snapshot: BufferSnapshot) -> bool:
+    """Whether contents differ: versions miss writes behind `.data`, and batch norms in C++."""
+    copy, buffer = snapshot.copy, snapshot.buffer
+    is_plain = copy.layout is torch.strided and not copy.is_meta and not is_capturing(copy.device)
+    return is_plain and not torch.equal(copy, buffer)
 
 
 def _identity(buffer: Tensor | None) -> _Identity:

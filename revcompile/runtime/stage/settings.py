@@ -80,8 +80,8 @@ class TrainerOptions:
     measure_reconstruction_every: int | None = None
     """Measure the reconstruction error of every n-th micro-batch."""
     stage_to_rank: Sequence[int] | None = None
-    """The rank of each stage. Default: consecutive stages, balanced by work. With 2, 3, ... times
-    as many ranks, the pipeline is replicated, and gradients are averaged at every update."""
+    """The rank of each stage. Default: consecutive stages, balanced by work. With a multiple of
+    its ranks, the pipeline is replicated, and gradients are averaged at every update."""
     timeout: float = 600.0
     """Seconds without an answer after which a rank gives up."""
     loss_on_all_ranks: bool = False

@@ -1,1 +1,1 @@
-"""Trainers: what users call to train, evaluate, load data and save; here of one process."""
+"""The trainer: step, flush, evaluate, data, save and load, in one process and on ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
@@ -43,6 +43,7 @@ class RunningMeans:
 
     def __init__(self, steps: Steps, metrics: Mapping[str, Metric] | None) -> None:
         self._binder, self._head = steps.binder, steps.loss_head
+        self._gather = steps.placement.gather
         if metrics is not None and not isinstance(metrics, Mapping):
             raise InputError(
                 "trainer.evaluate: metrics= is a dict of names and functions of (output, target), "
@@ -71,9 +72,9 @@ class RunningMeans:
                 ) from error
         self.samples += samples
 
-    def evaluation(self, gather: Callable[[Any], Sequence[Any]]) -> Evaluation:
+    def evaluation(self) -> Evaluation:
         """The means over the batches of all ranks."""
-        of_ranks = gather([self.sums, self.samples])
+        of_ranks = self._gather([self.sums, self.samples])
         samples = sum(samples for _, samples in of_ranks)
         if not samples:
             raise InputError("trainer.evaluate: the loader is empty")
@@ -156,9 +157,12 @@ class EvaluationPass:
                 self._run_batch(stage, number)
             self._binder.wait_copied()
             number += 1
-        if self.error is None and self._steps.is_last and self._tried(next, self._ends[-1], None):
+
+    def check_end(self) -> None:
+        """After a run without errors: the last rank's loader must have ended, too."""
+        if self._steps.is_last and next(self._ends[-1], None) is not None:
             more = "the loader has more batches where targets are needed than where inputs are"
-            self.error = InputError(f"{more}; {_ADVICE}")
+            raise InputError(f"{more}; {_ADVICE}")
 
     def _tried(self, function: Callable[..., Found], *given: Any) -> Found | None:
         """What a function returns, or None if it fails."""
@@ -194,8 +198,9 @@ class EvaluationPass:
         batch, where = next(self._ends[0], None), f"evaluation, batch {number}"
         if batch is None:
             return None
-        inputs = self._binder.take(self._binder.prepare(batch[0], where))
-        return inputs, Fingerprint.of(*batch, number, self._steps.is_last)
+        values = self._binder.prepare(batch[0], where)
+        sent = Fingerprint.of(*batch, number, self._binder.count_samples(values))
+        return self._binder.take(values), sent
 
     def _outputs(self, stage: int, number: int, inputs: Any, sent: Fingerprint) -> Any:
         where = f"evaluation, batch {number}"
@@ -211,6 +216,5 @@ class EvaluationPass:
             )
         if different := compared(sent, *batch, number):
             raise self._placement.mixed_up(where, different)
-        output, samples = self._head.assembled(outputs), self._binder.count_samples(outputs)
-        self._means.add(where, output, batch[1], samples)
+        self._means.add(where, self._head.assembled(outputs), batch[1], sent.samples)
         return outputs

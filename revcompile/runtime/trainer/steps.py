@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError, RevcompileError
-from revcompile.ir.types import Live
 from revcompile.runtime.executor.boundary import StepInputs
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint, compared
@@ -126,7 +124,6 @@ class Steps:
 
     def __init__(self, task: Task, placement: Placement, schedule: Schedule, seed: int) -> None:
         self._programs, self._settings, self.placement = task.programs, task.settings, placement
-        self._result = task.partition.rewired.body.result
         self.binder = InputBinder(task.model, task.partition, placement.device)
         last = len(task.programs) - 1
         self.is_first, self.is_last = 0 in placement.stages, last in placement.stages
@@ -140,6 +137,8 @@ class Steps:
         placement.attach(self.executors)
         self._given: tuple[Any, Any] = None, None
         """What the step was called with, where the last stage is."""
+        self._samples = 0
+        """Of the micro-batch, where the first or the last stage is."""
         if self.is_last and not self.is_first:
             self.executors[-1].check_data = self._check_data
         self.scheduler = LocalScheduler(self.executors)
@@ -171,7 +170,9 @@ class Steps:
         values, fingerprint, dense = None, NOT_COMPARED, self.runner.is_on
         if self.is_first:
             values = self._inputs(lambda: self.binder.prepare(inputs, dense=dense))
-            fingerprint = Fingerprint.of(inputs, target, microbatch, self.is_last)
+            self._samples = 0 if values is None else self.binder.count_samples(values)
+            if not self.is_last:
+                fingerprint = Fingerprint.of(inputs, target, microbatch, self._samples)
         if self.is_last:
             self._given = inputs, target
             self._set_target(lambda: self.binder.check_tensors(target, dense=dense))
@@ -183,6 +184,7 @@ class Steps:
 
     def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
         """At the last stage: refuse a target that is not that of the first stage's inputs."""
+        self._samples = sent.samples
         different = compared(sent, *self._given, microbatch)
         if different is not None:
             where = f"trainer.step, micro-batch {microbatch}"
@@ -252,7 +254,7 @@ class Steps:
         """Those of the step that has ended; `run` returned `values`."""
         loss, output = self.loss_head.latest or (None, None)
         self.loss_head.latest = None
-        samples = self._count_samples(values, output)
+        samples = 0 if values is None and loss is None else self._samples
         if loss is not None and not self.runner.is_active:  # captured steps add theirs themselves
             self.loss_head.add(loss)
         errors = {}
@@ -274,15 +276,6 @@ class Steps:
             scale=self.loss_head.scale,
             overflowed=sum(s.skipped for s in scalings),
         )
-
-    def _count_samples(self, values: Values | None, output: Any) -> int:
-        """Samples of a micro-batch where the first or the last stage is; 0 elsewhere."""
-        if values is not None:
-            return self.binder.count_samples(values)
-        leaves = pytree.tree_leaves(output)
-        pairs = zip(self._result, leaves, strict=False)  # no leaves: it was left out
-        outputs = {r.name: t for r, t in pairs if isinstance(r, Live) and isinstance(t, Tensor)}
-        return self.binder.count_samples(outputs) if outputs else 0
 
     def failure(self, microbatch: int, values: Values | None = None) -> Any:
         """An error of a micro-batch left out, if one has become known; it names the others.

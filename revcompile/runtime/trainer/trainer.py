@@ -280,7 +280,7 @@ class Trainer(TrainerState):
         if self._placement.world == 1:
             with self._evaluating():
                 evaluate_model(self._steps, self.model, loader, means)
-            return means.evaluation(self._placement.gather)
+            return means.evaluation()
         if self._partition.rewired.eval_body is not None:
             raise InputError(
                 f"trainer.evaluate: {self._partition.rewired.name} computes something else in eval "
@@ -293,7 +293,9 @@ class Trainer(TrainerState):
         with self._placement.all_or_none("trainer.evaluate"):
             if evaluation.error is not None:
                 raise evaluation.error
-        return means.evaluation(self._placement.gather)
+        with self._placement.all_or_none("trainer.evaluate"):
+            evaluation.check_end()
+        return means.evaluation()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -390,10 +392,10 @@ class Trainer(TrainerState):
     def save(self, folder: str | Path, *, keep: int = 2, drain: bool = False) -> Path:
         """Write a checkpoint beside the older ones in a folder. Every rank calls it.
 
-        It includes the micro-batches in flight. Saving does not affect training. A run that loads
-        the checkpoint with the same stages and method, on any number of ranks, is bit-identical to
-        one that never stopped. Graphs that stages keep cannot be saved: use `drain` while
-        micro-batches are in flight (`gpipe` and `1f1b` have none after an update).
+        It includes the micro-batches in flight; without `drain` it does not affect training. A run
+        that loads it with the same stages, method, `accumulation_steps` and replicas is
+        bit-identical to one that never stopped. Graphs that stages keep cannot be saved: use
+        `drain` while micro-batches are in flight (`gpipe` and `1f1b` have none after an update).
 
         If a save is interrupted, older checkpoints stay intact. If one rank cannot write, all
         raise, there is no new checkpoint, and training can continue.
@@ -401,7 +403,7 @@ class Trainer(TrainerState):
         Args:
             folder: where checkpoints are; all ranks must see it.
             keep: how many of the newest checkpoints to keep.
-            drain: flush first. The checkpoint then also loads into other stages and methods.
+            drain: flush first, which may make an early update. Any stages and method can load it.
 
         Returns:
             The path of the new checkpoint.
@@ -434,9 +436,9 @@ class Trainer(TrainerState):
     def load(self, place: str | Path) -> None:
         """Continue from a checkpoint, or from the newest one in a folder. Every rank calls it.
 
-        A checkpoint with micro-batches in flight needs the same stages and method, one of
-        `save(..., drain=True)` any. If it does not fit, no rank changes anything. With the same
-        number of ranks, the random generators of torch and Python continue too.
+        With micro-batches in flight, stages, method, `accumulation_steps` and replicas must be
+        those of the checkpoint. If it does not fit, no rank changes anything. With the same number
+        of ranks, the random generators of torch and Python continue too.
         """
         self._check_usable(to_load=True)
         self._throughput.pause()

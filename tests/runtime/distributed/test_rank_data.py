@@ -176,6 +176,26 @@ class Modes(nn.Module):
         return x.tanh() if self.is_other_operation and self.training else x
 
 
+class OwnLoss(Modes):
+    """Its output has no dimension for samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def own_loss(rank: int, options: dict[str, Any]) -> Any:
+    """An evaluation with an odd last batch, and a step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x = torch.randn(10, 4)
+    net = revcompile.petrafy(OwnLoss(False), 2, x[:4])
+    trainer = net.trainer(optimizer, None, **settings_of(timeout=30.0))
+    evaluation = trainer.evaluate(x.split(4))
+    found = [evaluation.loss, evaluation.samples, trainer.step(x[:4]).samples]
+    trainer.close()
+    return found
+
+
 def evaluate_modes(rank: int, options: dict[str, Any]) -> list[float | str]:
     """The loss of an evaluation, or what is said, of a model whose modes differ."""
     torch.set_num_threads(1)
@@ -233,6 +253,12 @@ def test_evaluation_reads_the_same_samples_or_says_so(tmp_path: Path) -> None:
         assert "evaluation, batch 0: rank 1 (stage 1) was given other targets" in shuffled
         assert "more batches where targets are needed" in longer
         assert "ends after 3 batches where targets are needed" in shorter
+
+
+def test_samples_are_counted_where_the_output_does_not_tell(tmp_path: Path) -> None:
+    alone = own_loss(0, {})
+    assert alone[1:] == [10, 4]
+    assert launch(tmp_path, 2, own_loss, limit=60) == [alone, alone]
 
 
 def test_ranks_evaluate_unless_eval_mode_has_other_operations(tmp_path: Path) -> None:
