@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -427,12 +428,15 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
         coupling = next(segment for segment in net.rewired.couplings if segment.name == name)
         block = block_of(net.rewired, coupling)
         around = repr(block.path) if block is not None and block.path else "..."
-        if net.rewired.policy.averaged and error == float("inf"):
+        if not math.isfinite(error):
+            grow = (
+                f", or grow to more than {STREAM_RANGE} times the chain's input (or 1), which is "
+                "all that the fixed-point streams of an averaged coupling can hold; keep the "
+                "blocks that do it as one piece with leaf_modules=[...]"
+            )
             raise InversionError(
-                f"{caller}: in the chain of {name} numbers are not finite, or grow to more than "
-                f"{STREAM_RANGE} times the chain's input (or 1), which is all that the fixed-point "
-                "streams of an averaged coupling can hold; keep the blocks that do it as one "
-                "piece with leaf_modules=[...]"
+                f"{caller}: in the chain of {name} numbers are not finite on the example"
+                f"{grow if net.rewired.policy.averaged else '; give finite inputs'}"
             )
         raise InversionError(
             f"{caller}: {name} reconstructs its input only to {error:.1e} "

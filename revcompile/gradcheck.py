@@ -237,6 +237,7 @@ def _staged_gradients(
         for name, value in bind(net.rewired.signature, net.rewired.name, args, kwargs).items()
     }
     for stage in stages:
+        stage.is_closed = True  # gradients that it loses are named after all have run
         values = stage.forward(0, values)
     gradients: Mapping[str, Tensor | None] = loss_head(0, values, waits=False)
     values, summed = {}, Gradients()
@@ -290,6 +291,9 @@ def _differences(expected: Gradients, actual: Gradients, tolerance: Tolerance) -
             size = _largest(got) if right is None else sizes[name]
             if size > 1e-6 * overall:
                 wrong.append(f"{name} has {'a' if right is None else 'no'} gradient")
+            continue
+        if not math.isfinite(sizes[name]):
+            wrong.append(f"{name} is not finite with stored activations, too: change the example")
             continue
         dtype = right.real.dtype
         allowed = 10 * tolerance_for(dtype, tolerance)

@@ -190,7 +190,10 @@ def _adopt_constants(net: nn.Module, root: nn.Module, device: torch.device) -> N
     for name, tensor in root.named_buffers():
         if name not in own and not tensor.is_meta:
             path, _, leaf = name.rpartition(".")
-            net.get_submodule(path).register_buffer(leaf, tensor.to(device), persistent=False)
+            owner = net.get_submodule(path)
+            given = vars(owner).pop(leaf, None)  # an attribute that was no tensor at capture
+            tensor = given if isinstance(given, torch.Tensor) else tensor
+            owner.register_buffer(leaf, tensor.to(device), persistent=False)
 
 
 def _refuse_other_parameters(net: nn.Module, root: nn.Module) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function
 
+from revcompile.errors import InputError
 from revcompile.ir import ops
 from revcompile.ir.module_tree import is_cast
 from revcompile.kernels import fixed_point
@@ -199,6 +200,8 @@ def _gradients(
             is_cast = gradient.dtype != output.dtype
             seeds.append(gradient.to(output.dtype) if is_cast else gradient)
     targets = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+    if (name := _checked.get()) is not None:
+        _refuse_other_leaves(name, ends, targets)
     if not ends or not targets:
         return [None] * len(inputs)
     grads = _differentiated(tuple(ends), tuple(targets), tuple(seeds))
@@ -222,6 +225,41 @@ def _differentiated(
         outputs, seeds, _retains.get(), False, inputs, True, accumulate_grad=False
     )
     return grads
+
+
+_checked: Final[ContextVar[str | None]] = ContextVar("_checked", default=None)
+
+
+@contextmanager
+def refusing_other_leaves(name: str | None) -> Iterator[None]:
+    """Raise where what is differentiated inside has other leaves than its inputs and parameters.
+
+    Their gradients would be lost. `name` says where that is; None: nothing is checked.
+    """
+    token = _checked.set(name)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
+def _refuse_other_leaves(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    known = {id(tensor) for tensor in inputs}
+    seen, todo = {tensor.grad_fn for tensor in inputs}, [tensor.grad_fn for tensor in outputs]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found = getattr(node, "variable", None)
+        if found is not None and id(found) not in known:
+            raise InputError(
+                f"{name} depends on a tensor {list(found.shape)} that requires a gradient and is "
+                "neither its input nor a parameter of its layers: it comes from a forward hook, an "
+                "attribute or a global, and its gradient would be lost. Register it as a parameter "
+                "of a layer, pass it to the model as an argument, or detach it"
+            )
+        todo += [following for following, _ in node.next_functions]
 
 
 _retains: Final[ContextVar[bool]] = ContextVar("_retains", default=False)

@@ -243,6 +243,8 @@ def differ(rank: int, options: dict[str, Any]) -> Any:
     refused(lambda: trainer_of(Run(stage_to_rank=(0, 0, 0, 0))))
     refused(lambda: trainer_of(Run(stage_to_rank=(0, 1, 2, 3))))
     refused(lambda: trainer_of(Run(stages=1)))
+    net, _ = compiled("resnet", 1, "cpu")
+    refused(lambda: net.trainer(lambda p: torch.optim.SGD(p, 0.1 + odd), F.cross_entropy))
     return [*(e for e in errors if isinstance(e, str)), trained(Run(steps=2))["losses"][0]]
 
 

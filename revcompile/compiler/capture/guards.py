@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import enum
+import inspect
 import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -285,7 +286,22 @@ def _attributes(
     for path, name in sorted({pair for mode in traced for pair in mode.asked}):
         if is_watched(path, name) and name not in plain[path]:
             others[path] = others.get(path, frozenset()) | {name}
+    for path, module in model.named_modules():
+        methods = _methods_of_forward(type(module)) - plain[path]
+        if methods := frozenset(name for name in methods if is_watched(path, name)):
+            others[path] = others.get(path, frozenset()) | methods
     return {path: names for path, names in plain.items() if names}, others
+
+
+def _methods_of_forward(kind: type) -> frozenset[str]:
+    """Names of methods that its `forward` calls: an instance may be given others."""
+    codes, found, todo = _codes_of(kind), {"forward"}, ["forward"]
+    while todo:
+        reads = {name for code in codes[todo.pop()] for name in code.co_names}
+        new = (reads & codes.keys()) - found
+        found |= new
+        todo += new
+    return frozenset(found - {"forward"})
 
 
 def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:
@@ -293,11 +309,19 @@ def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:
 
     Bytecode says only the name of a variable or an attribute, and the name that is read of it.
     """
-    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
-    functions = [value for base in own for value in vars(base).values()]
-    codes = [value.__code__ for value in functions if isinstance(value, types.FunctionType)]
-    instructions = (each for code in codes for inner in _nested(code) for each in _loads(inner))
+    codes = (code for codes in _codes_of(kind).values() for code in codes)
+    instructions = (each for code in codes for each in _loads(code))
     return frozenset((a, b) for a, b in instructions if a != "self")
+
+
+def _codes_of(kind: type) -> dict[str, list[types.CodeType]]:
+    """The bytecode of the methods of a class and of those they override, by name."""
+    codes: dict[str, list[types.CodeType]] = {"forward": []}
+    for base in kind.__mro__:
+        for name, value in vars(base).items() if not base.__module__.startswith("torch.") else ():
+            if isinstance(value, types.FunctionType):
+                codes.setdefault(name, []).extend(_nested(inspect.unwrap(value).__code__))
+    return codes
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

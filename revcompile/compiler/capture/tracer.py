@@ -23,6 +23,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.proxy import TraceError
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused
@@ -521,7 +522,8 @@ class Tracer(ShapedTracer):
             if layer is None:
                 raise
             original = self._model.get_submodule(target)
-            node.meta[DECIDES] = "control flow on its contents"
+            if not isinstance(layer, _BatchNorm):  # without momentum it counts batches
+                node.meta[DECIDES] = "control flow on its contents"
             result, moved = run_on_data(original, layer, self._mode, args, kwargs)
             node.meta[MOVES] = frozenset(child_path(target, name) for name in moved)
             return result

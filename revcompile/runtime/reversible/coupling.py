@@ -30,7 +30,12 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError
-from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, stream_leaf
+from revcompile.ir.coupling_ops import (
+    branch_vjp,
+    laid_out_like,
+    refusing_other_leaves,
+    stream_leaf,
+)
 from revcompile.ir.snapshot import STRUCTURE, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
@@ -420,7 +425,7 @@ def _differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Differentiate F: the gradients of the block's streams, of its sides and of its parameters."""
     call: _Call = node.call
-    known = handed.gradients
+    block, known = call.chain.blocks[node.index], handed.gradients
     is_own = bool(known) and known[0] is grad_b and known[1] is grad_y and not call.overlaps
     of_a, own, of_addend = call.sums.gradients(
         node.index, grad_b, grad_y, node.addend_dtype, is_own
@@ -429,12 +434,15 @@ def _differentiate(
         of_addend = handed.cast_gradient
     previous = _previous_block(node) if call.sums.casts else None
     dtype = None if previous is None else previous.addend_dtype
-    with gradient_hooks_silenced(rebuilt.parameters):
+    is_closed = block.is_closed and not node.bound.has_hooks()
+    checked = None if is_closed else f"the reversible block {block.name}"
+    with gradient_hooks_silenced(rebuilt.parameters), refusing_other_leaves(checked):
         of_b, cast_of_b, *others = branch_vjp(
             *(rebuilt.x, own, rebuilt.results, (of_addend, *grad_extras)),
             *(rebuilt.sides, rebuilt.parameters, dtype),
         )
     assert of_b is not None
+    block.is_closed = True
     if rebuilt.parameters is not node.parameters:
         others[len(rebuilt.sides) :] = to_dtypes_of(node.parameters, others[len(rebuilt.sides) :])
     streams = _before_rearrange(node, of_a, of_b)

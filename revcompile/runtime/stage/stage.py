@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile.errors import InputError
 from revcompile.ir import ops
-from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix
+from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix, refusing_other_leaves
 from revcompile.ir.module_tree import TreeReads, repeated_layers
 from revcompile.ir.precision_rewrites import for_stages, taking_stored
 from revcompile.ir.program import StageProgram
@@ -103,6 +103,8 @@ class Stage:
         self.cast_weights = CastWeights(self.parameters, names, self.autocast)
         reads = TreeReads(program.forward, root)
         self.hooks = LayerHooks(reads.modules)
+        self.is_closed = False
+        """Whether gradients of a micro-batch were seen to go to inputs and parameters alone."""
         others = [(m, name) for m, name in reads.buffers if not isinstance(m, _BatchNorm)]
         self._stateful = StatefulBuffers(others)
         # A functional batch norm updates all statistics of its layer, read by the program or not.
@@ -350,12 +352,14 @@ class Stage:
             *(gradients.get(name) for name in program.outputs_with_grad),
         )
         key = mix(self.seed, microbatch)
+        is_closed, self.is_closed = self.is_closed and not held.hooks, True
         with (
             self._program_context(weights),
             self._draws.backward(microbatch, key, self.device),
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
+            refusing_other_leaves(None if is_closed else f"stage {program.index}"),
             graphs,
             self._samples.collecting(is_exact) as sampled,
         ):

@@ -15,9 +15,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed
+from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, RankError
 from revcompile.ir.module_tree import device_of_model
+from revcompile.optim.combined import elementary
 from revcompile.runtime.distributed.channel import open_channels
 from revcompile.runtime.distributed.layout import (
     Ranks,
@@ -177,9 +179,24 @@ class RankPlacement(Placement):
             tied = {name: executor.stage.parameters[name] for name in executor.updates.copied}
             self._weights.adopt(self._task.model, tied)
         if self.replicas > 1:
+            self._refuse_different_optimizers(executors)
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             self.transport.replicate({e.index: e.stage.parameters for e in executors}, backend)
         _open.append(self.transport)
+
+    def _refuse_different_optimizers(self, executors: Sequence[StageExecutor]) -> None:
+        """Replicas of a stage would drift apart."""
+        own = [[e.index, _described(e.updater.optimizer)] for e in executors]
+        first: dict[int, tuple[int, str]] = {}
+        for rank, found in enumerate(self.gather(own)):
+            for stage, text in found:
+                other, expected = first.setdefault(stage, (rank, text))
+                if text != expected:
+                    raise InputError(
+                        f"net.trainer: replicas of stage {stage} have different optimizers:\n"
+                        f"  {self.named(other)}: {expected}\n  {self.named(rank)}: {text}\n"
+                        "Make the same optimizer with the same settings on every rank."
+                    )
 
     # -- what all ranks do --------------------------------------------------------------------
 
@@ -233,6 +250,16 @@ class RankPlacement(Placement):
 
     def named(self, rank: int) -> str:
         return self.ranks.named(rank)
+
+
+def _described(optimizer: Any) -> str:
+    """What decides the updates of a stage: classes, settings, and shapes of parameters."""
+    groups = [
+        {**group, "params": [list(p.shape) for p in group["params"]], "of": type(each).__name__}
+        for each in elementary(optimizer)
+        for group in each.param_groups
+    ]
+    return str(pytree.tree_map_only(Tensor, Tensor.tolist, groups))
 
 
 @atexit.register

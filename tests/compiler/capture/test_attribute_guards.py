@@ -34,7 +34,10 @@ class Block(nn.Module):
         setup(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.steer(self, self.layer(x))
+        return x + self.steered(self.layer(x))
+
+    def steered(self, h: Tensor) -> Tensor:
+        return self.steer(self, h)
 
 
 def model_of(setup: Callable[[Any], Any], steer: Callable[[Any, Tensor], Tensor]) -> nn.Sequential:
@@ -105,6 +108,14 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
     "parameter removed": (
         late_parameter, lambda b, h: double(b.late is None, h), put("late", lambda: None),
         "1.late was set",
+    ),
+    "none, then a tensor": (
+        put("late", lambda: None), lambda b, h: h if b.late is None else h * b.late,
+        put("late", lambda: torch.full((WIDTH,), 2.0)), "1.late was None",
+    ),
+    "method": (
+        nothing, scale_of(lambda b: 1.0), put("steered", lambda: lambda h: h * 2),
+        "1.steered was absent",
     ),
     # configurations
     "slots": (

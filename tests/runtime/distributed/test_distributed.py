@@ -204,6 +204,7 @@ def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
         "revcompile version: 1.0 on rank 0; 9.9 on rank 1",
         "parameter conv.weight: float32[8, 3, 3, 3] on rank 0; float64[8, 3, 3, 3] on rank 1",
         "stage_to_rank=(0, 1, 2, 3) needs 4 ranks",
+        "replicas of stage 0 have different optimizers",
     ]
     for found in results:
         for said, text in zip(expected, found, strict=False):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import revcompile
-from revcompile.errors import ModifiedError
+from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.module_tree import copy_module
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -201,6 +201,27 @@ def test_hooks_that_compute_take_part_in_the_rebuild_even_if_removed_since() -> 
     loss.backward()
     for name, parameter in net.named_parameters():
         assert torch.allclose(want[name], parameter.grad), name
+
+
+def test_gradients_of_what_hooks_bring_into_a_block_are_not_lost_silently() -> None:
+    net, outside = reversible(), nn.Parameter(torch.ones(()))
+    handle = net.blocks[1][0].register_forward_hook(lambda layer, args, out: out * outside)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"block blocks\.1 depends on a tensor \[\] that"):
+            net(X).sum().backward()
+    handle.remove()
+    assert_exact(net)
+
+
+@pytest.mark.parametrize("method", ["petra", "backprop"])
+def test_nor_are_those_in_a_stage(method: str) -> None:
+    net, outside = revcompile.petrafy(Stack().double(), 2, X), nn.Parameter(torch.ones(()))
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, 0.1), nn.functional.mse_loss, method=method)
+    layer: Any = net.model.get_submodule("blocks.0.0")
+    layer.register_forward_hook(lambda layer, args, out: out * outside)
+    with pytest.raises(InputError, match=r"stage 0 depends on a tensor \[\] that requires a grad"):
+        for _ in range(3):
+            trainer.step(X, X[:, :2])
 
 
 def test_a_hook_on_an_inlined_module_is_an_error_until_it_is_removed() -> None:
