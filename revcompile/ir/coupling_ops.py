@@ -247,11 +247,11 @@ def _refuse_other_leaves(name: str, outputs: Sequence[Tensor], inputs: Sequence[
     known = {id(tensor) for tensor in inputs}
     seen, todo = {tensor.grad_fn for tensor in inputs}, [tensor.grad_fn for tensor in outputs]
     while todo:
-        node = todo.pop()
+        node: Any = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        found = getattr(node, "variable", None)
+        found = node.variable if node.name().endswith("AccumulateGrad") else None
         if found is not None and id(found) not in known:
             raise InputError(
                 f"{name} depends on a tensor {list(found.shape)} that requires a gradient and is "
