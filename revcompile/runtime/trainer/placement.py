@@ -254,12 +254,14 @@ class RankPlacement(Placement):
 
 def _described(optimizer: Any) -> str:
     """What decides the updates of a stage: classes, settings, and shapes of parameters."""
-    groups = [
-        {**group, "params": [list(p.shape) for p in group["params"]], "of": type(each).__name__}
-        for each in elementary(optimizer)
-        for group in each.param_groups
-    ]
-    return str(pytree.tree_map_only(Tensor, Tensor.tolist, groups))
+    texts = []
+    for each in elementary(optimizer):
+        for group in each.param_groups:
+            shapes = [list(p.shape) for p in group["params"]]
+            numbers = pytree.tree_map_only(Tensor, Tensor.tolist, group | {"params": shapes})
+            plain = {k: v for k, v in numbers.items() if not callable(v)}
+            texts.append(f"{type(each).__name__} {plain}")
+    return "; ".join(texts)
 
 
 @atexit.register
