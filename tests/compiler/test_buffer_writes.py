@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,6 +217,23 @@ def test_layers_that_sum_in_a_plain_tensor_are_refused(holder: Any, what: str) -
     for compiled in (revcompile.reversify, partial(revcompile.petrafy, num_stages=2)):
         with pytest.raises(InputError, match=rf"layers\.0: the forward pass writes into {what}"):
             compiled(Net(Counts), example_inputs=torch.randn(5, 8))
+
+
+@pytest.mark.parametrize("make", [dict, SimpleNamespace], ids=["dict", "object"])
+def test_layers_that_replace_a_tensor_in_an_attribute_are_refused(make: Any) -> None:
+    class Centers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.state = nn.Linear(8, 8), make(mean=torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            held = self.state if isinstance(self.state, dict) else vars(self.state)
+            y = self.layer(x) - held["mean"]
+            held["mean"] = 0.9 * held["mean"] + 0.1 * y.detach().mean(0)
+            return y
+
+    with pytest.raises(InputError, match=r"layers\.0: the forward pass counts in .* 'state'"):
+        revcompile.reversify(Net(Centers), torch.randn(5, 8))
 
 
 def test_writes_into_tensors_that_only_this_call_makes_do_not_stay() -> None:

@@ -239,3 +239,11 @@ def test_other_threads_see_nothing_of_a_trace() -> None:
     with ThreadPoolExecutor(1) as other:
         captured = capture(Model(), X, check="fast")
     assert captured.leaf_modules == () and len(found) > 10 and all(found)
+
+
+def test_torchvision_is_no_part_of_torch() -> None:
+    """Text of a size in an assertion of a model is no decision, whatever becomes of the result."""
+    torchvision = pytest.importorskip("torchvision")
+    model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 32, num_classes=3)
+    captured = capture(model, torch.randn(2, 3, 32, 32))
+    assert not [path for path in captured.leaf_modules if path.endswith("encoder")]

@@ -6,6 +6,7 @@ import dis
 import functools
 import inspect
 import itertools
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -17,10 +18,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.proxy import TraceError
 
-_TORCH: Final = torch.__path__[0]
+_TORCH: Final = torch.__path__[0] + os.sep  # torchvision begins alike
 _TRACERS: Final = (str(Path(__file__).parent), str(Path(_TORCH, "fx")))
 _GENERATED: Final = ("<frozen", "<string>", "<eval_with_key>", "<attrs", "<__array_function__")
-_NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parents[2]), *_GENERATED)
+_NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parents[2]) + os.sep, *_GENERATED)
 """How the paths of files begin that no user wrote; `<stdin>` and `<ipython-input-…>` are theirs."""
 
 

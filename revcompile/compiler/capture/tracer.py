@@ -365,11 +365,12 @@ class Tracer(ShapedTracer):
             # A cached value changes in the first call only, a counter in the second call too.
             mark, state = self._mark(), self._state(module)
             held = {(p, n): vars(self.root.get_submodule(p)).get(n) for p, n in sorted(changed)}
-            users = {key: _users(value) for key, value in held.items()}
+            nodes = {key: _nodes_held(value) for key, value in held.items()}
+            users = {key: _users(found) for key, found in nodes.items()}
             module._call_impl(*args, **kwargs)
             changed = _changed(state, self._state(module))
             # a tensor that is only stored for the user differs after every call as well
-            stored = {key for key in users if users[key] == _users(held[key]) is not None}
+            stored = {key for key in users if users[key] == _users(nodes[key]) is not None}
             self._roll_back(mark)
             for path, name in sorted(changed - stored):
                 where = "its attribute" if path == self._path else "the attribute"
@@ -562,9 +563,13 @@ def _nodes_in(value: Any) -> list[fx.Node]:
     return [leaf.node for leaf in pytree.tree_leaves(value) if isinstance(leaf, ShapedProxy)]
 
 
-def _users(value: Any) -> int | None:
-    """How many nodes read a value that an attribute holds; None if it is not in the graph."""
-    nodes = _nodes_in((value, *getattr(value, "__dict__", {}).values()))
+def _nodes_held(value: Any) -> list[fx.Node]:
+    """Those of a value that an attribute holds, or of what that has in attributes."""
+    return _nodes_in((value, *getattr(value, "__dict__", {}).values()))
+
+
+def _users(nodes: list[fx.Node]) -> int | None:
+    """How many nodes read what an attribute holds; None if that is not in the graph."""
     return sum(len(node.users) for node in nodes) if nodes else None
 
 
@@ -581,7 +586,8 @@ def _content(value: Any) -> Any:
         same, is_layer = (id(value), value), isinstance(value, (nn.Module, torch.Tensor, fx.Proxy))
         attributes = None if is_layer or callable(value) else getattr(value, "__dict__", None)
         items = (*attributes.values(),) if isinstance(attributes, dict) else ()
-    return same, [_content(i) if issubclass(type(i), PLAIN) else None for i in items]
+    kinds = (*PLAIN, torch.Tensor, fx.Proxy)
+    return same, [_content(i) if issubclass(type(i), kinds) else None for i in items]
 
 
 def _fake_value(value: Any) -> Any:
