@@ -192,3 +192,32 @@ def test_a_table_that_grows_depends_on_earlier_calls(length: int) -> None:
     for size in (5, 3, 9, 5, 12, 2, 6):
         x = torch.randn(2, size, 6)
         torch.testing.assert_close(net(x), model(x))
+
+
+class Padding(nn.Module):
+    """Leaves in an attribute how much it has added, for the model to cut off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.added = int(-x.shape[1] % 4)
+        return F.pad(x, (0, 0, 0, self.added))
+
+
+class Padded(Mixed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.padding = Padding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.padding(x)
+        for mix in self.mix:
+            y = y + torch.tanh(mix(y))
+        return y[:, : y.shape[1] - self.padding.added]
+
+
+def test_a_size_that_one_module_leaves_for_another_is_that_of_this_call() -> None:
+    torch.manual_seed(0)
+    model = Padded()
+    net = revcompile.reversify(model, torch.randn(2, 6, WIDTH), policy="pretrained").eval()
+    for length in (6, 6, 9, 5):
+        x = torch.randn(3, length, WIDTH)
+        torch.testing.assert_close(net(x), model.eval()(x), rtol=1e-4, atol=1e-5)
