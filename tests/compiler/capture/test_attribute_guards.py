@@ -277,3 +277,14 @@ def test_hooks_of_parameters_are_refused() -> None:
         revcompile.reversify(model, torch.randn(3, WIDTH))
     handle.remove()
     revcompile.reversify(model, torch.randn(3, WIDTH), check="off")
+
+
+def test_an_attribute_that_was_none_becomes_a_tensor() -> None:
+    torch.manual_seed(0)
+    model = model_of(put("late", lambda: None), lambda b, h: h if b.late is None else h * b.late)
+    x = torch.randn(3, WIDTH)
+    net = revcompile.reversify(model, x, policy="pretrained").eval()
+    late = torch.full((WIDTH,), 2.0)
+    for each in (model.eval(), net):
+        each.get_submodule("1").late = late
+    torch.testing.assert_close(net(x), model(x))
