@@ -237,7 +237,7 @@ def _staged_gradients(
         for name, value in bind(net.rewired.signature, net.rewired.name, args, kwargs).items()
     }
     for stage in stages:
-        stage.is_closed = True  # gradients that it loses are named after all have run
+        stage.leaves_checked = True  # gradients that it loses are named after all have run
         values = stage.forward(0, values)
     gradients: Mapping[str, Tensor | None] = loss_head(0, values, waits=False)
     values, summed = {}, Gradients()

@@ -231,10 +231,10 @@ _checked: Final[ContextVar[str | None]] = ContextVar("_checked", default=None)
 
 
 @contextmanager
-def refusing_other_leaves(name: str | None) -> Iterator[None]:
+def refusing_other_leaves(name: str) -> Iterator[None]:
     """Raise where what is differentiated inside has other leaves than its inputs and parameters.
 
-    Their gradients would be lost. `name` says where that is; None: nothing is checked.
+    Their gradients would be lost. `name` says where that is.
     """
     token = _checked.set(name)
     try:

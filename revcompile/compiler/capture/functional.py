@@ -228,9 +228,10 @@ class _Functional:
             if node.target is not functional.batch_norm and any(_statistics(node)):
                 reason = f"{node.name} moves running statistics; call F.batch_norm"
                 raise NotFunctional(reason, [node])
+        moved = {node: self._moved(node) for node in calls}
         movers: dict[int, list[fx.Node]] = {}
         for node in calls:
-            for storage in self._moved(node):
+            for storage in moved[node]:
                 movers.setdefault(storage, []).append(node)
         if not movers:
             return
@@ -241,10 +242,11 @@ class _Functional:
                     reason = f"{reader.name} reads {read.target}, which {found[0].name} changes"
                     raise NotFunctional(reason, [reader, *found])
         for reader in self.original.find_nodes(op="call_module"):
-            module, own = self.root.get_submodule(str(reader.target)), self._moved(reader)
+            module = self.root.get_submodule(str(reader.target))
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                found = [] if storage_of(tensor) in own else movers.get(storage_of(tensor), [])
-                if found:
+                storage = storage_of(tensor)
+                if storage in movers and storage not in moved[reader]:
+                    found = movers[storage]
                     reason = f"{reader.target} reads {name}, which {found[0].name} changes"
                     raise NotFunctional(reason, [reader, *found])
 

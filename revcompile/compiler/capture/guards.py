@@ -286,10 +286,12 @@ def _attributes(
     for path, name in sorted({pair for mode in traced for pair in mode.asked}):
         if is_watched(path, name) and name not in plain[path]:
             others[path] = others.get(path, frozenset()) | {name}
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    methods = {kind: _methods_of_forward(kind) for kind in kinds}
     for path, module in model.named_modules():
-        methods = _methods_of_forward(type(module)) - plain[path]
-        if methods := frozenset(name for name in methods if is_watched(path, name)):
-            others[path] = others.get(path, frozenset()) | methods
+        names = methods[type(module)] - plain[path]
+        if names := frozenset(name for name in names if is_watched(path, name)):
+            others[path] = others.get(path, frozenset()) | names
     return {path: names for path, names in plain.items() if names}, others
 
 
@@ -317,8 +319,9 @@ def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:
 def _codes_of(kind: type) -> dict[str, list[types.CodeType]]:
     """The bytecode of the methods of a class and of those they override, by name."""
     codes: dict[str, list[types.CodeType]] = {"forward": []}
-    for base in kind.__mro__:
-        for name, value in vars(base).items() if not base.__module__.startswith("torch.") else ():
+    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
+    for base in own:
+        for name, value in vars(base).items():
             if isinstance(value, types.FunctionType):
                 codes.setdefault(name, []).extend(_nested(inspect.unwrap(value).__code__))
     return codes

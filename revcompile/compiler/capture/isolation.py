@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from revcompile.compiler.capture.memory import storage_of
 from revcompile.errors import CaptureError
 from revcompile.ir.coupling_ops import seed_torch
 from revcompile.ir.module_tree import Contents, copy_module
@@ -143,10 +144,6 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
             model._buffers.update(held)
             with torch.no_grad():
                 for buffer, alias, numbers in contents:
-                    if _storage(buffer) != _storage(alias) or buffer.shape != alias.shape:
+                    if storage_of(buffer) != storage_of(alias) or buffer.shape != alias.shape:
                         buffer.data = alias
                     buffer.copy_(numbers)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

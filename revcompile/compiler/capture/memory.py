@@ -150,8 +150,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    with_storage = (t for t in tensors if torch._C._has_storage(t))
-    return frozenset(map(storage_of, with_storage))
+    return frozenset(map(storage_of, tensors)) - {0}
 
 
 def storage_of(tensor: torch.Tensor) -> int:

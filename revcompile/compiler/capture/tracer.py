@@ -95,6 +95,8 @@ _CHECKPOINTING = ("CheckpointFunction", "_NoopSaveInputs")
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
 _MADE: Final = "a tensor made without its input; make it with x.new_zeros(...) or the like"
 _FOUND: Final = "a tensor that is neither a parameter nor a buffer"
+_COMPARED: Final = (*PLAIN, torch.Tensor, fx.Proxy)
+"""Items of containers in attributes that tell whether a forward pass has changed them."""
 
 
 class Tracer(ShapedTracer):
@@ -586,8 +588,7 @@ def _content(value: Any) -> Any:
         same, is_layer = (id(value), value), isinstance(value, (nn.Module, torch.Tensor, fx.Proxy))
         attributes = None if is_layer or callable(value) else getattr(value, "__dict__", None)
         items = (*attributes.values(),) if isinstance(attributes, dict) else ()
-    kinds = (*PLAIN, torch.Tensor, fx.Proxy)
-    return same, [_content(i) if issubclass(type(i), kinds) else None for i in items]
+    return same, [_content(i) if issubclass(type(i), _COMPARED) else None for i in items]
 
 
 def _fake_value(value: Any) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -57,7 +56,7 @@ class Header(NamedTuple):
             microbatch=message.index,
             void=message.void,
             is_exact=message.is_exact,
-            **asdict(message.fingerprint),
+            **vars(message.fingerprint),
             **numbers,
         )
 

@@ -358,8 +358,8 @@ class Bound:
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: parameter {label} {list(parameter.shape)} is at version {now[index]}; "
             f"expected version {self._versions[index]} instead. The reversible block {block} runs "
-            "again in backward; call backward() before weights are updated or loaded, and clamp "
-            "weights after an update instead of in forward"
+            "again in backward; call backward() before weights are updated or loaded, and do not "
+            "write into weights in forward"
         )
 
     def stand_ins(self) -> dict[int, Tensor]:

@@ -253,8 +253,8 @@ class Block:
         kind: TensorType | None,
     ) -> None:
         self.name = coupling.name
-        self.is_closed = False
-        """Whether gradients of F were seen to go to its inputs and parameters alone."""
+        self.leaves_checked = False
+        """Whether a backward pass has shown that F depends on its inputs and parameters alone."""
         branch, rearrange = coupling.branch, coupling.rearrange
         compiled = partial(compile_with_modules, root=root, name=coupling.name)
         self.branch = compiled(for_chains(branch, root))

@@ -22,6 +22,7 @@ the inverse (`kernels.exact_sum`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -434,15 +435,16 @@ def _differentiate(
         of_addend = handed.cast_gradient
     previous = _previous_block(node) if call.sums.casts else None
     dtype = None if previous is None else previous.addend_dtype
-    is_closed = block.is_closed and not node.bound.has_hooks()
-    checked = None if is_closed else f"the reversible block {block.name}"
-    with gradient_hooks_silenced(rebuilt.parameters), refusing_other_leaves(checked):
+    check: AbstractContextManager[None] = nullcontext()
+    if not block.leaves_checked or node.bound.has_hooks():
+        check = refusing_other_leaves(f"the reversible block {block.name}")
+    with gradient_hooks_silenced(rebuilt.parameters), check:
         of_b, cast_of_b, *others = branch_vjp(
             *(rebuilt.x, own, rebuilt.results, (of_addend, *grad_extras)),
             *(rebuilt.sides, rebuilt.parameters, dtype),
         )
     assert of_b is not None
-    block.is_closed = True
+    block.leaves_checked = True
     if rebuilt.parameters is not node.parameters:
         others[len(rebuilt.sides) :] = to_dtypes_of(node.parameters, others[len(rebuilt.sides) :])
     streams = _before_rearrange(node, of_a, of_b)

@@ -242,14 +242,11 @@ class _Sizes(fx.Interpreter):
     def _samples_beyond(self) -> int:
         """How many samples more than the example the inputs hold."""
         kinds = (node.meta.get(TYPE) for node in self.graph.find_nodes(op="placeholder"))
-        pairs = zip(kinds, self._inputs, strict=True)
-        found = ((k, k.batch_dim, t) for k, t in pairs)
-        given = (
-            samples_beyond(t, dim, k.shape[dim], k.per_sample[dim])
-            for k, dim, t in found
-            if dim is not None and dim < t.dim()
-        )
-        return next(given, 0)
+        for kind, tensor in zip(kinds, self._inputs, strict=True):
+            dim = kind.batch_dim
+            if dim is not None and dim < tensor.dim():
+                return samples_beyond(tensor, dim, kind.shape[dim], kind.per_sample[dim])
+        return 0
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "output":

@@ -103,8 +103,8 @@ class Stage:
         self.cast_weights = CastWeights(self.parameters, names, self.autocast)
         reads = TreeReads(program.forward, root)
         self.hooks = LayerHooks(reads.modules)
-        self.is_closed = False
-        """Whether gradients of a micro-batch were seen to go to inputs and parameters alone."""
+        self.leaves_checked = False
+        """Whether a backward pass has shown that it depends on inputs and parameters alone."""
         others = [(m, name) for m, name in reads.buffers if not isinstance(m, _BatchNorm)]
         self._stateful = StatefulBuffers(others)
         # A functional batch norm updates all statistics of its layer, read by the program or not.
@@ -352,18 +352,21 @@ class Stage:
             *(gradients.get(name) for name in program.outputs_with_grad),
         )
         key = mix(self.seed, microbatch)
-        is_closed, self.is_closed = self.is_closed and not held.hooks, True
+        check: AbstractContextManager[None] = nullcontext()
+        if not self.leaves_checked or held.hooks:
+            check = refusing_other_leaves(f"stage {program.index}")
         with (
             self._program_context(weights),
             self._draws.backward(microbatch, key, self.device),
             self._stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
-            refusing_other_leaves(None if is_closed else f"stage {program.index}"),
+            check,
             graphs,
             self._samples.collecting(is_exact) as sampled,
         ):
             returned, of_inputs, of_parameters = self._functions[1](self.root, key, *arguments)
+        self.leaves_checked = True
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in of_parameters)
         own_grads = self.cast_weights.like_weights(
             dict(zip(program.parameters, dense, strict=True))

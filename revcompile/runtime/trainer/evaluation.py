@@ -199,8 +199,10 @@ class EvaluationPass:
         if batch is None:
             return None
         values = self._binder.prepare(batch[0], where)
-        sent = Fingerprint.of(*batch, number, self._binder.count_samples(values))
-        return self._binder.take(values), sent
+        samples = self._binder.count_samples(values)
+        return self._binder.take(values), Fingerprint.of(
+            *batch, number, samples, self._steps.is_last
+        )
 
     def _outputs(self, stage: int, number: int, inputs: Any, sent: Fingerprint) -> Any:
         where = f"evaluation, batch {number}"

@@ -259,7 +259,7 @@ def _described(optimizer: Any) -> str:
         for group in each.param_groups:
             shapes = [list(p.shape) for p in group["params"]]
             numbers = pytree.tree_map_only(Tensor, Tensor.tolist, group | {"params": shapes})
-            plain = {k: v for k, v in numbers.items() if not callable(v)}
+            plain = {k: v for k, v in numbers.items() if not callable(v)}  # those show addresses
             texts.append(f"{type(each).__name__} {plain}")
     return "; ".join(texts)
 

@@ -171,8 +171,7 @@ class Steps:
         if self.is_first:
             values = self._inputs(lambda: self.binder.prepare(inputs, dense=dense))
             self._samples = 0 if values is None else self.binder.count_samples(values)
-            if not self.is_last:
-                fingerprint = Fingerprint.of(inputs, target, microbatch, self._samples)
+            fingerprint = Fingerprint.of(inputs, target, microbatch, self._samples, self.is_last)
         if self.is_last:
             self._given = inputs, target
             self._set_target(lambda: self.binder.check_tensors(target, dense=dense))
