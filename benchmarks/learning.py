@@ -213,6 +213,7 @@ def run(experiment: Experiment, data: Cifar, folder: Path, deadline: float) -> s
         start = time.monotonic()
         line = {"epoch": epoch + 1, **training.epoch(epoch)}
         log.append(line | {"seconds": round(time.monotonic() - start, 2)})
+        (folder / "progress.json").write_text(json.dumps(log))  # all there is if the machine goes
         if time.monotonic() > deadline and epoch + 1 < experiment.epochs:
             training.save(folder)
             (folder / "log.json").write_text(json.dumps(log))
