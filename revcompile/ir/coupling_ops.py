@@ -201,7 +201,7 @@ def _gradients(
             seeds.append(gradient.to(output.dtype) if is_cast else gradient)
     targets = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if (name := _checked.get()) is not None:
-        _refuse_other_leaves(name, ends, targets)
+        refuse_other_leaves(name, ends, targets)
     if not ends or not targets:
         return [None] * len(inputs)
     grads = _differentiated(tuple(ends), tuple(targets), tuple(seeds))
@@ -243,7 +243,8 @@ def refusing_other_leaves(name: str) -> Iterator[None]:
         _checked.reset(token)
 
 
-def _refuse_other_leaves(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def refuse_other_leaves(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Raise if what `outputs` were computed from requires a gradient and is not among `inputs`."""
     known = {id(tensor) for tensor in inputs}
     seen, todo = {tensor.grad_fn for tensor in inputs}, [tensor.grad_fn for tensor in outputs]
     while todo:

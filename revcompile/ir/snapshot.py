@@ -35,7 +35,7 @@ class Kind(enum.Enum):
     CLASS = "its class"
     FORWARD = "a forward of its own, beside that of its class"
     MEMORY = "where its parameters and buffers lie"
-    REQUIRES_GRAD = "whether its parameters require gradients"
+    REQUIRES_GRAD = "whether its parameters, and its other tensors, require gradients"
     SETTING = "its plain attributes, by value, and its mode (`training`)"
     HOOK = "its hooks, but for those of FSDP"
     GRADIENT_HOOK = "whether its parameters have hooks"
@@ -318,8 +318,10 @@ def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:
             reading.look(Tensor.data_ptr, found.values())
             return {n: tensor.data_ptr() for n, tensor in found.items()}
         case Kind.REQUIRES_GRAD:
-            reading.look(_requires_grad, read(parameters).values())
-            return {n: p.requires_grad for n, p in read(parameters).items()}
+            found = {n: t for n, t in read(own["_buffers"] | tensors).items() if t is not None}
+            found |= read(parameters)
+            reading.look(_requires_grad, found.values())
+            return {n: tensor.requires_grad for n, tensor in found.items()}
         case Kind.GRADIENT_HOOK:  # the same as long as nobody registers a hook
             reading.look(_next_id, [] if reading.found else [RemovableHandle])
             return {n: has_hooks(p) for n, p in read(parameters).items()}

@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from revcompile.errors import InputError, ModifiedError
+from revcompile.ir.coupling_ops import refuse_other_leaves
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.snapshot import HOOKS, INTERNAL, TreeSnapshot, is_sharding_hook, read_by
 
@@ -110,7 +111,11 @@ HookRecord = dict[nn.Module, dict[str, "OrderedDict[int, Hook]"]]
 
 
 def _marking(
-    module: nn.Module, hook: Hook, handle: int, rerun: OrderedDict[int, Hook]
+    layers: Sequence[nn.Module],
+    module: nn.Module,
+    hook: Hook,
+    handle: int,
+    rerun: OrderedDict[int, Hook],
 ) -> Callable[..., Any]:
     """The hook, which marks itself to run again if it does more than observe."""
 
@@ -121,11 +126,26 @@ def _marking(
         before = _seen(module, given_on)
         with torch.enable_grad() if looks_inside else nullcontext():
             result = hook(*given_on)
-        if result is not None or not _same(before, _seen(module, given_on)):
-            rerun[handle] = hook
-        return pytree.tree_map_only(Tensor, _detached, result) if looks_inside else result
+        if result is None and _same(before, _seen(module, given_on)):
+            return None
+        rerun[handle] = hook
+        if not looks_inside:
+            return result
+        # Of frozen layers no backward pass would find out.
+        changed = (leaf for leaf in pytree.tree_leaves([result, rest, *vars(module).values()]))
+        known = [p for layer in layers for p in layer._parameters.values() if p is not None]
+        refuse_other_leaves(
+            f"what a forward hook of a {type(module).__name__} returns or sets",
+            [leaf for leaf in changed if isinstance(leaf, Tensor)],
+            [_ANCHOR, *known],
+        )
+        return pytree.tree_map_only(Tensor, _detached, result)
 
     return run
+
+
+_ANCHOR: Final = torch.empty(0, requires_grad=True)
+"""Makes the outputs of `_Tap` require a gradient."""
 
 
 class _Tap(torch.autograd.Function):
@@ -156,12 +176,10 @@ def tap_stored(root: nn.Module, stored: Iterable[tuple[str, str]]) -> None:
 
 
 def _tapped(name: str, given: Any) -> Any:
-    anchor = torch.empty(0, requires_grad=True)
-
     def tap(tensor: Tensor) -> Tensor:
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_inference():
             return tensor
-        return _Tap.apply(name, anchor, tensor)  # type: ignore[no-any-return]
+        return _Tap.apply(name, _ANCHOR, tensor.detach())  # type: ignore[no-any-return]
 
     with torch.enable_grad():
         return pytree.tree_map_only(Tensor, tap, given)
@@ -221,7 +239,7 @@ class LayerHooks:
                 entries = vars(module)[kind]
                 rerun = record[module][kind] = OrderedDict.fromkeys(entries, _skipped)
                 hooks = OrderedDict(
-                    (handle, _marking(module, hook, handle, rerun))
+                    (handle, _marking(self.layers, module, hook, handle, rerun))
                     for handle, hook in entries.items()
                     if not is_sharding_hook(hook)
                 )

@@ -37,7 +37,7 @@ from revcompile.ir.coupling_ops import (
     refusing_other_leaves,
     stream_leaf,
 )
-from revcompile.ir.snapshot import STRUCTURE, TreeSnapshot
+from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.kernels.fixed_point import random_signs
@@ -89,6 +89,15 @@ class Chain:
         read = [each for block in blocks for each in block.bindings.watched]
         self.modules = TreeSnapshot(read, STRUCTURE)
         """Those that it runs."""
+        self._requires_grad = TreeSnapshot(read, (Kind.REQUIRES_GRAD,))
+
+    def check_repeatable(self) -> None:
+        """Raise if its modules are not those of the forward pass; called before backward."""
+        check_repeatable(self.modules)
+        if self._requires_grad.first_change() is not None:
+            self._requires_grad.take()
+            for block in self.blocks:
+                block.leaves_checked = False
 
     def plain(
         self,
@@ -327,7 +336,7 @@ class _Reversible(torch.autograd.Function):
             grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
             handed = _Handed(ctx.index, output=(saved[0], saved[1], None))
             saved = saved[ctx.kept :]
-            check_repeatable(call.chain.modules)
+            call.chain.check_repeatable()
         elif handed is None or handed.index != ctx.index:
             raise InputError(
                 f"{call.chain.name} is differentiated in parts, but rebuilds its values once, from "

@@ -203,25 +203,55 @@ def test_hooks_that_compute_take_part_in_the_rebuild_even_if_removed_since() -> 
         assert torch.allclose(want[name], parameter.grad), name
 
 
-def test_gradients_of_what_hooks_bring_into_a_block_are_not_lost_silently() -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_of_what_hooks_bring_into_a_block_are_not_lost_silently(is_frozen: bool) -> None:
     net, outside = reversible(), nn.Parameter(torch.ones(()))
+    net.blocks.requires_grad_(not is_frozen)
     handle = net.blocks[1][0].register_forward_hook(lambda layer, args, out: out * outside)
     for _ in range(2):
-        with pytest.raises(InputError, match=r"block blocks\.1 depends on a tensor \[\] that"):
+        with pytest.raises(InputError, match=r"hook of a Linear .* depends on a tensor \[\] that"):
             net(X).sum().backward()
     handle.remove()
     assert_exact(net)
 
 
-@pytest.mark.parametrize("method", ["petra", "backprop"])
-def test_nor_are_those_in_a_stage(method: str) -> None:
+@pytest.mark.parametrize(("method", "where"), [("petra", "hook of a Linear"), ("1f1b", "stage 0")])
+def test_nor_are_those_in_a_stage(method: str, where: str) -> None:
     net, outside = revcompile.petrafy(Stack().double(), 2, X), nn.Parameter(torch.ones(()))
     trainer = net.trainer(lambda p: torch.optim.SGD(p, 0.1), nn.functional.mse_loss, method=method)
     layer: Any = net.model.get_submodule("blocks.0.0")
     layer.register_forward_hook(lambda layer, args, out: out * outside)
-    with pytest.raises(InputError, match=r"stage 0 depends on a tensor \[\] that requires a grad"):
+    with pytest.raises(InputError, match=f"{where}.* depends on a tensor .* that requires a grad"):
         for _ in range(3):
             trainer.step(X, X[:, :2])
+
+
+class Scaled(nn.Linear):
+    """A layer with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("leaf_modules", [(), (Scaled,)])
+def test_nor_are_those_of_attributes_that_get_one_later(leaf_modules: tuple[type, ...]) -> None:
+    model, x = Stack(), X.float()
+    model.blocks[1][0] = Scaled()
+    net: Any = revcompile.reversify(model, x, leaf_modules=leaf_modules)
+    staged = revcompile.petrafy(model, 2, x, leaf_modules=leaf_modules)
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, 0.1), nn.functional.mse_loss)
+    net(x).sum().backward()
+    trainer.step(x, x[:, :2])
+    for trained in (net, staged.model):
+        trained.get_submodule("blocks.1.0").scale.requires_grad_()
+    with pytest.raises(InputError, match=r"blocks\.1 depends on a tensor \[8\] that"):
+        net(x).sum().backward()
+    with pytest.raises(InputError, match=r"requires_grad of blocks\.1\.0\.scale was changed"):
+        trainer.step(x, x[:, :2])
 
 
 def test_a_hook_on_an_inlined_module_is_an_error_until_it_is_removed() -> None:
