@@ -372,12 +372,16 @@ class Bound:
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
     def restored(
-        self, stand_ins: Mapping[int, Tensor], has_hooks: bool
+        self, others: Mapping[int, Tensor], has_hooks: bool = False
     ) -> AbstractContextManager[Any]:
-        """Around the second run: parameters, buffers, settings and hooks of the first."""
+        """Around a run: parameters, buffers, settings and hooks of the first one.
+
+        Args:
+            others: Tensors to use instead of parameters, by the ids of those.
+        """
         bindings, entries = self._bindings, self._entries
-        if stand_ins:
-            entries = [stand_ins.get(id(entry), entry) for entry in entries]
+        if others:
+            entries = [others.get(id(entry), entry) for entry in entries]
         pairs = zip(bindings.entries, entries, strict=True)
         replaced = [(slot, entry) for slot, entry in pairs if slot[0].get(slot[1]) is not entry]
         if not replaced and not has_hooks:
