@@ -181,9 +181,9 @@ class Stage:
         if self._saved is not None and self._ring_size and self._has_recorded:
             recorded = self._saved.recorded(values, latest, is_capturing(self.device))
         self._has_recorded = True
-        snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
         with (
+            self._stateful.recorded() as changed,
             recorded as saved,
             self._program_context(weights if saved is None else saved.leaves),
             self._draws.forward(microbatch, self.device),
@@ -193,7 +193,7 @@ class Stage:
             outputs, kept = self._functions[0](self.root, mix(self.seed, microbatch), *values)
             held = self._hold(microbatch, self.activations.store(kept), saved)
         held.used = self.weights.used(weights)
-        held.buffers = self._stateful.changed(snapshots, identities)
+        held.buffers = changed
         if measure:
             held.original = {name: inputs[name] for name in program.sends_back}
         held.parameter_versions = tuple(p._version for p in latest.values())
