@@ -118,8 +118,7 @@ class CapturedSteps:
         """The last step's loss and its scale. Apart from the output: whoever collects losses would
         keep all outputs, too."""
         self._output: StaticBuffers | None = None
-        self._settings: FixedSettings | None = None
-        self._memory: TreeSnapshot | None = None
+        self._fixed: tuple[FixedSettings, TreeSnapshot] | None = None
 
     # -- whether the next step can be one of these ----------------------------------------------
 
@@ -234,15 +233,16 @@ class CapturedSteps:
     def hold_fixed(self) -> None:
         """Let `is_outdated` tell what changes from now on of what captured steps hold fixed."""
         watched = [each for executor in self.executors for each in executor.stage.watched]
-        self._memory = TreeSnapshot(watched, (Kind.MEMORY,))
-        self._settings = FixedSettings(executor.updater for executor in self.executors)
+        settings = FixedSettings(executor.updater for executor in self.executors)
+        self._fixed = settings, TreeSnapshot(watched, (Kind.MEMORY,))
 
     @property
     def is_outdated(self) -> bool:
         """Whether something has changed that captured steps hold fixed."""
-        if self._settings is None or self._memory is None:
+        if self._fixed is None:
             return False
-        return self._settings.have_changed() or self._memory.first_change() is not None
+        settings, memory = self._fixed
+        return settings.have_changed() or memory.first_change() is not None
 
     def leave(self) -> None:
         """The step to come is none of these."""

@@ -150,7 +150,7 @@ Route = tuple[int, int, MessageKind]
 class MessageSlot:
     """Memory of one message, which stays where it is."""
 
-    def __init__(self, buffers: StaticBuffers) -> None:
+    def __init__(self, buffers: Flat) -> None:
         self.buffers = buffers
         self._values, self._gradients, self._scale, self.flag = buffers.value
         self._form: Any = None

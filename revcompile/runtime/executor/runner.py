@@ -148,7 +148,7 @@ class GraphRunner:
             if not is_same:
                 captured.leave()
                 last = self._last_batch
-                is_like_last = last is not None and last.is_alike(inputs.all)
+                is_like_last = last is not None and last.matches(inputs.all)
                 alike = self.alike if is_like_last else 0
                 if not captured.is_ready(schedule, inputs, alike):
                     return False
@@ -178,7 +178,7 @@ class GraphRunner:
         """Count a micro-batch that has entered."""
         if self._captured is not None:
             values = inputs.all
-            if self._last_batch is None or not self._last_batch.is_alike(values):
+            if self._last_batch is None or not self._last_batch.matches(values):
                 self._last_batch = Flat.of(empty_on(torch.device("meta"), values.value))
                 self.alike = 0
             self.alike += 1

@@ -145,8 +145,9 @@ class FixedAverage(Averaged):
     def undo(
         self, index: int, y: Tensor, b: Tensor, addend: Tensor, lost: _Lost, with_cast: bool
     ) -> tuple[Tensor, Tensor | None]:
+        (bits,) = lost
         dtype = self._read_dtype if with_cast else None
-        return undo_average(y, b, addend, self.sign(index, b), self._unit, *lost, dtype)
+        return undo_average(y, b, addend, self.sign(index, b), self._unit, bits, dtype)
 
     def gradients(
         self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
