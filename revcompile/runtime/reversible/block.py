@@ -124,10 +124,7 @@ class FixedAverage(Averaged):
     casts_to_read = True
 
     def __init__(
-        self,
-        signs: Tensor,
-        batch_dims: tuple[int | None, ...],
-        read_dtype: torch.dtype,
+        self, signs: Tensor, batch_dims: tuple[int | None, ...], read_dtype: torch.dtype
     ) -> None:
         super().__init__(signs, batch_dims)
         self._read_dtype = read_dtype
@@ -303,11 +300,7 @@ def couple(
 
 
 def run_branch(
-    block: Block,
-    b: Tensor,
-    sides: Sequence[Any],
-    cast: torch.dtype | None,
-    is_rebuilt: bool = True,
+    block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None, is_rebuilt: bool = True
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """F(b) and the extras.
 

@@ -31,12 +31,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError
-from revcompile.ir.coupling_ops import (
-    branch_vjp,
-    laid_out_like,
-    refusing_other_leaves,
-    stream_leaf,
-)
+from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, refusing_other_leaves, stream_leaf
 from revcompile.ir.snapshot import STRUCTURE, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for

@@ -19,13 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile.errors import GuardError, InputError
-from revcompile.ir.guards import (
-    DEVICE_ATTRIBUTES,
-    Guards,
-    SizeGuards,
-    flag,
-    input_types,
-)
+from revcompile.ir.guards import DEVICE_ATTRIBUTES, Guards, SizeGuards, flag, input_types
 from revcompile.ir.module_tree import child_path, copy_module, device_of_model
 from revcompile.ir.ops import called, grown_size, samples_beyond
 from revcompile.ir.plain_attributes import PlainAttributes

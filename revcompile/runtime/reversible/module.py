@@ -73,10 +73,7 @@ class Reversible(OriginalSurface):
     """
 
     def __init__(
-        self,
-        rewired: Rewired,
-        tolerance: Tolerance = None,
-        overlap: Overlap = Overlap.OFF,
+        self, rewired: Rewired, tolerance: Tolerance = None, overlap: Overlap = Overlap.OFF
     ) -> None:
         super().__init__()
         root, reserved = rewired.root, self._reserved_names()
@@ -177,10 +174,7 @@ class Reversible(OriginalSurface):
         return {**self.__dict__, "_plans": {}, "_cases": cases}
 
     def _run(
-        self,
-        body: Body,
-        values: dict[str, Any],
-        errors: list[tuple[str, float]] | None = None,
+        self, body: Body, values: dict[str, Any], errors: list[tuple[str, float]] | None = None
     ) -> dict[str, Any]:
         stores_nothing = self._stores_nothing
         for step in self._plan(body):

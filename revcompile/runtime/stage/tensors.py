@@ -204,10 +204,7 @@ def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tenso
 
 
 def non_finite_error(
-    stage: int,
-    microbatch: int,
-    gradients: Mapping[str, Tensor | None],
-    scale: Tensor | None,
+    stage: int, microbatch: int, gradients: Mapping[str, Tensor | None], scale: Tensor | None
 ) -> NonFiniteError:
     """Which gradient of a stage's parameters is not finite.
 

@@ -161,7 +161,7 @@ class Trainer(TrainerState):
             warn(
                 f"memory_budget=: planned for micro-batches of {planned} samples, but one has "
                 f"{metrics.samples} and takes more memory; set "
-                f"TrainerOptions(microbatch_size={metrics.samples})",
+                f"TrainerOptions(microbatch_size={metrics.samples})"
             )
         self.metrics = metrics
         steps.binder.wait_copied()
