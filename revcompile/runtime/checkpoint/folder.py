@@ -163,10 +163,8 @@ def _commit(place: Path, step: int, files: Mapping[str, Any], keep: int) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    with file.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
+    file.write_text(text, encoding="utf-8")
+    sync(file)
 
 
 def _digest(file: Path) -> str:
