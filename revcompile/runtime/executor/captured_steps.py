@@ -37,7 +37,7 @@ from revcompile.runtime.executor.graphs import (
     SlotNumbers,
     missing_memory,
 )
-from revcompile.runtime.executor.messages import Average, Message, MessageKind, Route
+from revcompile.runtime.executor.messages import Average, Message, MessageKind
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.streams import StepStreams, large_stages
 from revcompile.runtime.stage.loss import LossHead
@@ -279,10 +279,9 @@ class CapturedSteps:
         for executor in self.executors:  # which the host may have written to
             executor.stage.cast_weights.refresh_if_changed()
             executor.updater.follow_rates()
-        messages = before_forward, before_backward
         planned = self._replay.plan(
             kind,
-            lambda: self._sections(schedule, due, messages, averages),
+            lambda: self._sections(schedule, due, averages),
             lambda: self._random_keys(entering, due),
         )
         self._numbers.set(schedule, due, entering % len(self._flag_rows))
@@ -349,19 +348,16 @@ class CapturedSteps:
         self,
         schedule: Schedule,
         due: Mapping[int, int],
-        messages: tuple[Mapping[Route, int], Mapping[Route, int]],
         averages: Mapping[int, Average],
     ) -> list[Section]:
         """The parts of a step between messages to and from other ranks.
 
         Args:
-            messages: Those before forward passes; those before backward passes and updates.
             averages: Of the stages that average their gradients with replicas before they update.
         """
         entering = schedule.injected
         rest: list[deque[Action]] = []
         ends = ExitStack()
-        before_forward, before_backward = messages
 
         def forward() -> None:
             self._begin(ends)
@@ -369,7 +365,6 @@ class CapturedSteps:
             values, self._loss_head.target = self._inputs.value
             if values is not None:
                 self.executors[0].inputs[entering] = values
-            self._boundary.give(before_forward)
             self._statistics.snapshot()
             # A step that turns out not to be capturable must not advance the schedule.
             rest[:] = self._scheduler.forward(schedule.copy().inject())
@@ -377,7 +372,6 @@ class CapturedSteps:
         def backward() -> None:
             if self._streams is not None and self._boundary.has_next:
                 self._streams.after_all_forward(self._stages)
-            self._boundary.give(before_backward)
             self._scheduler.finish(rest, may_stop=bool(averages))
             if self._streams is not None:
                 self._streams.join()
