@@ -179,6 +179,8 @@ class Reversible(OriginalSurface):
         stores_nothing = self._stores_nothing
         for step in self._plan(body):
             inputs = [values[name] for name in step.inputs]
+            for name in step.drop:
+                values.pop(name, None)
             if isinstance(step.run, Chain):
                 a, b, cast = inputs[0], inputs[1], None
                 if self.training or errors is not None or not step.run.averaged:
@@ -190,15 +192,11 @@ class Reversible(OriginalSurface):
                 else:
                     plain = partial(step.run.plain, training=self.training)
                     run = step.run.reversible if stores_nothing else plain
-                    for name in step.drop:
-                        values.pop(name, None)
                     a, b, *extras = run(a, b, inputs, cast)
                 if cast is not None:
                     a, b = a.to(cast), b.to(cast)
                 outputs: Sequence[Any] = (a, b, *extras)
             else:
-                for name in step.drop:
-                    values.pop(name, None)
                 inputs = list(unshard(step.sharded, tuple(inputs)))
                 outputs = reshard(step.sharded, tuple(step.run(*inputs)))
             del inputs
