@@ -371,13 +371,21 @@ class Bound:
         computed = [p for p in self.parameters if p is not None and not p.is_leaf]
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
+    def replaced_by(self, others: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        """Around the first run: other tensors instead of parameters, by the ids of those."""
+        if not others:
+            return _NOTHING
+        pairs = zip(self._bindings.slots, self.parameters, strict=True)
+        return filled([(slot, others[id(p)]) for slot, p in pairs if id(p) in others])
+
     def restored(
-        self, others: Mapping[int, Tensor], has_hooks: bool = False
+        self, others: Mapping[int, Tensor], has_hooks: bool
     ) -> AbstractContextManager[Any]:
-        """Around a run: parameters, buffers, settings and hooks of the first one.
+        """Around the second run: parameters, or others, buffers, settings and hooks of the first.
 
         Args:
-            others: Tensors to use instead of parameters, by the ids of those.
+            others: As of `replaced_by`.
+            has_hooks: Whether layers have hooks, or had some.
         """
         bindings, entries = self._bindings, self._entries
         if others:
