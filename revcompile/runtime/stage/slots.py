@@ -45,6 +45,10 @@ class Flat:
         """The tree itself."""
         return pytree.tree_unflatten(self.leaves, self._spec)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
     def cloned(self) -> Any:
         """The tree with copies of its tensors."""
         leaves = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
@@ -82,14 +86,9 @@ class StaticBuffers(Flat):
 
     def __init__(self, like: Any) -> None:
         flat = Flat.of(like)
-        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
-        self.memory, self.layout, views = _allocate(tensors)
+        self.memory, self.layout, views = _allocate(flat.tensors)
         leaves = [next(views) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
         super().__init__(leaves, flat._spec)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def copy_(self, tree: Any) -> None:
         if isinstance(tree, StaticBuffers) and self.layout and tree.layout == self.layout:
