@@ -132,8 +132,6 @@ def reversify(
     >>> net.f.weight.grad.shape
     torch.Size([4, 4])
     """
-    _refuse_reversible(model, "reversify")
-    check_model("reversify", model)
     net, _ = _reversified(
         "reversify",
         model,
@@ -164,6 +162,8 @@ def _reversified(
     overlap: str | Overlap = "auto",
 ) -> tuple[ReversibleModule, Compared | None]:
     """The passes from a model to a module, and the gradients its chains were compared with."""
+    _refuse_reversible(model, caller)
+    check_model(caller, model)
     chosen = member_of(caller, "policy", policy, Policy)
     level = member_of(caller, "check", check, Check)
     check_leaf_modules(leaf_modules)
@@ -256,8 +256,6 @@ def petrafy(
     >>> net
     StagedModel(ResNet: 4 stages, ... reversible blocks)
     """
-    _refuse_reversible(model, "petrafy")
-    check_model("petrafy", model)
     order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
     names = list(keep) if isinstance(keep, list | tuple) else [keep] * num_stages
@@ -357,7 +355,6 @@ def check_invertible(
                 "leave policy= out, or pass the original model"
             )
     else:
-        check_model("check_invertible", model)
         model, _ = _reversified(
             "check_invertible",
             model,

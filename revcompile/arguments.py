@@ -245,18 +245,8 @@ def new_file(caller: str, value: Any, example: str) -> Path:
     return path
 
 
-def one_of(caller: str, name: str, value: Any, known: Iterable[str]) -> str:
-    """`value` if it is one of the known words; the error suggests the nearest one."""
-    words = sorted(known)
-    if isinstance(value, str) and value in words:
-        return value
-    hint = nearest(value, words)
-    listed = f"use one of: {', '.join(words)}{'; ' * bool(hint)}{hint}"
-    raise InputError(f"{caller}: {name}={value!r}; {listed}")
-
-
 def member_of(caller: str, name: str, value: Any, kind: type[Kind]) -> Kind:
-    """The member of an enum that `value` is, or is the word for.
+    """The member of an enum that `value` is, or is the word for; errors suggest the nearest word.
 
     >>> class Size(enum.Enum):
     ...     LARGE = "large"
@@ -265,7 +255,12 @@ def member_of(caller: str, name: str, value: Any, kind: type[Kind]) -> Kind:
     """
     if isinstance(value, kind):
         return value
-    return kind(one_of(caller, name, value, [member.value for member in kind]))
+    words = sorted(member.value for member in kind)
+    if isinstance(value, str) and value in words:
+        return kind(value)
+    hint = nearest(value, words)
+    listed = f"use one of: {', '.join(words)}{'; ' * bool(hint)}{hint}"
+    raise InputError(f"{caller}: {name}={value!r}; {listed}")
 
 
 def check_cost(cost: Any) -> None:

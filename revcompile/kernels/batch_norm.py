@@ -189,7 +189,7 @@ class _BnRelu(torch.autograd.Function):
         grad = outer[0]
         x, weight, bias, means, scales = ctx.saved_tensors
         if torch.is_grad_enabled():
-            grads = _differentiable(grad, x, weight, bias, ctx.eps)
+            grads: Any = _differentiable(grad, x, weight, bias, ctx.eps)
         else:
             grad = grad.contiguous(memory_format=torch.channels_last)
             grads = _kernels().bn_relu_backward(grad, x, weight, bias, means, scales)
@@ -198,7 +198,10 @@ class _BnRelu(torch.autograd.Function):
 
 def _differentiable(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, ...]:
-    """The gradients, made of operations that can be differentiated again."""
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are needed, made of operations that can be differentiated again."""
     out = F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.0, eps))
-    return torch.autograd.grad(out, (x, weight, bias), grad, create_graph=True)
+    inputs = x, weight, bias
+    needed = [tensor for tensor in inputs if tensor.requires_grad]
+    grads = iter(torch.autograd.grad(out, needed, grad, create_graph=True))
+    return tuple(next(grads) if tensor.requires_grad else None for tensor in inputs)

@@ -191,9 +191,7 @@ def bn_relu_forward(
         running: running statistics to update, if any.
         known: the batch statistics of an earlier run on the same values.
     """
-    columns = x.shape[1]
-    rows = x.numel() // columns
-    tile_rows, tile_columns, blocks = _tile(columns)
+    rows, columns, tile_rows, tile_columns, blocks = _sizes(x)
     means, scales = known or _batch_statistics(x, eps, running)
     out = torch.empty_like(x)
     given = x, weight, bias, means, scales, out, rows, columns, tile_rows, tile_columns
@@ -202,9 +200,7 @@ def bn_relu_forward(
 
 
 def _batch_statistics(x: Tensor, eps: float, running: Running | None) -> tuple[Tensor, Tensor]:
-    columns = x.shape[1]
-    rows = x.numel() // columns
-    tile_rows, tile_columns, blocks = _tile(columns)
+    rows, columns, tile_rows, tile_columns, blocks = _sizes(x)
     tiles_each, programs = _programs_for(rows, tile_rows, blocks)
     parts, (means, scales) = _floats(x, 2, programs, columns), _floats(x, 2, columns)
     summed = x, parts, rows, tiles_each, columns, tile_rows, tile_columns
@@ -220,9 +216,7 @@ def _batch_statistics(x: Tensor, eps: float, running: Running | None) -> tuple[T
 def bn_relu_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, means: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    columns = x.shape[1]
-    rows = x.numel() // columns
-    tile_rows, tile_columns, blocks = _tile(columns)
+    rows, columns, tile_rows, tile_columns, blocks = _sizes(x)
     tiles_each, programs = _programs_for(rows, tile_rows, blocks)
     parts = _floats(x, 2, programs, columns)
     read, sizes = (grad, x, weight, bias, means, scales), (columns, tile_rows, tile_columns)
@@ -239,10 +233,12 @@ def _floats(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, device=like.device, dtype=torch.float32)
 
 
-def _tile(columns: int) -> tuple[int, int, int]:
-    """Rows and channels of a tile, powers of two, and how many tiles lie side by side."""
+def _sizes(x: Tensor) -> tuple[int, int, int, int, int]:
+    """Rows and channels; those of a tile, powers of two; and how many tiles lie side by side."""
+    columns = x.shape[1]
     tile_columns = min(_MAX_TILE_COLUMNS, triton.next_power_of_2(columns))
-    return _TILE // tile_columns, tile_columns, triton.cdiv(columns, tile_columns)
+    blocks = triton.cdiv(columns, tile_columns)
+    return x.numel() // columns, columns, _TILE // tile_columns, tile_columns, blocks
 
 
 def _programs_for(rows: int, tile_rows: int, blocks: int) -> tuple[int, int]:

@@ -47,9 +47,8 @@ def busy_shares(processes: Sequence[Process]) -> tuple[float, ...]:
     (0.5,)
     """
     everything = [event for process in processes for event in process.events]
-    if not everything:
-        return tuple(0.0 for _ in processes)
-    length = max(event.end for event in everything) - min(event.tried for event in everything)
+    begin = min((event.tried for event in everything), default=0.0)
+    length = max((event.end for event in everything), default=0.0) - begin
     return tuple(
         math.fsum(event.end - event.start for event in process.events if _computes(event)) / length
         if length

@@ -28,6 +28,7 @@ _DRAINING: Final = (Order.LOCKED, Order.GPIPE, Order.ONE_F_ONE_B)
 _ALPHA_STEPS: Final = 20
 """Values of in_flight_per_stage tried between two whole numbers."""
 _MOST_IN_FLIGHT: Final = 1024
+_LOST_TO_LINKS: Final = 0.01
 
 
 def period(
@@ -73,12 +74,10 @@ def _critical_cycle(method: Method, costs: Costs, accumulation_steps: int) -> fl
     return time
 
 
-def hiding_in_flight(
-    method: str | Method, costs: Costs, accumulation_steps: int = 1, tolerance: float = 0.01
-) -> float:
+def hiding_in_flight(method: str | Method, costs: Costs, accumulation_steps: int = 1) -> float:
     """The least `in_flight_per_stage` at which links cost no throughput.
 
-    At most the share `tolerance` of the throughput may be lost to links. Where links are too
+    At most one per cent of the throughput may be lost to links. Where links are too
     narrow for any, it is the least that uses all of their bandwidth. Arguments as `period`.
 
     >>> hiding_in_flight("petra", Costs.uniform(8, link=0.0))
@@ -86,7 +85,7 @@ def hiding_in_flight(
     >>> hiding_in_flight("petra", Costs.uniform(8, forward=1, backward=3, link=4.0))
     2.9
     """
-    bound = (1 + tolerance) * max((*stage_work(costs, accumulation_steps), costs.link_busy))
+    bound = (1 + _LOST_TO_LINKS) * max((*stage_work(costs, accumulation_steps), costs.link_busy))
 
     def in_flight_of(steps: int) -> float:
         return steps / _ALPHA_STEPS  # the nearest float to a short decimal number

@@ -322,11 +322,10 @@ def test_assigning_data_twice_is_a_change_wherever_the_new_memory_lies() -> None
     module.register_buffer("average", torch.ones(6))
     buffers = StatefulBuffers([(module, "average")])
     for _ in range(20):
-        snapshots, identities = buffers.snapshot(), buffers.identities()
-        assert isinstance(identities[0][2], torch.UntypedStorage)  # held, so not reused
-        for _ in range(2):
-            module.average.data = 0.9 * module.average.data
-        assert len(buffers.changed(snapshots, identities)) == 1
+        with buffers.recorded() as changed:
+            for _ in range(2):
+                module.average.data = 0.9 * module.average.data
+        assert len(changed) == 1
 
 
 class Normed(nn.Module):

@@ -122,6 +122,15 @@ def test_a_step_equals_stored_activations(kernels: list[str]) -> None:
     assert kernels.count("bn_relu_backward") == 12
 
 
+def test_a_frozen_norm_can_be_differentiated_twice(kernels: list[str]) -> None:
+    x = torch.randn(2, 8, 6, 6).to(memory_format=LAST).bfloat16().requires_grad_()
+    norm = nn.BatchNorm2d(8).requires_grad_(False)
+    loss = bn_relu(norm, None, x).float().square().sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    gradient.float().square().sum().backward()
+    assert "bn_relu_forward" in kernels and x.grad is not None and bool(x.grad.any())
+
+
 def test_what_there_is_no_kernel_for(kernels: list[str]) -> None:
     x = torch.randn(2, 8, 6, 6).to(memory_format=LAST).bfloat16()
     layer, relu = nn.BatchNorm2d(8), nn.ReLU()

@@ -29,6 +29,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.tree import (
@@ -36,7 +37,6 @@ from revcompile.runtime.checkpoint.tree import (
     TensorFile,
     decode_tree,
     encode_tree,
-    map_stored,
     sync,
     well_formed,
     write_tensors,
@@ -163,10 +163,8 @@ def _commit(place: Path, step: int, files: Mapping[str, Any], keep: int) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    with file.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
+    file.write_text(text, encoding="utf-8")
+    sync(file)
 
 
 def _digest(file: Path) -> str:
@@ -257,7 +255,10 @@ class Checkpoint:
                 return tensor
             return tensor.new_empty_strided(tensor.shape, stored.stride).copy_(tensor)
 
-        return map_stored(tree, tensor_of)
+        def is_leaf(value: Any) -> bool:
+            return isinstance(value, torch.Size)  # which pytree takes for a tuple
+
+        return pytree.tree_map_only(StoredTensor, tensor_of, tree, is_leaf)
 
     def _verified(self, name: str) -> Path:
         """A file that is as it was written."""

@@ -196,17 +196,6 @@ def decode_tree(plain: Any, file: str) -> Any:
     return decode(plain, {"tensor": stored})
 
 
-def map_stored(tree: Any, read: Callable[[StoredTensor], Tensor]) -> Any:
-    """A decoded tree with its tensors read; unlike torch's `tree_map` it keeps `torch.Size`."""
-    if isinstance(tree, StoredTensor):
-        return read(tree)
-    if type(tree) is dict:
-        return {key: map_stored(item, read) for key, item in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map_stored(item, read) for item in tree)
-    return tree
-
-
 # -- files of tensors -----------------------------------------------------------------------------
 
 

@@ -87,6 +87,7 @@ def make_layout(
     """The layout of `stage_to_rank`.
 
     Args:
+        stage_to_rank: The rank of each stage, see `check_stage_to_rank`.
         assign: If that is None: from the ranks of one pipeline to the rank of each stage.
 
     Raises:
@@ -98,17 +99,12 @@ def make_layout(
     if stage_to_rank is None:
         stage_to_rank = tuple(assign(_pipeline_ranks(stages, world)))
     chosen = tuple(stage_to_rank)
-    if len(chosen) != stages:
-        raise InputError(
-            f"stage_to_rank={chosen} has {len(chosen)} entries, but there are {stages} stages; "
-            "give one rank for each stage"
-        )
     width = 1 + max(chosen)
     missing = [rank for rank in range(width) if rank not in chosen]
-    if missing or min(chosen) < 0:
+    if missing:
         raise InputError(
-            f"stage_to_rank={chosen}: ranks are counted from 0 without gaps"
-            + (f", but rank {missing[0]} has no stage" if missing else "")
+            f"stage_to_rank={chosen}: ranks are counted from 0 without gaps, but rank {missing[0]} "
+            "has no stage"
         )
     if width > world or world % width:
         raise InputError(

@@ -119,7 +119,7 @@ class RankWeights:
         tensors = _named_tensors(model)
         _replace(model, {id(tensors[n]): t for n, t in copies.items() if n in self.borrowed})
 
-    def whole_model(self, model: Reversible, device: torch.device | None = None) -> Reversible:
+    def whole_model(self, model: Reversible) -> Reversible:
         """A copy of the model with the current weights of all ranks. Every rank calls it."""
         changes: dict[int, Tensor] = {}
         try:
@@ -130,7 +130,7 @@ class RankWeights:
                 with self.transport.collective():
                     if sent.numel():
                         distributed.broadcast(sent, owner, group=self.ranks.pipeline)
-                changes[id(tensor)] = _with_values(tensor, sent, device or self.device)
+                changes[id(tensor)] = _with_values(tensor, sent, self.device)
             _replace(twin, changes)
         except BaseException as error:
             self.transport.stop_all(error)
@@ -147,13 +147,10 @@ def last_device(model: nn.Module) -> torch.device | None:
     return _last[model].device if model in _last else None
 
 
-def whole_model(model: Reversible, device: torch.device | None = None) -> Reversible:
+def whole_model(model: Reversible) -> Reversible:
     """A copy with all current weights. Where several ranks train the model, each calls it."""
-    weights = _last.get(model)
-    if weights is not None:
-        return weights.whole_model(model, device)
-    twin: Reversible = copy_module(model)
-    return twin if device is None else twin.to(device)
+    twin: Reversible = _last[model].whole_model(model) if model in _last else copy_module(model)
+    return twin
 
 
 def distribute(task: Task, ranks: Ranks, device: torch.device, undo: ExitStack) -> RankWeights:

@@ -13,7 +13,6 @@ whether its sender captures its steps or not: each rank decides for itself.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -92,7 +91,6 @@ class Boundary:
         self._incoming: dict[Route, MessageSlot] = {}
         self.buffer_key: Hashable = None
         """Steps of other keys have other buffers for their messages to other ranks."""
-        self._given: dict[Route, deque[Message]] = {}
         self._outgoing: dict[tuple[Hashable, Route], Message] = {}
         self._buffers: dict[tuple[Hashable, Route], StaticBuffers] = {}
         self._sending: dict[tuple[Hashable, Route], Wait] = {}
@@ -175,12 +173,10 @@ class Boundary:
             if not self._incoming[route].copy_if_alike(message):
                 raise VerificationError(f"{where}: it has another form than those before")
 
-    def give(self, due: Mapping[Route, int]) -> None:
-        """Let the step that runs receive these messages, which lie in their slots."""
-        self._given |= {r: deque([self._incoming[r].message(n)]) for r, n in due.items()}
-
-    def given(self, route: Route) -> deque[Message] | None:
-        return self._given.get(route)
+    def received(self, route: Route, number: int | None) -> Message | None:
+        if route not in self._incoming or number is None:
+            return None
+        return self._incoming[route].message(number)
 
     # -- sending ------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -36,10 +37,9 @@ from revcompile.runtime.executor.graphs import (
     SlotNumbers,
     missing_memory,
 )
-from revcompile.runtime.executor.messages import Message, MessageKind, Route
+from revcompile.runtime.executor.messages import Average, Message, MessageKind
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.executor.streams import StepStreams, large_stages
-from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.settings import Fuse
 from revcompile.runtime.stage.slots import StaticBuffers, empty_on, free_cached, move, when_copied
@@ -118,8 +118,7 @@ class CapturedSteps:
         """The last step's loss and its scale. Apart from the output: whoever collects losses would
         keep all outputs, too."""
         self._output: StaticBuffers | None = None
-        self._settings: FixedSettings | None = None
-        self._memory: TreeSnapshot | None = None
+        self._fixed: tuple[FixedSettings, TreeSnapshot] | None = None
 
     # -- whether the next step can be one of these ----------------------------------------------
 
@@ -234,15 +233,16 @@ class CapturedSteps:
     def hold_fixed(self) -> None:
         """Let `is_outdated` tell what changes from now on of what captured steps hold fixed."""
         watched = [each for executor in self.executors for each in executor.stage.watched]
-        self._memory = TreeSnapshot(watched, (Kind.MEMORY,))
-        self._settings = FixedSettings(executor.updater for executor in self.executors)
+        settings = FixedSettings(executor.updater for executor in self.executors)
+        self._fixed = settings, TreeSnapshot(watched, (Kind.MEMORY,))
 
     @property
     def is_outdated(self) -> bool:
         """Whether something has changed that captured steps hold fixed."""
-        if self._settings is None or self._memory is None:
+        if self._fixed is None:
             return False
-        return self._settings.have_changed() or self._memory.first_change() is not None
+        settings, memory = self._fixed
+        return settings.have_changed() or memory.first_change() is not None
 
     def leave(self) -> None:
         """The step to come is none of these."""
@@ -270,19 +270,18 @@ class CapturedSteps:
         ages = [executor.stage.age(due[stage]) for stage, executor in self._by_stage.items()]
         kind = (accumulated, entering % self._period, *received, *ages)
         self.is_replaying = self._replay.is_captured(kind)
-        updating = [
-            executor.updates
-            for stage, executor in self._by_stage.items()
-            if executor.updates.average and schedule.is_updating(stage)
-        ]
+        averages = {
+            stage: average
+            for stage, average in self._transport.averages.items()
+            if schedule.is_updating(stage)
+        }
         boundary.buffer_key = entering % self._period
         for executor in self.executors:  # which the host may have written to
             executor.stage.cast_weights.refresh_if_changed()
             executor.updater.follow_rates()
-        messages = before_forward, before_backward
         planned = self._replay.plan(
             kind,
-            lambda: self._sections(schedule, due, messages, updating),
+            lambda: self._sections(schedule, due, averages),
             lambda: self._random_keys(entering, due),
         )
         self._numbers.set(schedule, due, entering % len(self._flag_rows))
@@ -297,10 +296,9 @@ class CapturedSteps:
             planned[1]()
         if boundary.has_previous:
             boundary.send(boundary.dx, due[boundary.first])
-        if updating:
-            for updates in updating:
-                assert updates.average is not None
-                updates.average.reduce()
+        if averages:
+            for average in averages.values():
+                average.reduce()
             planned[-1]()
         boundary.send_tied(schedule)
         self._note(schedule, due, dict(zip(self._held_ties, received, strict=True)))
@@ -350,19 +348,16 @@ class CapturedSteps:
         self,
         schedule: Schedule,
         due: Mapping[int, int],
-        messages: tuple[Mapping[Route, int], Mapping[Route, int]],
-        updating: Sequence[StageUpdates],
+        averages: Mapping[int, Average],
     ) -> list[Section]:
         """The parts of a step between messages to and from other ranks.
 
         Args:
-            messages: Those before forward passes; those before backward passes and updates.
-            updating: Those that average their gradients with their replicas before they update.
+            averages: Of the stages that average their gradients with replicas before they update.
         """
         entering = schedule.injected
         rest: list[deque[Action]] = []
-        ends: list[Callable[[], None]] = []
-        before_forward, before_backward = messages
+        ends = ExitStack()
 
         def forward() -> None:
             self._begin(ends)
@@ -370,7 +365,6 @@ class CapturedSteps:
             values, self._loss_head.target = self._inputs.value
             if values is not None:
                 self.executors[0].inputs[entering] = values
-            self._boundary.give(before_forward)
             self._statistics.snapshot()
             # A step that turns out not to be capturable must not advance the schedule.
             rest[:] = self._scheduler.forward(schedule.copy().inject())
@@ -378,33 +372,31 @@ class CapturedSteps:
         def backward() -> None:
             if self._streams is not None and self._boundary.has_next:
                 self._streams.after_all_forward(self._stages)
-            self._boundary.give(before_backward)
-            self._scheduler.finish(rest, may_stop=bool(updating))
+            self._scheduler.finish(rest, may_stop=bool(averages))
             if self._streams is not None:
                 self._streams.join()
             self._statistics.restore_if(torch.cat([e.restored for e in self.executors]))
-            for updates in updating:
-                updates.begin_mean()
+            for stage in averages:
+                self._by_stage[stage].updates.begin_mean()
 
         def update() -> None:
-            for updates in updating:
-                assert updates.average is not None
-                updates.average.is_reduced = True
+            for average in averages.values():
+                average.is_reduced = True
             self._scheduler.finish(rest)
 
         def store() -> None:
             self._store_results()
-            self._end(ends)
+            ends.close()
 
         parts: list[list[Section]] = [[forward], [backward]]
         if not self._boundary.has_next:
             parts = [[forward, backward]]
-        if updating:
+        if averages:
             parts.append([update])
         parts[-1].append(store)
         return [self._section(part, ends) for part in parts]
 
-    def _section(self, parts: Sequence[Section], ends: list[Callable[[], None]]) -> Section:
+    def _section(self, parts: Sequence[Section], ends: ExitStack) -> Section:
         def run() -> None:
             if self._fuse is not None:  # convolution algorithms by trial: shapes are fixed
                 CUDNN_BENCHMARK.want(True)
@@ -413,7 +405,7 @@ class CapturedSteps:
                 for part in parts:
                     part()
             except BaseException:
-                self._end(ends)
+                ends.close()
                 raise
             finally:
                 self._transport.captured = None
@@ -422,8 +414,8 @@ class CapturedSteps:
 
         return run
 
-    def _begin(self, ends: list[Callable[[], None]]) -> None:
-        """Have executors perform a captured step until `_end`."""
+    def _begin(self, ends: ExitStack) -> None:
+        """Have executors perform a captured step until `ends` is closed."""
         if self.is_active:
             self._note_messages()
         queues, head = self._transport.queues, self._loss_head
@@ -439,14 +431,11 @@ class CapturedSteps:
             self._transport.clear_norms()
             head.target, head.latest = target, None
 
-        ends[:] = [*(executor.begin_captured() for executor in self.executors), end]
-
-    def _end(self, ends: list[Callable[[], None]]) -> None:
-        for end in ends:
-            end()
-        ends.clear()
+        ends.callback(end)
+        for executor in self.executors:
+            ends.callback(executor.begin_captured())
         if self._streams is not None:
-            self._streams.clear()
+            ends.callback(self._streams.clear)
 
     def _random_keys(self, entering: int, due: Mapping[int, int]) -> dict[Pass, int]:
         return {

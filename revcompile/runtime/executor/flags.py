@@ -19,6 +19,7 @@ from torch import Tensor
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.streams import current_stream
 from revcompile.runtime.stage.loss import OVERFLOW
+from revcompile.runtime.stage.tensors import copy_parts
 
 
 class RunningStatistics:
@@ -67,11 +68,9 @@ class RunningStatistics:
         for dtype, group in self._buffers.items():
             is_restored = flags[self._owners[dtype]] != 0
             merged = torch.where(is_restored, self._before[dtype], _flat(group))
-            parts = merged.split([buffer.numel() for buffer in group])
-            shaped = [part.view(buffer.shape) for part, buffer in zip(parts, group, strict=True)]
             # `.data`: graphs in flight may have saved these buffers, and autograd would refuse to
             # use them after a write that it sees. Batch norm itself writes them unseen.
-            torch._foreach_copy_([buffer.data for buffer in group], shaped)
+            copy_parts([buffer.data for buffer in group], merged)
 
 
 def _flat(buffers: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from revcompile.errors import RevcompileError
 from revcompile.ir.coupling_ops import seed_of, seeding
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Route, Transport
-from revcompile.runtime.stage.saved_tensors import on_side_streams
+from revcompile.runtime.reversible.overlap import on_side_streams
 from revcompile.runtime.stage.slots import Ring
 from revcompile.schedule import Schedule
 from revcompile.units import format_size

@@ -150,7 +150,7 @@ Route = tuple[int, int, MessageKind]
 class MessageSlot:
     """Memory of one message, which stays where it is."""
 
-    def __init__(self, buffers: StaticBuffers) -> None:
+    def __init__(self, buffers: Flat) -> None:
         self.buffers = buffers
         self._values, self._gradients, self._scale, self.flag = buffers.value
         self._form: Any = None
@@ -264,8 +264,8 @@ class Captured(Protocol):
     def take(self, route: Route, message: Message) -> bool:
         """Copy one to another rank to where it is sent from; False if it stays here."""
 
-    def given(self, route: Route) -> deque[Message] | None:
-        """Those from another rank."""
+    def received(self, route: Route, number: int | None) -> Message | None:
+        """The one from another rank, which was received before; None if it is from this one."""
 
 
 Wait = Callable[[], None]
@@ -338,8 +338,10 @@ class Transport:
             keep: It stays the next message.
             packed: It may have nothing but its packet, with values not looked at yet.
         """
-        given = None if self.captured is None else self.captured.given(route)
-        queue = self.queues.get(route) if given is None else given
+        captured = self.captured
+        if captured is not None and (received := captured.received(route, number)) is not None:
+            return received
+        queue = self.queues.get(route)
         if not queue:
             return None
         message = queue[0] if keep else queue.popleft()
@@ -349,7 +351,7 @@ class Transport:
                 f"stage {target}: expected {kind.value} of {number} from stage {source}, got that "
                 f"of {message.index}"
             )
-        if self.captured is not None and route in self.slots:
+        if captured is not None and route in self.slots:
             return self.slots[route].take(message.index)
         return message.ready(packed)
 

@@ -99,7 +99,7 @@ class GraphRunner:
         use_no_slots(self._executors)
         warn(
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
-            "Pass backend='eager' to silence this warning",
+            "Pass backend='eager' to silence this warning"
         )
 
     def _warn(self, why: str, advice: str) -> None:
@@ -108,7 +108,7 @@ class GraphRunner:
             self._warned.add(why)
             warn(
                 f"backend={self._backend.value!r}: while {why}, steps are run one action at a "
-                f"time; {advice}",
+                f"time; {advice}"
             )
 
     def step(self, schedule: Schedule, inputs: StepInputs, allowed: bool) -> bool:
@@ -125,7 +125,7 @@ class GraphRunner:
             # Not before the first updates: they show what stages and optimizers do.
             if min(schedule.updates) <= schedule.synchronous_updates:
                 return False
-            if stateful := [e.index for e in self._executors if e.stage.is_stateful]:
+            if stateful := [e.index for e in self._executors if e.stage.stateful.have_changed]:
                 self._give_up(f"stage {stateful[0]} has layers whose buffers change in every call")
                 return False
         if self._hooks:
@@ -148,7 +148,7 @@ class GraphRunner:
             if not is_same:
                 captured.leave()
                 last = self._last_batch
-                is_like_last = last is not None and last.is_alike(inputs.all)
+                is_like_last = last is not None and last.matches(inputs.all)
                 alike = self.alike if is_like_last else 0
                 if not captured.is_ready(schedule, inputs, alike):
                     return False
@@ -178,7 +178,7 @@ class GraphRunner:
         """Count a micro-batch that has entered."""
         if self._captured is not None:
             values = inputs.all
-            if self._last_batch is None or not self._last_batch.is_alike(values):
+            if self._last_batch is None or not self._last_batch.matches(values):
                 self._last_batch = Flat.of(empty_on(torch.device("meta"), values.value))
                 self.alike = 0
             self.alike += 1

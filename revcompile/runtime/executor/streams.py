@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from revcompile.ir.program import StageProgram
 from revcompile.ir.types import TYPE, TensorType
@@ -61,13 +61,8 @@ def large_stages(programs: Sequence[StageProgram], kind: TensorType | None, valu
     if dim is None or not isinstance(value, Tensor) or value.ndim <= dim:
         return set()
     samples = value.shape[dim]
-    return {p.index for p in programs if _largest_tensor(p.forward, samples) > SMALL}
-
-
-def _largest_tensor(program: fx.Graph, samples: int) -> int:
-    """Elements of the largest tensor that a program computes for so many samples."""
-    types = (node.meta.get(TYPE) for node in program.nodes)
-    return max((math.prod(t.at(samples)) for t in types if isinstance(t, TensorType)), default=0)
+    types = ((p.index, node.meta.get(TYPE)) for p in programs for node in p.forward.nodes)
+    return {i for i, t in types if isinstance(t, TensorType) and math.prod(t.at(samples)) > SMALL}
 
 
 def current_stream(tensor: Tensor) -> torch.cuda.Stream:

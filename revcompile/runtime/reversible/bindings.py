@@ -389,13 +389,25 @@ class Bound:
         computed = [p for p in self.parameters if p is not None and not p.is_leaf]
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
+    def replaced_by(self, others: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        """Around the first run: other tensors instead of parameters, by the ids of those."""
+        if not others:
+            return _NOTHING
+        pairs = zip(self._bindings.slots, self.parameters, strict=True)
+        return filled([(slot, others[id(p)]) for slot, p in pairs if id(p) in others])
+
     def restored(
-        self, stand_ins: Mapping[int, Tensor], has_hooks: bool
+        self, others: Mapping[int, Tensor], has_hooks: bool
     ) -> AbstractContextManager[Any]:
-        """Around the second run: parameters, buffers, settings and hooks of the first."""
+        """Around the second run: parameters, or others, buffers, settings and hooks of the first.
+
+        Args:
+            others: As of `replaced_by`.
+            has_hooks: Whether layers have hooks, or had some.
+        """
         bindings, entries = self._bindings, self._entries
-        if stand_ins:
-            entries = [stand_ins.get(id(entry), entry) for entry in entries]
+        if others:
+            entries = [others.get(id(entry), entry) for entry in entries]
         pairs = zip(bindings.entries, entries, strict=True)
         replaced = [(slot, entry) for slot, entry in pairs if slot[0].get(slot[1]) is not entry]
         if not replaced and not has_hooks:

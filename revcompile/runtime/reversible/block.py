@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -30,12 +30,14 @@ from revcompile.kernels.fixed_point import (
     unit_of,
 )
 from revcompile.kernels.repeatable import Repeated, repeatable
-from revcompile.runtime.reversible.bindings import Bindings, filled
+from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.replay import ReplayContext
 
 _Pair = tuple[Tensor, Tensor]
-_Sum = tuple[Tensor, Tensor | None]
-"""A sum or difference, and its cast copy if one kernel wrote both."""
+_Lost = tuple[Tensor, ...]
+"""What only undoing a sum needs, for autograd to keep as long as needed."""
+_Sum = tuple[Tensor, Tensor | None, _Lost]
+"""A sum, its cast copy if one kernel wrote both, and what it loses."""
 
 
 class Added:
@@ -55,18 +57,13 @@ class Added:
 
     def add(self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
         """The sum of the block `index`."""
-        return add_or_subtract(a, addend, self.grid, False, with_cast)
+        return *add_or_subtract(a, addend, self.grid, False, with_cast), ()
 
-    def undo(self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
-        """`a` of the block `index`."""
+    def undo(
+        self, index: int, y: Tensor, b: Tensor, addend: Tensor, lost: _Lost, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`a` of the block `index`, and its cast copy if one kernel wrote both."""
         return add_or_subtract(y, addend, self.grid, True, with_cast)
-
-    def release(self, index: int) -> tuple[Tensor, ...]:
-        """What only `undo` of the block `index` needs, for autograd to keep as long as needed."""
-        return ()
-
-    def restore(self, index: int, released: Sequence[Tensor]) -> None:
-        """What `release` has returned, for the next `undo`."""
 
     def gradients(
         self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
@@ -104,11 +101,13 @@ class Averaged(Added):
 
     def add(self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
         if self.signs is None:
-            return b + addend, None
+            return b + addend, None, ()
         half = self.sign(index, b) / 2
-        return half * a + (1 - half) * b + (1 + half) * addend, None
+        return half * a + (1 - half) * b + (1 + half) * addend, None, ()
 
-    def undo(self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
+    def undo(
+        self, index: int, y: Tensor, b: Tensor, addend: Tensor, lost: _Lost, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
         assert self.signs is None, "only fixed-point averages can be undone"
         return b, None  # which `a` was equal to, or is not needed
 
@@ -125,14 +124,10 @@ class FixedAverage(Averaged):
     casts_to_read = True
 
     def __init__(
-        self,
-        signs: Tensor,
-        batch_dims: tuple[int | None, ...],
-        read_dtype: torch.dtype,
+        self, signs: Tensor, batch_dims: tuple[int | None, ...], read_dtype: torch.dtype
     ) -> None:
         super().__init__(signs, batch_dims)
         self._read_dtype = read_dtype
-        self._lost: list[Tensor | None] = []
 
     def enter(self, a: Tensor, b: Tensor) -> _Pair:
         self._unit = unit_of(a, b)
@@ -142,30 +137,19 @@ class FixedAverage(Averaged):
     def add(self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
         dtype = self._read_dtype if with_cast else None
         y, lost, copy = average(a, b, addend, self.sign(index, b), self._unit, dtype)
-        self._lost.append(lost)
-        return y, copy
+        return y, copy, (lost,)
 
-    def undo(self, index: int, y: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
-        lost, self._lost[index] = self._lost[index], None
-        assert lost is not None
+    def undo(
+        self, index: int, y: Tensor, b: Tensor, addend: Tensor, lost: _Lost, with_cast: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        (bits,) = lost
         dtype = self._read_dtype if with_cast else None
-        return undo_average(y, b, addend, self.sign(index, b), self._unit, lost, dtype)
-
-    def release(self, index: int) -> tuple[Tensor, ...]:
-        lost, self._lost[index] = self._lost[index], None
-        return () if lost is None else (lost,)
-
-    def restore(self, index: int, released: Sequence[Tensor]) -> None:
-        (self._lost[index],) = released
+        return undo_average(y, b, addend, self.sign(index, b), self._unit, bits, dtype)
 
     def gradients(
         self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         return average_gradients(of_b, of_y, self.sign(index, of_y), dtype, may_overwrite)
-
-
-Sums = Added
-"""Any of them."""
 
 
 # -- the coupling ---------------------------------------------------------------------------------
@@ -193,7 +177,7 @@ class BlockWeights:
         calls.update(id(root.get_submodule(path)) for path in read)
         owners = {id(m._parameters) for m in called if is_cast(m) and calls[id(m)] == 1}
         slots = enumerate(() if bindings.hooked or is_sharded else bindings.slots)
-        self._slots = [(i, *slot) for i, slot in slots if id(slot[0]) in owners]
+        self._positions = [i for i, (owner, _) in slots if id(owner) in owners]
 
     def converted(
         self, parameters: Sequence[Tensor | None], dtype: torch.dtype | None
@@ -203,21 +187,14 @@ class BlockWeights:
         `parameters` are those of the branch, in the order of its bindings. If it uses one twice,
         all are left to autocast.
         """
-        if dtype is None or len(self._slots) < 2:
+        if dtype is None or len(self._positions) < 2:
             return {}
         used = [id(p) for p in parameters if p is not None]
         if len(set(used)) < len(used):
             return {}
-        present = [parameters[i] for i, _, _ in self._slots]
+        present = [parameters[i] for i in self._positions]
         chosen = [p for p in present if type(p) is nn.Parameter and p.dtype == torch.float32]
         return dict(zip(map(id, chosen), converted(chosen, [dtype] * len(chosen)), strict=True))
-
-    def replaced_by(self, copies: Mapping[int, Tensor]) -> AbstractContextManager[None]:
-        """Let the layers read the copies."""
-        if not copies:
-            return _NOTHING
-        pairs = [((owner, name), copies.get(id(owner[name]))) for _, owner, name in self._slots]
-        return filled([(slot, copy) for slot, copy in pairs if copy is not None])
 
 
 _NOTHING: Final = nullcontext()
@@ -293,6 +270,7 @@ class Coupled(NamedTuple):
     addend_dtype: torch.dtype
     cast_copy: Tensor | None
     """`y` in the dtype of autocast, if that was asked for and one kernel wrote both."""
+    lost: _Lost
 
 
 def couple(
@@ -302,7 +280,7 @@ def couple(
     b: Tensor,
     sides: Sequence[Any],
     cast: torch.dtype | None,
-    sums: Sums,
+    sums: Added,
     *,
     cast_b: Tensor | None = None,
     with_cast: bool = False,
@@ -317,16 +295,12 @@ def couple(
     read = b if cast_b is None else cast_b
     used = [sides[i] for i in block.sides]
     addend, extras = run_branch(block, read, used, cast, is_rebuilt)
-    y, cast_copy = sums.add(index, a, b, addend, with_cast)
-    return Coupled(b, y, shapes, extras, addend.dtype, cast_copy)
+    y, cast_copy, lost = sums.add(index, a, b, addend, with_cast)
+    return Coupled(b, y, shapes, extras, addend.dtype, cast_copy, lost)
 
 
 def run_branch(
-    block: Block,
-    b: Tensor,
-    sides: Sequence[Any],
-    cast: torch.dtype | None,
-    is_rebuilt: bool = True,
+    block: Block, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None, is_rebuilt: bool = True
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """F(b) and the extras.
 

@@ -31,12 +31,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError
-from revcompile.ir.coupling_ops import (
-    branch_vjp,
-    laid_out_like,
-    refusing_other_leaves,
-    stream_leaf,
-)
+from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, refusing_other_leaves, stream_leaf
 from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
@@ -53,7 +48,6 @@ from revcompile.runtime.reversible.block import (
     Averaged,
     Block,
     FixedAverage,
-    Sums,
     before_rearrange,
     couple,
     run_branch,
@@ -148,16 +142,16 @@ class Chain:
                 replay, given = Replay(block.replay_context, around), (a, b)
                 unshard(block.sharded, (b,))
                 with replay.record():
-                    a, b, shapes, extras, *_ = couple(block, index, a, b, sides, cast, sums)
+                    a, b, shapes, extras, *_, lost = couple(block, index, a, b, sides, cast, sums)
                 reshard(block.sharded, (b,))
-                past.append((index, block, replay, given, shapes))
+                past.append((index, block, replay, given, shapes, lost))
             result = a, b, *extras
-            for index, block, replay, given, shapes in reversed(past):
+            for index, block, replay, given, shapes, lost in reversed(past):
                 unshard(block.sharded, (b,))
                 with replay.again():
                     used = [sides[i] for i in block.sides]
                     addend, _ = run_branch(block, a, used, cast)
-                    rebuilt = sums.undo(index, b, a, addend, False)[0], a
+                    rebuilt = sums.undo(index, b, a, addend, lost, False)[0], a
                 a, b = before_rearrange(block, shapes, *rebuilt)
                 reshard(block.sharded, (b,))
                 wrong = map(relative_error, given, (a, b))
@@ -171,7 +165,7 @@ class Chain:
         cast: torch.dtype | None,
         training: bool = True,
         exact: bool = True,
-    ) -> Sums:
+    ) -> Added:
         """How the couplings of one run combine their streams."""
         if not self.averaged:
             return Added(grid_for(a, b, cast, self._convolves) if training else None)
@@ -214,7 +208,7 @@ class _Call:
     chain: Chain
     cast: torch.dtype | None
     autocast: torch.dtype | None
-    sums: Sums
+    sums: Added
     around: Surroundings
     overlaps: bool = False
     """Whether backward rebuilds the previous block while it differentiates a block."""
@@ -304,8 +298,8 @@ class _Reversible(torch.autograd.Function):
         replay = Replay(block.replay_context, call.around, block.bindings.hooked)
         cast_b, call.cast_copy = call.cast_copy, None
         copies = block.weights.converted(bound.parameters, call.autocast)
-        with replay.record(), bound.recording_hooks(), block.weights.replaced_by(copies):
-            b, y, ctx.shapes, extras, ctx.addend_dtype, call.cast_copy = couple(
+        with replay.record(), bound.recording_hooks(), bound.replaced_by(copies):
+            b, y, ctx.shapes, extras, ctx.addend_dtype, call.cast_copy, lost = couple(
                 *(block, index, a, b, sides, call.cast, call.sums),
                 cast_b=cast_b,
                 with_cast=call.wants_cast(index, 1),
@@ -316,12 +310,11 @@ class _Reversible(torch.autograd.Function):
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         count = ctx.plain_sides.count(None)
         ctx.parameters = rest[count:]
-        released = call.sums.release(index)
         if not any(ctx.needs_input_grad):
-            released = ()
+            lost = ()
         kept = (b, y) if block is call.chain.blocks[-1] else ()
-        ctx.kept, ctx.released = len(kept), len(released)
-        ctx.save_for_backward(*kept, *released, *rest[:count])
+        ctx.kept, ctx.lost = len(kept), len(lost)
+        ctx.save_for_backward(*kept, *lost, *rest[:count])
         return b, y, *extras
 
     @staticmethod
@@ -393,9 +386,7 @@ def _rebuild(
     bound: Bound = node.bound
     block = call.chain.blocks[node.index]
     bound.check(block.name)
-    if node.released:
-        call.sums.restore(node.index, saved[: node.released])
-    tensors = saved[node.released :]
+    lost, tensors = tuple(saved[: node.lost]), saved[node.lost :]
     assert output is not None
     b, y, cast_b = output
     needs = node.needs_input_grad[_REST:]
@@ -403,16 +394,13 @@ def _rebuild(
     next_side = iter(sides)
     used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
     has_hooks = bound.has_hooks()
-    stand_ins = bound.stand_ins()
-    copies = {} if has_hooks else block.weights.converted(bound.parameters, call.autocast)
+    others = bound.stand_ins()
+    if not has_hooks:
+        others |= block.weights.converted(bound.parameters, call.autocast)
     parameters: Sequence[Tensor] = node.parameters
-    if stand_ins or copies:
-        parameters = [
-            copies[id(p)].requires_grad_() if id(p) in copies else stand_ins.get(id(p), p)
-            for p in parameters
-        ]
-    restored = bound.restored(stand_ins, has_hooks)
-    with restored, block.weights.replaced_by(copies), node.replay.again():
+    if others:
+        parameters = [others.get(id(p), p).requires_grad_() for p in parameters]
+    with bound.restored(others, has_hooks), node.replay.again():
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
         read = b if cast_b is None else cast_b
@@ -421,7 +409,8 @@ def _rebuild(
         x = stream_leaf(read, is_read_cast, None, call.cast, is_viewed=is_viewed)
         with torch.enable_grad():
             addend, extras = run_branch(block, x, used, call.cast)
-        a, copy = call.sums.undo(node.index, y, b, addend, call.wants_cast(node.index, -1))
+        wants_cast = call.wants_cast(node.index, -1)
+        a, copy = call.sums.undo(node.index, y, b, addend, lost, wants_cast)
     return _Rebuilt(a, b, x, sides, parameters, (addend, *extras), copy, stream)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,13 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revcompile.errors import GuardError, InputError
-from revcompile.ir.guards import (
-    DEVICE_ATTRIBUTES,
-    Guards,
-    SizeGuards,
-    flag,
-    input_types,
-)
+from revcompile.ir.guards import DEVICE_ATTRIBUTES, Guards, SizeGuards, flag, input_types
 from revcompile.ir.module_tree import child_path, copy_module, device_of_model
 from revcompile.ir.ops import called, grown_size, samples_beyond
 from revcompile.ir.plain_attributes import PlainAttributes
@@ -338,13 +332,10 @@ _MOST: Final = 64
 """More captures of one model are an accident: a size or a number that is new at every call."""
 
 
-class _Case(NamedTuple):
-    rewired: Rewired
-    checker: GuardChecker
-
-    @staticmethod
-    def of(rewired: Rewired) -> _Case:
-        return _Case(rewired, GuardChecker(rewired.guards, rewired.root))
+class _Case(GuardChecker):
+    def __init__(self, rewired: Rewired) -> None:
+        super().__init__(rewired.guards, rewired.root)
+        self.rewired = rewired
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of its graph; raises if it was captured for other arguments."""
@@ -363,20 +354,15 @@ class Cases:
         self.recapture: Recapture | None = None
         """How to capture the model for a call that breaks a guard; without, that raises."""
         self.any_arguments = False
-        self._first = _Case.of(first)
-        self._cases = [self._first]
+        self.first = _Case(first)
+        self._cases = [self.first]
         """The latest that was used comes first."""
 
     def first_only(self, recapture: Recapture | None) -> Cases:
         """The first case, as it was when it was captured, for a copy that is stored."""
         twin = copy.copy(self)
-        twin._cases, twin.recapture = [self._first], recapture
+        twin._cases, twin.recapture = [self.first], recapture
         return twin
-
-    @property
-    def checker(self) -> GuardChecker:
-        """Of the first case."""
-        return self._first.checker
 
     def bound(
         self,
@@ -398,7 +384,7 @@ class Cases:
                 other_arguments = other_arguments or error
                 is_open = is_open or isinstance(error, LeftOutError)
                 continue
-            problem = case.checker.failing(root, values)
+            problem = case.failing(root, values)
             if problem is None:
                 self._cases.insert(0, self._cases.pop(index))
                 return case.rewired, values
@@ -413,7 +399,7 @@ class Cases:
 
     def _refuse(self, problem: Mismatch, is_full: bool) -> None:
         """Raise if a guard fails that capturing the model again would not mend."""
-        name = self._first.rewired.name
+        name = self.first.rewired.name
         if self.recapture is None:
             raise problem.error(name, "Compile the model again for this case.")
         if any(value is Presence.SET for value in (problem.expected, problem.found)):
@@ -438,7 +424,7 @@ class Cases:
     ) -> tuple[Rewired, dict[str, Any]]:
         """Another case, for the batch size of the call alone if nothing else holds for it."""
         assert self.recapture is not None
-        name = self._first.rewired.name
+        name = self.first.rewired.name
         for fixed_batch in (False, True):
             try:
                 rewired = self.recapture(root, args, kwargs, fixed_batch)
@@ -451,9 +437,9 @@ class Cases:
                     "example inputs of this case, or keep the module that reads this as one piece "
                     "with leaf_modules=[...].",
                 ) from error
-            case = _Case.of(replace(rewired, root=root))
+            case = _Case(replace(rewired, root=root))
             values = case.bind(args, kwargs)
-            remaining = case.checker.failing(root, values)
+            remaining = case.failing(root, values)
             if remaining is None:
                 self._cases.insert(0, case)
                 return case.rewired, values

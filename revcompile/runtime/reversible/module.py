@@ -73,10 +73,7 @@ class Reversible(OriginalSurface):
     """
 
     def __init__(
-        self,
-        rewired: Rewired,
-        tolerance: Tolerance = None,
-        overlap: Overlap = Overlap.OFF,
+        self, rewired: Rewired, tolerance: Tolerance = None, overlap: Overlap = Overlap.OFF
     ) -> None:
         super().__init__()
         root, reserved = rewired.root, self._reserved_names()
@@ -177,14 +174,13 @@ class Reversible(OriginalSurface):
         return {**self.__dict__, "_plans": {}, "_cases": cases}
 
     def _run(
-        self,
-        body: Body,
-        values: dict[str, Any],
-        errors: list[tuple[str, float]] | None = None,
+        self, body: Body, values: dict[str, Any], errors: list[tuple[str, float]] | None = None
     ) -> dict[str, Any]:
         stores_nothing = self._stores_nothing
         for step in self._plan(body):
             inputs = [values[name] for name in step.inputs]
+            for name in step.drop:
+                values.pop(name, None)
             if isinstance(step.run, Chain):
                 a, b, cast = inputs[0], inputs[1], None
                 if self.training or errors is not None or not step.run.averaged:
@@ -196,15 +192,11 @@ class Reversible(OriginalSurface):
                 else:
                     plain = partial(step.run.plain, training=self.training)
                     run = step.run.reversible if stores_nothing else plain
-                    for name in step.drop:
-                        values.pop(name, None)
                     a, b, *extras = run(a, b, inputs, cast)
                 if cast is not None:
                     a, b = a.to(cast), b.to(cast)
                 outputs: Sequence[Any] = (a, b, *extras)
             else:
-                for name in step.drop:
-                    values.pop(name, None)
                 inputs = list(unshard(step.sharded, tuple(inputs)))
                 outputs = reshard(step.sharded, tuple(step.run(*inputs)))
             del inputs

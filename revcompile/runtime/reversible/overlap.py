@@ -90,21 +90,21 @@ def _side_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream.device)
 
 
+@contextmanager
+def on_side_streams() -> Iterator[None]:
+    """Without torch's one warning that graphs belong to other streams, for which it waits."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+        yield
+
+
 _has_warned = False
 
 
 @contextmanager
 def _differentiating_on(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Compute gradients on another stream than the one they are accumulated on, without a warning.
-
-    Torch warns of that once in a process; here it is intended.
-    """
+    """Compute gradients on another stream than the one they are accumulated on."""
     global _has_warned
-    with torch.cuda.stream(stream):
-        if _has_warned:
-            yield
-            return
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-            yield
-        _has_warned = True
+    with torch.cuda.stream(stream), nullcontext() if _has_warned else on_side_streams():
+        yield
+    _has_warned = True

@@ -180,12 +180,6 @@ def restore_buffers(snapshots: Iterable[BufferSnapshot]) -> None:
         saved.module._buffers[saved.name] = saved.buffer
 
 
-def buffer_snapshots(slots: Iterable[tuple[nn.Module, str]]) -> list[BufferSnapshot]:
-    """Of those buffers that are not None."""
-    present = ((module, name, module._buffers.get(name)) for module, name in slots)
-    return [BufferSnapshot(m, n, b, b.detach().clone()) for m, n, b in present if b is not None]
-
-
 _Identity = tuple[Tensor | None, int, torch.UntypedStorage | None]
 """A buffer, its version, and its storage: `buffer.data = ...` changes only the last.
 
@@ -203,46 +197,41 @@ class StatefulBuffers:
 
     def __init__(self, candidates: Sequence[tuple[nn.Module, str]]) -> None:
         self._candidates = list(candidates)
-        self._changing: set[int] = set()
+        self._changing: set[tuple[nn.Module, str]] = set()
         self._modes_seen: set[tuple[bool, ...]] = set()
 
     def snapshot(self) -> list[BufferSnapshot]:
         """Before a run: copies of the buffers that may change."""
         if not self._candidates:  # most branches have none
             return []
-        if self._modes() not in self._modes_seen:
-            return buffer_snapshots(self._candidates)
-        return buffer_snapshots(self._candidates[position] for position in sorted(self._changing))
+        is_known = self._modes() in self._modes_seen
+        slots = (s for s in self._candidates if not is_known or s in self._changing)
+        present = ((module, name, module._buffers.get(name)) for module, name in slots)
+        return [BufferSnapshot(m, n, b, b.detach().clone()) for m, n, b in present if b is not None]
 
-    def identities(self) -> list[_Identity]:
-        """Before a run: what tells afterwards whether a buffer has changed."""
-        return [_identity(module._buffers.get(name)) for module, name in self._candidates]
-
-    def changed(
-        self, snapshots: list[BufferSnapshot], identities: list[_Identity]
-    ) -> list[BufferSnapshot]:
-        """After a run: the snapshots of the buffers that it changed."""
+    @contextmanager
+    def recorded(self) -> Iterator[list[BufferSnapshot]]:
+        """Around a run; the list gets copies, from before it, of the buffers that it changes."""
+        found: list[BufferSnapshot] = []
+        copies = {(copy.module, copy.name): copy for copy in self.snapshot()}
+        before = {slot: _identity(*slot) for slot in self._candidates}
+        yield found
         if not self._candidates:
-            return []
-        known = {(snapshot.module, snapshot.name): snapshot for snapshot in snapshots}
-        pairs = enumerate(zip(identities, self.identities(), strict=True))
-        changed = {position for position, (old, new) in pairs if not _is_same(old, new)}
-        if self._modes() not in self._modes_seen:  # all have been copied
-            self._modes_seen.add(self._modes())
-            slots = enumerate(self._candidates)
-            changed |= {p for p, slot in slots if slot in known and _has_moved(known[slot])}
+            return
+        changed = {slot for slot in before if not _is_same(before[slot], _identity(*slot))}
+        if (modes := self._modes()) not in self._modes_seen:  # all have been copied
+            self._modes_seen.add(modes)
+            changed |= {slot for slot, copy in copies.items() if _has_moved(copy)}
         self._changing |= changed
-        for module, name in (self._candidates[position] for position in changed):
-            if (module, name) not in known:
-                raise ModifiedError(
-                    f"{type(module).__name__}.forward has changed its buffer {name!r}, which it "
-                    "left alone in its first call: the backward pass runs the module again and "
-                    "needs what was in the buffer before; let the module write into the buffer "
-                    "in every call (the old value, if need be). From the next call on the buffer "
-                    "is copied"
-                )
-        changing = (self._candidates[position] for position in sorted(self._changing))
-        return [known[slot] for slot in changing if slot in known]
+        for module, name in (s for s in self._candidates if s in changed and s not in copies):
+            raise ModifiedError(
+                f"{type(module).__name__}.forward has changed its buffer {name!r}, which it "
+                "left alone in its first call: the backward pass runs the module again and "
+                "needs what was in the buffer before; let the module write into the buffer "
+                "in every call (the old value, if need be). From the next call on the buffer "
+                "is copied"
+            )
+        found += (copy for slot, copy in copies.items() if slot in self._changing)
 
     @property
     def have_changed(self) -> bool:
@@ -264,8 +253,8 @@ def _has_moved(snapshot: BufferSnapshot) -> bool:
     return is_plain and not torch.equal(copy, buffer)
 
 
-def _identity(buffer: Tensor | None) -> _Identity:
-    if buffer is None:
+def _identity(module: nn.Module, name: str) -> _Identity:
+    if (buffer := module._buffers.get(name)) is None:
         return None, 0, None
     storage = buffer.untyped_storage() if buffer.layout is torch.strided else None
     return buffer, 0 if buffer.is_inference() else buffer._version, storage
@@ -362,8 +351,8 @@ class Replay:
         around, before = self._around, self._around.random
         if self._may_draw:
             before = before or random_states(around.generators)
-        copies, identities = stateful.snapshot(), stateful.identities()
         with (
+            stateful.recorded() as self._buffers,
             self._masks or nullcontext(),
             self._statistics.record() if self._statistics else nullcontext(),
         ):
@@ -371,7 +360,6 @@ class Replay:
         if self._may_draw and before is not None:
             around.random = after = random_states(around.generators)
             self._random = (before, after) if self._branch.draws.has_drawn(before, after) else None
-        self._buffers = stateful.changed(copies, identities)
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ latest ones before the first update, in the last stage, and where nothing is lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -211,38 +211,34 @@ class ActivationStore:
 
     def store(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that a forward pass keeps, rounded as configured."""
-        return self._mapped(kept, lambda _, value: self._store(value))
-
-    def _mapped(
-        self, kept: tuple[Any, ...], function: Callable[[str, Any], Any]
-    ) -> tuple[Any, ...]:
-        """A function of name and value applied to those that are not stored as they are."""
-        if not self.low:
-            return kept
-        pairs = zip(self._kept, kept, strict=True)
-        return tuple(function(name, v) if name in self.low else v for name, v in pairs)
-
-    def _store(self, value: Any) -> Any:
-        # Single numbers stay unchanged: a grid must be exact.
-        is_wide = isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() > 1
-        return in_dtype(value, self.dtype) if is_wide and self.dtype is not None else value
+        return self._converted(kept, self.low, torch.float32, self.dtype)
 
     def load(self, kept: tuple[Any, ...], as_stored: bool = False) -> tuple[Any, ...]:
         """Stored values as a backward program takes them; `as_stored`: a compiled one."""
-        unchanged = self.low if as_stored else self.sent
-        return self._mapped(
-            kept,
-            lambda name, v: v.float() if self._is_rounded(v) and name not in unchanged else v,
-        )
-
-    def _is_rounded(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dtype == self.dtype
-
-    # -- checkpoints --------------------------------------------------------------------------
+        widened = frozenset() if as_stored else self.low - self.sent
+        return self._converted(kept, widened, self.dtype, torch.float32)
 
     def state(self, kept: tuple[Any, ...]) -> list[Any]:
         """Stored values, rounded ones in float32: a trainer with other buffers can `store` them."""
-        return list(self._mapped(kept, lambda _, v: v.float() if self._is_rounded(v) else v))
+        return list(self._converted(kept, self.low, self.dtype, torch.float32))
+
+    def _converted(
+        self,
+        kept: tuple[Any, ...],
+        names: frozenset[str],
+        source: torch.dtype | None,
+        target: torch.dtype | None,
+    ) -> tuple[Any, ...]:
+        """Kept values, those of some names in another dtype if they have this one."""
+        if not names or target is None:
+            return kept
+        # Single numbers stay unchanged: a grid must be exact.
+        return tuple(
+            in_dtype(v, target)
+            if name in names and isinstance(v, Tensor) and v.dtype == source and v.numel() > 1
+            else v
+            for name, v in zip(self._kept, kept, strict=True)
+        )
 
 
 def _inputs_kept(program: StageProgram) -> frozenset[str]:

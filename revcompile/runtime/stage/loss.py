@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError
+from revcompile.ir.coupling_ops import leaf
 from revcompile.ir.types import Live, Rewired, TensorType
 from revcompile.kernels.autocast import wide_dtype, widest_dtype
 from revcompile.kernels.fixed_point import STREAM_RANGE
@@ -95,12 +96,7 @@ class LossHead:
         The loss itself and the output are stored in `latest`. If this `waits` for the loss, one
         that is not finite is a `NonFiniteError`.
         """
-        leaves = {
-            name: value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
-            if isinstance(value, Tensor)
-            else value
-            for name, value in outputs.items()
-        }
+        leaves = {name: leaf(value) for name, value in outputs.items()}
         with torch.enable_grad():
             output = self.assembled(leaves)
             loss = self.evaluate(output, self.target, f"micro-batch {microbatch}")

@@ -105,7 +105,7 @@ def build_optimizer(
 
 def _combined(where: str, returned: Any, advice: str) -> Optimizer:
     """What the factory returned as one optimizer."""
-    several: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
+    several: list[Optimizer] = list(returned) if isinstance(returned, list | tuple) else [returned]
     for optimizer in several:
         if not isinstance(optimizer, Optimizer):
             raise InputError(
@@ -115,14 +115,12 @@ def _combined(where: str, returned: Any, advice: str) -> Optimizer:
     if not several:
         raise InputError(f"optimizer, {where}: the factory returned no optimizer; {advice}")
     try:
-        optimizer = several[0] if len(several) == 1 else CombinedOptimizer(several)
+        return several[0] if len(several) == 1 else CombinedOptimizer(several)
     except ValueError as error:
         raise InputError(
             f"optimizer, {where}: its {len(several)} optimizers cannot be combined: "
             f"{error}; give every parameter to one of them"
         ) from error
-    assert isinstance(optimizer, Optimizer)
-    return optimizer
 
 
 def _grouped(

@@ -12,7 +12,6 @@ Parameters are not stored: backward reads their latest values.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -24,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from revcompile.ir.coupling_ops import retaining
+from revcompile.runtime.reversible.overlap import on_side_streams
 
 
 class Saved(NamedTuple):
@@ -188,14 +188,6 @@ class SavedTensors:
         if isinstance(saved, Tensor):
             return saved
         return saved.of((self._parameters if saved.is_parameter else self._tensors)[saved.number])
-
-
-@contextmanager
-def on_side_streams() -> Iterator[None]:
-    """Without torch's one warning that graphs belong to other streams, for which it waits."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-        yield
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -27,6 +27,10 @@ LARGE: Final = 1 << 20
 class Flat:
     """A pytree, flattened: whatever takes values to copy or compare takes this, too."""
 
+    memory: Tensor
+    """If all its tensors lie in one buffer of bytes: that one, and where they lie in it."""
+    layout: Layout = ()
+
     def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
         self.leaves, self._spec = leaves, spec
 
@@ -41,6 +45,10 @@ class Flat:
         """The tree itself."""
         return pytree.tree_unflatten(self.leaves, self._spec)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
     def cloned(self) -> Any:
         """The tree with copies of its tensors."""
         leaves = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
@@ -50,10 +58,16 @@ class Flat:
         """A tree of the same structure."""
         return Flat(leaves, self._spec)
 
-    def is_alike(self, other: Flat) -> bool:
+    def matches(self, tree: Any) -> bool:
         """Whether structure, shapes and types are the same; devices may differ."""
+        other = Flat.of(tree)
         is_same = other._spec is self._spec or other._spec == self._spec
         return is_same and all(map(_is_alike, self.leaves, other.leaves))
+
+    def copy_(self, tree: Any) -> None:
+        """Copy values of the same form to its tensors."""
+        pairs = zip(self.leaves, Flat.of(tree).leaves, strict=True)
+        copy_tensors([(own, leaf) for own, leaf in pairs if isinstance(own, Tensor)])
 
 
 class StaticBuffers(Flat):
@@ -68,33 +82,19 @@ class StaticBuffers(Flat):
 
     Args:
         like: Values with the structure, shapes, types, devices and memory layouts to allocate.
-        allocate: False if the tensors of `like` are the buffers.
     """
 
-    def __init__(self, like: Any, allocate: bool = True) -> None:
+    def __init__(self, like: Any) -> None:
         flat = Flat.of(like)
-        tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
-        self.memory, self.layout, views = _allocate(tensors if allocate else ())
-        """All its tensors lie in one buffer of bytes, if they are on one device."""
-        leaves = [
-            next(views) if allocate and isinstance(leaf, Tensor) else leaf for leaf in flat.leaves
-        ]
+        self.memory, self.layout, views = _allocate(flat.tensors)
+        leaves = [next(views) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
         super().__init__(leaves, flat._spec)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    def matches(self, tree: Any) -> bool:
-        """Whether these values can be copied in; they may be on another device."""
-        return self.is_alike(Flat.of(tree))
 
     def copy_(self, tree: Any) -> None:
         if isinstance(tree, StaticBuffers) and self.layout and tree.layout == self.layout:
             self.memory.copy_(tree.memory)
         else:
-            pairs = zip(self.leaves, Flat.of(tree).leaves, strict=True)
-            copy_tensors([(buffer, leaf) for buffer, leaf in pairs if isinstance(buffer, Tensor)])
+            super().copy_(tree)
 
 
 def empty_on(device: torch.device, tree: Any) -> Any:
@@ -220,10 +220,10 @@ class Ring:
         views = [
             [x if rows is None else rows.view(row) for rows, x in pairs] for row in range(count)
         ]
-        self._slots = [StaticBuffers(form.with_leaves(view), allocate=False) for view in views]
+        self._slots = [form.with_leaves(view) for view in views]
         self._values = [slot.value for slot in self._slots]
 
-    def slot(self, number: int) -> StaticBuffers:
+    def slot(self, number: int) -> Flat:
         """The buffers of a slot; numbers go on beyond the last slot with the first."""
         return self._slots[number % self.count]
 

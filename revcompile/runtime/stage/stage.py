@@ -106,7 +106,8 @@ class Stage:
         self.leaves_checked = False
         """Whether a backward pass has shown that it depends on inputs and parameters alone."""
         others = [(m, name) for m, name in reads.buffers if not isinstance(m, _BatchNorm)]
-        self._stateful = StatefulBuffers(others)
+        self.stateful = StatefulBuffers(others)
+        """Those that its layers change in every call."""
         # A functional batch norm updates all statistics of its layer, read by the program or not.
         norms = [module for module in reads.owners if isinstance(module, _BatchNorm)]
         self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
@@ -181,9 +182,9 @@ class Stage:
         if self._saved is not None and self._ring_size and self._has_recorded:
             recorded = self._saved.recorded(values, latest, is_capturing(self.device))
         self._has_recorded = True
-        snapshots, identities = self._stateful.snapshot(), self._stateful.identities()
         hooks: HookRecord = {}
         with (
+            self.stateful.recorded() as changed,
             recorded as saved,
             self._program_context(weights if saved is None else saved.leaves),
             self._draws.forward(microbatch, self.device),
@@ -193,7 +194,7 @@ class Stage:
             outputs, kept = self._functions[0](self.root, mix(self.seed, microbatch), *values)
             held = self._hold(microbatch, self.activations.store(kept), saved)
         held.used = self.weights.used(weights)
-        held.buffers = self._stateful.changed(snapshots, identities)
+        held.buffers = changed
         if measure:
             held.original = {name: inputs[name] for name in program.sends_back}
         held.parameter_versions = tuple(p._version for p in latest.values())
@@ -275,7 +276,7 @@ class Stage:
 
     def snapshot(self) -> list[BufferSnapshot]:
         """Copies of the other buffers that a forward pass can change."""
-        return self._stateful.snapshot()
+        return self.stateful.snapshot()
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -358,7 +359,7 @@ class Stage:
         with (
             self._program_context(weights),
             self._draws.backward(microbatch, key, self.device),
-            self._stateful.replay(held.buffers),
+            self.stateful.replay(held.buffers),
             self.hooks.replayed(held.hooks),
             self._naming_microbatch(microbatch),
             check,
@@ -494,11 +495,6 @@ class Stage:
                 yield
             finally:
                 ops.statistics_frozen.reset(token)
-
-    @property
-    def is_stateful(self) -> bool:
-        """Whether its layers change buffers in every call; known once it has run."""
-        return self._stateful.have_changed
 
 
 def _repeated_in(program: StageProgram, root: nn.Module) -> Repeated:

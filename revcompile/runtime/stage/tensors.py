@@ -197,17 +197,18 @@ def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tenso
             torch.where(flag, old, target, out=target)
     for pairs in small.values():  # all of one type as one tensor: there may be hundreds
         now, before = (torch.cat([t.flatten() for t in part]) for part in zip(*pairs, strict=True))
-        sizes = [target.numel() for target, _ in pairs]
-        kept = torch.where(flag, before, now).split(sizes)
-        targets = [target for target, _ in pairs]
-        torch._foreach_copy_(targets, [k.view(t.shape) for k, t in zip(kept, targets, strict=True)])
+        copy_parts([target for target, _ in pairs], torch.where(flag, before, now))
+
+
+def copy_parts(targets: Sequence[Tensor], flat: Tensor) -> None:
+    """Copy a flat tensor's parts, one after the other, to tensors."""
+    parts = flat.split([target.numel() for target in targets])
+    shaped = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
+    torch._foreach_copy_(list(targets), shaped)
 
 
 def non_finite_error(
-    stage: int,
-    microbatch: int,
-    gradients: Mapping[str, Tensor | None],
-    scale: Tensor | None,
+    stage: int, microbatch: int, gradients: Mapping[str, Tensor | None], scale: Tensor | None
 ) -> NonFiniteError:
     """Which gradient of a stage's parameters is not finite.
 

@@ -344,20 +344,17 @@ class FixedSettings:
         self._optimizers = [updater.optimizer for updater in updaters]
         self._members = [member for o in self._optimizers for member in members(o)]
         self._states = [member.state for member in self._members]
-        self._groups, self._delays = list(map(dict, self._all_groups())), self._all_delays()
+        self._before = self._settings()
 
-    def _all_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    def _all_delays(self) -> list[Any]:
-        return [(getattr(m, "delay", 0), getattr(m, "predicted_delay", 0)) for m in self._members]
+    def _settings(self) -> list[Any]:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        delays = ((getattr(m, "delay", 0), getattr(m, "predicted_delay", 0)) for m in self._members)
+        return [*({k: v for k, v in group.items() if k != "lr"} for group in groups), *delays]
 
     def have_changed(self) -> bool:
-        groups, members = self._all_groups(), zip(self._members, self._states, strict=True)
-        for before, group in zip(self._groups, groups, strict=False):
-            before["lr"] = group["lr"]
-        is_same = groups == self._groups and self._all_delays() == self._delays
-        return not is_same or any(member.state is not state for member, state in members)
+        members = zip(self._members, self._states, strict=True)
+        is_replaced = any(member.state is not state for member, state in members)
+        return is_replaced or self._settings() != self._before
 
 
 def _scale_updates(optimizer: Optimizer) -> Iterator[RemovableHandle]:

@@ -36,7 +36,7 @@ class InputBinder:
 
     def __init__(self, model: Reversible, partition: Partition, device: torch.device) -> None:
         self._partition, self.device = partition, device
-        self._guards = model._cases.checker  # it knows what the model was like when it was made
+        self._guards = model._cases.first  # it knows what the model was like when it was made
         self._copied: torch.cuda.Event | None = None
         """When the device has read all that was copied from the host."""
 
@@ -79,15 +79,13 @@ class InputBinder:
         Args:
             copy: False if what is there already may stay the caller's.
         """
-        leaves, spec = pytree.tree_flatten(tree)
-        own = [
-            leaf.detach().to(self.device, non_blocking=True, copy=copy)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
-        self._copied = when_copied(leaves, self.device) or self._copied
-        return pytree.tree_unflatten(own, spec)
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(self.device, non_blocking=True, copy=copy)
+
+        taken = pytree.tree_map_only(Tensor, own, tree)
+        self._copied = when_copied(pytree.tree_leaves(tree), self.device) or self._copied
+        return taken
 
     def wait_copied(self) -> None:
         """At the end of a step: the device computes it while the host waits for its copies."""
@@ -97,10 +95,7 @@ class InputBinder:
 
     def check_tensors(self, tree: Any, where: str = "trainer.step", dense: bool = False) -> Any:
         """The values; tensors on the meta device and, if `dense`, sparse ones are refused."""
-        tensors = [tree]
-        if not isinstance(tree, Tensor):
-            tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
+        for tensor in (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)):
             if tensor.is_meta and self.device.type != "meta":
                 raise InputError(
                     f"{where}: got a tensor on the meta device, which has no values "

@@ -22,6 +22,7 @@ from revcompile.ir.module_tree import device_of_model
 from revcompile.optim.combined import elementary
 from revcompile.runtime.distributed.channel import open_channels
 from revcompile.runtime.distributed.layout import (
+    Layout,
     Ranks,
     check_ranks_agree,
     gather_plain,
@@ -61,6 +62,7 @@ class Placement:
         self.stages: Sequence[int] = range(len(task.programs))
         """Those of this process."""
         self.transport = Transport(len(task.programs))
+        self.ranks = Ranks(Layout((0,) * len(task.programs)), 0, None, None)
 
     # -- building a trainer -------------------------------------------------------------------
 
@@ -87,7 +89,7 @@ class Placement:
         text = None if own is None else f"{type(own).__name__}: {own}"
         for rank, found in enumerate(self.gather(text)):
             if found is not None:
-                raise own or InputError(f"{where}, {self.named(rank)}: {found}")
+                raise own or InputError(f"{where}, {self.ranks.named(rank)}: {found}")
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -114,7 +116,8 @@ class Placement:
 
     def mixed_up(self, where: str, what: str) -> InputError:
         """Why targets cannot be used that are not those of the first stage's inputs."""
-        first, last = (self.named(self.owner(s)) for s in (0, len(self._task.programs) - 1))
+        ranks = self.ranks
+        first, last = (ranks.named(ranks.owner(s)) for s in (0, len(self._task.programs) - 1))
         return InputError(
             f"{where}: {last} was given other {what} than {first}, which reads the inputs: the "
             "model would see inputs with the targets of other samples. The ranks of one pipeline "
@@ -123,14 +126,6 @@ class Placement:
             "dataset_or_dataloader, batch_size, epoch=epoch)`, which gives every rank the right "
             "batches"
         )
-
-    def owner(self, stage: int) -> int:
-        """The rank that has a stage."""
-        return 0
-
-    def named(self, rank: int) -> str:
-        """A rank in error messages."""
-        return "this process"
 
 
 class RankPlacement(Placement):
@@ -186,6 +181,7 @@ class RankPlacement(Placement):
 
     def _refuse_different_optimizers(self, executors: Sequence[StageExecutor]) -> None:
         """Replicas of a stage would drift apart."""
+        named = self.ranks.named
         own = [[e.index, _described(e.updater.optimizer)] for e in executors]
         first: dict[int, tuple[int, str]] = {}
         for rank, found in enumerate(self.gather(own)):
@@ -194,7 +190,7 @@ class RankPlacement(Placement):
                 if text != expected:
                     raise InputError(
                         f"net.trainer: replicas of stage {stage} have different optimizers:\n"
-                        f"  {self.named(other)}: {expected}\n  {self.named(rank)}: {text}\n"
+                        f"  {named(other)}: {expected}\n  {named(rank)}: {text}\n"
                         "Make the same optimizer with the same settings on every rank."
                     )
 
@@ -221,7 +217,7 @@ class RankPlacement(Placement):
         if loss is not None:
             sent.copy_(loss)
         with self.transport.collective():
-            owner = self.owner(len(self._task.programs) - 1)
+            owner = self.ranks.owner(len(self._task.programs) - 1)
             distributed.broadcast(sent, owner, group=self.ranks.pipeline)
         return sent
 
@@ -232,7 +228,7 @@ class RankPlacement(Placement):
 
         What no stage uses never changes: the rank of the first stage saves it.
         """
-        owners, first = self._weights.owners, self.owner(0)
+        owners, first = self._weights.owners, self.ranks.owner(0)
         own = {name: v for name, v in state.items() if owners.get(name, first) == self.rank}
         if self.replica:
             for name, _ in self._task.model.named_parameters(remove_duplicate=False):
@@ -244,12 +240,6 @@ class RankPlacement(Placement):
             _open.remove(self.transport)
         if not self.transport.close():
             raise RankError("trainer.close: another rank has not closed its trainer")
-
-    def owner(self, stage: int) -> int:
-        return self.ranks.owner(stage)
-
-    def named(self, rank: int) -> str:
-        return self.ranks.named(rank)
 
 
 def _described(optimizer: Any) -> str:

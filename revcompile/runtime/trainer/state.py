@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from revcompile.errors import InputError, TrainerStoppedError
 from revcompile.ir.coupling_ops import mix
 from revcompile.ir.module_tree import device_of_model
-from revcompile.ir.program import Partition, StageProgram
+from revcompile.ir.program import Partition
 from revcompile.runtime.checkpoint.folder import Checkpoint
 from revcompile.runtime.checkpoint.training import (
     COMMON,
@@ -30,13 +30,11 @@ from revcompile.runtime.checkpoint.training import (
     model_mismatches,
 )
 from revcompile.runtime.checkpoint.tree import well_formed
-from revcompile.runtime.executor.executor import StageExecutor
-from revcompile.runtime.executor.messages import Transport
-from revcompile.runtime.executor.runner import GraphRunner
-from revcompile.runtime.reversible.module import Reversible
-from revcompile.runtime.stage.settings import Settings
+from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 from revcompile.runtime.stage.update import Updater
+from revcompile.runtime.trainer.placement import Placement
+from revcompile.runtime.trainer.steps import Steps
 from revcompile.schedule import Schedule
 
 _FORMAT: Final = 2
@@ -45,20 +43,20 @@ _FORMAT: Final = 2
 class TrainerState:
     """What a trainer saves and loads: the part of its state that is in this process."""
 
-    model: Reversible
-    _partition: Partition
-    _programs: tuple[StageProgram, ...]
-    _settings: Settings
-    _schedule: Schedule
-    _executors: list[StageExecutor]
-    _transport: Transport
-    _runner: GraphRunner
-    _stop_reason: str | None
-    """Why it cannot go on, if it cannot."""
-    rank: int
-    replica: int
-    """Which copy of the pipeline this is: it trains on its own part of the data."""
-    replicas: int
+    def __init__(self, task: Task, placement: Placement) -> None:
+        self.model, self._partition, self._settings = task.model, task.partition, task.settings
+        self._programs = programs = tuple(task.programs)
+        self._placement, self._transport = placement, placement.transport
+        self.rank, self.replica = placement.rank, placement.replica
+        """The second: which copy of the pipeline this is, with its own part of the data."""
+        self.replicas = placement.replicas
+        row = programs[0].method, len(programs), task.settings.accumulation_steps
+        synchronous = task.settings.options.synchronous_updates
+        self._schedule = Schedule(*row, task.partition.ties, synchronous)
+        self._steps = steps = Steps(task, placement, self._schedule, self._stage_seed)
+        self._executors, self._runner = steps.executors, steps.runner
+        self._stop_reason: str | None = None
+        """Why it cannot go on, if it cannot."""
 
     @property
     def _stage_seed(self) -> int:

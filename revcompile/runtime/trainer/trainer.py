@@ -35,8 +35,8 @@ from revcompile.runtime.trainer.evaluation import (
 from revcompile.runtime.trainer.inputs import Loader, make_loader, split_batch
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.state import TrainerState, check_latest, make_latest
-from revcompile.runtime.trainer.steps import Metrics, Steps
-from revcompile.schedule import Method, Schedule
+from revcompile.runtime.trainer.steps import Metrics
+from revcompile.schedule import Method
 
 _CLOSED: Final = "trainer.close() has ended this trainer"
 _REMEDY: Final = "build a new one and load its last state"
@@ -62,23 +62,13 @@ class Trainer(TrainerState):
     """
 
     def __init__(self, task: Task, placement: Placement) -> None:
-        partition, settings, programs = task.partition, task.settings, tuple(task.programs)
-        self.model, self._partition, self._settings = task.model, partition, settings
-        self._programs = programs
-        self._placement, self._transport = placement, placement.transport
-        self.rank, self.replica = placement.rank, placement.replica
-        self.replicas = placement.replicas
-        row = programs[0].method, len(programs), settings.accumulation_steps
-        self._schedule = Schedule(*row, partition.ties, settings.options.synchronous_updates)
-        self.delays = self._schedule.delays
-        self._steps = steps = Steps(task, placement, self._schedule, self._stage_seed)
-        self._executors, self._loss_head = steps.executors, steps.loss_head
-        self._runner, self._throughput = steps.runner, steps.throughput
+        super().__init__(task, placement)
+        self.delays, steps = self._schedule.delays, self._steps
+        self._loss_head, self._throughput = steps.loss_head, steps.throughput
         self.is_first = steps.is_first
         """Whether this process needs inputs."""
         self.is_last = steps.is_last
         """Whether this process needs targets, and knows the loss."""
-        self._stop_reason: str | None = None
         self._trace: Trace | None = None
         self.memory_plan: Any = None
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
@@ -161,7 +151,7 @@ class Trainer(TrainerState):
             warn(
                 f"memory_budget=: planned for micro-batches of {planned} samples, but one has "
                 f"{metrics.samples} and takes more memory; set "
-                f"TrainerOptions(microbatch_size={metrics.samples})",
+                f"TrainerOptions(microbatch_size={metrics.samples})"
             )
         self.metrics = metrics
         steps.binder.wait_copied()
