@@ -1,7 +1,5 @@
 """Gradients as optimizers are given them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ float64, every parameter, 1e-10. `transcription` is the other side of the compar
 with a delay; autograd on `net.to_module()` for those without.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from helpers import worst
+from helpers import cases, worst
 from nets import Arranged, GatedWords, Mlp, Offsets, ResNet, Skips, images, rows, words
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -257,9 +255,7 @@ def test_with_still_parameters_every_gradient_is_autograd_s(
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-@pytest.mark.parametrize(
-    ("name", "method", "in_flight_per_stage"), [*RUNS, *((name, "dni", None) for name in EVERY)]
-)
+@cases("name, method, in_flight_per_stage", *RUNS, *((name, "dni", None) for name in EVERY))
 def test_engine_is_the_paper_s(
     name: str, method: str, in_flight_per_stage: float | None, accumulation_steps: int
 ) -> None:
@@ -360,7 +356,7 @@ class Tape:
         self.drawn: dict[str, list[tuple[bool, Tensor]]] = {}
         self.given: dict[str, Tensor] | None = None
 
-    def __deepcopy__(self, memo: Any) -> Tape:
+    def __deepcopy__(self, memo: Any) -> "Tape":
         return self
 
     def forward_masks(self) -> list[dict[str, Tensor]]:
@@ -443,9 +439,10 @@ def noisy_gradients(
     )[1]
 
 
-@pytest.mark.parametrize(
-    ("method", "in_flight_per_stage"),
-    [*((method, None) for method in NO_DELAY), *itertools.product(DISTINCT, ORDERS)],
+@cases(
+    "method, in_flight_per_stage",
+    *((method, None) for method in NO_DELAY),
+    *itertools.product(DISTINCT, ORDERS),
 )
 def test_backward_sees_its_own_mask(method: str, in_flight_per_stage: float | None) -> None:
     net, tape = noisy(True)

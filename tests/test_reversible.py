@@ -1,15 +1,13 @@
 """The spine: gradients without stored activations equal autograd's on the same rewired graph."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import timm
 import torch
-from helpers import assert_exact, gradients, saved_bytes, stored, worst
-from nets import Chain
+from helpers import assert_exact, gradients, gradients_in_flight, saved_bytes, stored, worst
+from nets import Chain, module_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -99,14 +97,7 @@ def test_batch_norm_statistics_move_once_a_step() -> None:
 
 def test_masks_are_replayed_with_several_calls_in_flight() -> None:
     net, reference = _pair(_stack(4).double(), torch.randn(2, 16).double())
-    found = []
-    for module in (net, reference):
-        torch.manual_seed(3)
-        xs = [torch.randn(5, 16).double() for _ in range(3)]
-        outputs = [module(x) for x in xs]
-        for output in reversed(outputs):
-            (output**2).sum().backward()
-        found.append({n: p.grad.clone() for n, p in module.named_parameters()})
+    found = [gradients_in_flight(module, *[(5, 16)] * 3) for module in (net, reference)]
     assert worst(found[1], found[0])[0] < 1e-10
 
 
@@ -168,7 +159,6 @@ def test_bfloat16_model_trains_with_float32_streams() -> None:
 
 
 def test_channels_last_and_non_contiguous_inputs() -> None:
-    torch.manual_seed(0)
     sizes = {"num_classes": 5, "channels": (16, 32, 48, 64)}
     model = timm.create_model("resnet18", **sizes, zero_init_last=False).double()
     x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
@@ -205,7 +195,6 @@ class _SideInputs(nn.Module):
 
 
 def test_side_inputs_receive_their_gradient() -> None:
-    torch.manual_seed(0)
     shape = (3, 5, 8)
     x, memory = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
     scale = torch.rand(3, 5, 5, dtype=torch.float64)
@@ -217,17 +206,12 @@ def test_side_inputs_receive_their_gradient() -> None:
 
 
 def test_a_chain_that_cannot_be_inverted_is_refused_before_training() -> None:
-    class Exploding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
+    def exploding(self: Any, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + 1e9 * self.linear(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                x = x + 1e9 * self.linear(x)
-            return x
-
-    model = Exploding()
+    model = module_of(exploding, linear=nn.Linear(8, 8))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(revcompile.RevcompileError, match="reconstructs its input only to"):
         revcompile.reversify(model, torch.randn(2, 8))
@@ -257,13 +241,6 @@ def test_deepcopy_and_state_dict_round_trip() -> None:
 
 
 def test_a_member_with_a_reserved_name_is_a_clear_error() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rewired = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.rewired(x)
-
+    model = module_of(lambda self, x: x + self.rewired(x), rewired=nn.Linear(4, 4))
     with pytest.raises(revcompile.RevcompileError, match="has a member called 'rewired'"):
-        revcompile.reversify(Model(), torch.randn(2, 4))
+        revcompile.reversify(model, torch.randn(2, 4))

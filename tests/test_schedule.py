@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 import pytest
+from helpers import cases, refuses
 
 from revcompile.errors import InputError
 from revcompile.schedule import (
@@ -347,8 +348,7 @@ def test_actions_round_trip_as_strings() -> None:
 
 @pytest.mark.parametrize("wrong", ["", "F", "3", "X3", "F3>1", "STG0", "STG0<1", "RTW0>1", "f3"])
 def test_a_misspelt_action_is_refused(wrong: str) -> None:
-    with pytest.raises(InputError, match="is no action; examples: F3"):
-        Action.parse(wrong)
+    refuses(InputError, "is no action; examples: F3", Action.parse, wrong)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -358,8 +358,7 @@ def test_no_action_can_be_left_out(name: str, accumulation_steps: int) -> None:
     for stage, listed in enumerate(lists):
         for at in range(len(listed)):
             shorter = (*lists[:stage], listed[:at] + listed[at + 1 :], *lists[stage + 1 :])
-            with pytest.raises(ScheduleError, match=r"stage \d"):
-                dry_run(shorter, Costs.uniform(3))
+            refuses(ScheduleError, r"stage \d", dry_run, shorter, Costs.uniform(3))
 
 
 def test_stages_that_wait_for_each_other_are_shown() -> None:
@@ -374,30 +373,27 @@ def test_stages_that_wait_for_each_other_are_shown() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        ("F0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U0", "stage 1: RX0 <-- waits for SY0 of stage 0"),
-        ("F0 SY0 B0 U0", "RX0 F0 B0 SDX0 U0", "stage 0: F0 SY0 B0 <-- needs RDY0 first"),
-        ("F0 SY0 RDY0 B0 U0", "F0 RX0 B0 SDX0 U0", "stage 1: F0 <-- needs RX0 first"),
-        ("F0 SY0 RDY0 B0 U0", "RX0 B0 F0 SDX0 U0", "stage 1: RX0 B0 <-- needs F0 first"),
-        ("F0 SY0 RDY0 B0 U0", "RX0 F0 SDX0 B0 U0", "stage 1: RX0 F0 SDX0 <-- needs B0 first"),
-        ("SY0 F0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U0", "stage 0: SY0 <-- needs F0 first"),
-        ("F0 SY0 RDY0 B0 U0", "RX1 F1 B1 SDX1 U0", "RX1 <-- gets SY0 of stage 0 instead"),
-        ("F0 SY0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U0 SY0", "SY0 <-- there is no stage 2"),
-        ("F0 SY0 RDY0 B0 B0 U0", "RX0 F0 B0 SDX0 U0", "B0 <-- is done already"),
-        ("F0 SY0 RDY0 U0", "RX0 F0 B0 SDX0 U0", "ends here, but B0 is missing"),
-        ("F0 SY0 RDY0 B0", "RX0 F0 B0 SDX0", "its last gradients are in no update"),
-        ("F0 SY0 RDY0 B0 U1", "RX0 F0 B0 SDX0 U0", "stage 0 never does U0, stage 1 does"),
-        ("F0 SY0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U1", "stage 1 never does U0, stage 0 does"),
-        ("F0 SY0 RDY0 B0 U0", "RX0 F0 B0 SDX0 STG0>0 U0", "sends STG0 to stage 0, which never"),
-        ("F0 SY0 RDY0 B0 U0 RTG0<1", "RX0 F0 B0 SDX0 STG0>0 U0", "comes too late, after U0"),
-        ("F0 SY0 RDY0 B0 STW0>1 U0", "RX0 F0 B0 SDX0 U0 RTW0<0", "STW0>1 <-- needs U0 first"),
-    ],
+@cases(
+    "first, second, message",
+    ("F0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U0", "stage 1: RX0 <-- waits for SY0 of stage 0"),
+    ("F0 SY0 B0 U0", "RX0 F0 B0 SDX0 U0", "stage 0: F0 SY0 B0 <-- needs RDY0 first"),
+    ("F0 SY0 RDY0 B0 U0", "F0 RX0 B0 SDX0 U0", "stage 1: F0 <-- needs RX0 first"),
+    ("F0 SY0 RDY0 B0 U0", "RX0 B0 F0 SDX0 U0", "stage 1: RX0 B0 <-- needs F0 first"),
+    ("F0 SY0 RDY0 B0 U0", "RX0 F0 SDX0 B0 U0", "stage 1: RX0 F0 SDX0 <-- needs B0 first"),
+    ("SY0 F0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U0", "stage 0: SY0 <-- needs F0 first"),
+    ("F0 SY0 RDY0 B0 U0", "RX1 F1 B1 SDX1 U0", "RX1 <-- gets SY0 of stage 0 instead"),
+    ("F0 SY0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U0 SY0", "SY0 <-- there is no stage 2"),
+    ("F0 SY0 RDY0 B0 B0 U0", "RX0 F0 B0 SDX0 U0", "B0 <-- is done already"),
+    ("F0 SY0 RDY0 U0", "RX0 F0 B0 SDX0 U0", "ends here, but B0 is missing"),
+    ("F0 SY0 RDY0 B0", "RX0 F0 B0 SDX0", "its last gradients are in no update"),
+    ("F0 SY0 RDY0 B0 U1", "RX0 F0 B0 SDX0 U0", "stage 0 never does U0, stage 1 does"),
+    ("F0 SY0 RDY0 B0 U0", "RX0 F0 B0 SDX0 U1", "stage 1 never does U0, stage 0 does"),
+    ("F0 SY0 RDY0 B0 U0", "RX0 F0 B0 SDX0 STG0>0 U0", "sends STG0 to stage 0, which never"),
+    ("F0 SY0 RDY0 B0 U0 RTG0<1", "RX0 F0 B0 SDX0 STG0>0 U0", "comes too late, after U0"),
+    ("F0 SY0 RDY0 B0 STW0>1 U0", "RX0 F0 B0 SDX0 U0 RTW0<0", "STW0>1 <-- needs U0 first"),
 )
 def test_a_wrong_list_is_refused_where_it_is_wrong(first: str, second: str, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        dry_run(parse(f"{first}\n{second}"), Costs.uniform(2))
+    refuses(ScheduleError, message, dry_run, parse(f"{first}\n{second}"), Costs.uniform(2))
 
 
 def test_petra_has_no_bubbles_and_backprop_nothing_else() -> None:
@@ -447,7 +443,5 @@ def test_a_pipeline_that_would_stall_is_refused(in_flight_per_stage: float) -> N
 
 
 def test_sizes_are_checked() -> None:
-    with pytest.raises(InputError, match="stages=0"):
-        Schedule("petra", 0)
-    with pytest.raises(InputError, match="accumulation_steps=0"):
-        Schedule("petra", 1, accumulation_steps=0)
+    refuses(InputError, "stages=0", Schedule, "petra", 0)
+    refuses(InputError, "accumulation_steps=0", Schedule, "petra", 1, accumulation_steps=0)

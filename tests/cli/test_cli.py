@@ -1,7 +1,5 @@
 """The command line: results on stdout, errors on stderr, exit codes, JSON, and help at once."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -12,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Residual
+from helpers import cases
+from nets import Residual, module_of
 from torch import Tensor, nn
 
 import revcompile
@@ -116,30 +115,28 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
         assert "--json" in called(command, "--help")[1]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["inspect", "resnt18", "--stages", "2"], "did you mean 'resnet18'"),
-        (["inspect", "torchvision:vgg_nine", "--stages", "2"], "no model 'vgg_nine'"),
-        (["inspect", MODEL, "--stages", "99"], "num_stages=99, but Sequential has 4 pieces"),
-        (["inspect", MODEL, "--stages", "0"], "'0' is not a whole number from 1 on"),
-        (["draw", MODEL], "--stages"),
-        (["inspect", "test_cli:nothing", "--stages", "2"], "cannot be imported"),
-        (["inspect", "no.such.module:net", "--stages", "2"], "cannot be imported"),
-        (["inspect", "test_cli:MODEL", "--stages", "2"], "MODEL() failed with TypeError"),
-        (["inspect", "test_cli:number", "--stages", "2"], "returned int"),
-        (["inspect", "test_cli:unshaped", "--stages", "2"], "give --input C,H,W"),
-        (["inspect", MODEL, "--stages", "2", "--explain", "2.branc"], "did you mean"),
-        (["inspect", MODEL, "--stages", "2", "--code", "7"], "there are stages 0 to 1"),
-        (["draw", MODEL, "--stages", "2"], "nothing to draw"),
-        (["plan", MODEL, "--devices", "2", "--latency", "3"], "'3' is not understood"),
-        (["draw", MODEL, "--stages", "2", "--out", "net.png"], "net.png"),
-        (["plan", MODEL, "--devices", "4", "--link", "fast"], "'fast' is not understood"),
-        (["coverage", MODEL, "--depth", "3"], "unrecognized arguments: --depth 3"),
-        (["plan", MODEL, "--devices", "2", "--link", "0Gbps"], "'0Gbps' is not above 0"),
-        (["dance"], "invalid choice"),
-        ([], "COMMAND"),
-    ],
+@cases(
+    "argv, message",
+    (["inspect", "resnt18", "--stages", "2"], "did you mean 'resnet18'"),
+    (["inspect", "torchvision:vgg_nine", "--stages", "2"], "no model 'vgg_nine'"),
+    (["inspect", MODEL, "--stages", "99"], "num_stages=99, but Sequential has 4 pieces"),
+    (["inspect", MODEL, "--stages", "0"], "'0' is not a whole number from 1 on"),
+    (["draw", MODEL], "--stages"),
+    (["inspect", "test_cli:nothing", "--stages", "2"], "cannot be imported"),
+    (["inspect", "no.such.module:net", "--stages", "2"], "cannot be imported"),
+    (["inspect", "test_cli:MODEL", "--stages", "2"], "MODEL() failed with TypeError"),
+    (["inspect", "test_cli:number", "--stages", "2"], "returned int"),
+    (["inspect", "test_cli:unshaped", "--stages", "2"], "give --input C,H,W"),
+    (["inspect", MODEL, "--stages", "2", "--explain", "2.branc"], "did you mean"),
+    (["inspect", MODEL, "--stages", "2", "--code", "7"], "there are stages 0 to 1"),
+    (["draw", MODEL, "--stages", "2"], "nothing to draw"),
+    (["plan", MODEL, "--devices", "2", "--latency", "3"], "'3' is not understood"),
+    (["draw", MODEL, "--stages", "2", "--out", "net.png"], "net.png"),
+    (["plan", MODEL, "--devices", "4", "--link", "fast"], "'fast' is not understood"),
+    (["coverage", MODEL, "--depth", "3"], "unrecognized arguments: --depth 3"),
+    (["plan", MODEL, "--devices", "2", "--link", "0Gbps"], "'0Gbps' is not above 0"),
+    (["dance"], "invalid choice"),
+    ([], "COMMAND"),
 )
 def test_what_cannot_be_done_is_reported_on_stderr_without_a_traceback(
     called: Called, argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch
@@ -186,13 +183,9 @@ def test_a_model_can_be_inspected_without_stages(called: Called) -> None:
     assert "(a, b) -> (b, a + F(b))" in called("inspect", MODEL, "--explain", "1")[1]
 
 
-class Gate(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x if x.sum() > 0 else x
-
-
 def gated() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(nn.Linear(3, 6), block(), Gate(), block()), torch.randn(2, 3)
+    gate = module_of(lambda self, x: 2 * x if x.sum() > 0 else x)
+    return nn.Sequential(nn.Linear(3, 6), block(), gate, block()), torch.randn(2, 3)
 
 
 def test_a_model_that_reads_contents_is_built_on_the_cpu(called: Called) -> None:
@@ -204,17 +197,9 @@ def test_a_model_that_reads_contents_is_built_on_the_cpu(called: Called) -> None
 # -- coverage -------------------------------------------------------------------------------------
 
 
-class Dull(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x).tanh() + self.right(x).tanh()
-
-
 def dull() -> nn.Module:
-    return Dull()
+    sides = {"left": nn.Linear(3, 3), "right": nn.Linear(3, 3)}
+    return module_of(lambda self, x: self.left(x).tanh() + self.right(x).tanh(), **sides)
 
 
 def test_coverage_tells_what_was_found_and_what_refused(called: Called) -> None:
@@ -285,20 +270,16 @@ def test_a_plan_can_be_measured_here(called: Called) -> None:
 # -- quantities -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("read", "text"),
-    [
-        (units.bandwidth, "100"),
-        (units.bandwidth, "100Gb"),
-        (units.seconds, "5 minutes"),
-        (units.size, "80 apples"),
-        (units.rate, "1.2.3T"),
-        (units.count, "-3"),
-        (units.shape, "3,x"),
-    ],
+@cases(
+    "read, text",
+    (units.bandwidth, "100"),
+    (units.bandwidth, "100Gb"),
+    (units.seconds, "5 minutes"),
+    (units.size, "80 apples"),
+    (units.rate, "1.2.3T"),
+    (units.count, "-3"),
+    (units.shape, "3,x"),
 )
-def test_quantities_without_a_clear_meaning_are_refused(
-    read: Callable[[str], object], text: str
-) -> None:
+def test_quantities_without_a_clear_meaning_are_refused(read: Any, text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         read(text)

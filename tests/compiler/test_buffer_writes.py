@@ -1,7 +1,5 @@
 """Buffers that a forward pass writes to move once a micro-batch, as in the original."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import stored
+from helpers import cases, stored
+from nets import module_of
 from torch import Tensor, nn
 from training import trained
 
@@ -182,91 +181,68 @@ class WritesItself(Net):
         return super().forward(x) * self.scale[:3]
 
 
-@pytest.mark.parametrize(
-    "how", ["mean", "assigned mean", "mean of a part", "scale", "table"], ids=str
-)
+@cases("how", "mean", "assigned mean", "mean of a part", "scale", "table", ids=str)
 def test_a_model_whose_own_forward_pass_writes_is_refused(how: str) -> None:
     name = next(word for word in ("mean", "scale", "table") if word in how)
     with pytest.raises(CaptureError, match=rf"forward pass .*'{name}' \[.*test_buffer_writes"):
         revcompile.reversify(WritesItself(how), torch.randn(5, 8))
 
 
-@pytest.mark.parametrize(
-    ("holder", "what"),
-    [
-        (lambda total: total, r"'layers\.0\.total'"),
-        (lambda total: [total], "a tensor that is neither a parameter nor a buffer"),
-    ],
+@cases(
+    "holder, what",
+    (lambda total: total, r"'layers\.0\.total'"),
+    (lambda total: [total], "a tensor that is neither a parameter nor a buffer"),
     ids=["attribute", "list"],
 )
 def test_layers_that_sum_in_a_plain_tensor_are_refused(holder: Any, what: str) -> None:
     """It is no buffer, which would be restored before a branch runs again."""
 
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.total = nn.Linear(8, 8), holder(torch.zeros(8))
+    def counts(self: Any, x: Tensor) -> Tensor:
+        total = self.total if isinstance(self.total, Tensor) else self.total[0]
+        if self.training:
+            total += x.detach().mean(0)
+            return self.layer(x)
+        return self.layer(x) - total
 
-        def forward(self, x: Tensor) -> Tensor:
-            total = self.total if isinstance(self.total, Tensor) else self.total[0]
-            if self.training:
-                total += x.detach().mean(0)
-                return self.layer(x)
-            return self.layer(x) - total
-
+    model = Net(lambda: module_of(counts, layer=nn.Linear(8, 8), total=holder(torch.zeros(8))))
     for compiled in (revcompile.reversify, partial(revcompile.petrafy, num_stages=2)):
         with pytest.raises(InputError, match=rf"layers\.0: the forward pass writes into {what}"):
-            compiled(Net(Counts), example_inputs=torch.randn(5, 8))
+            compiled(model, example_inputs=torch.randn(5, 8))
 
 
 @pytest.mark.parametrize("make", [dict, SimpleNamespace], ids=["dict", "object"])
 def test_layers_that_replace_a_tensor_in_an_attribute_are_refused(make: Any) -> None:
-    class Centers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.state = nn.Linear(8, 8), make(mean=torch.zeros(8))
+    def centers(self: Any, x: Tensor) -> Tensor:
+        held = self.state if isinstance(self.state, dict) else vars(self.state)
+        y = self.layer(x) - held["mean"]
+        held["mean"] = 0.9 * held["mean"] + 0.1 * y.detach().mean(0)
+        return y
 
-        def forward(self, x: Tensor) -> Tensor:
-            held = self.state if isinstance(self.state, dict) else vars(self.state)
-            y = self.layer(x) - held["mean"]
-            held["mean"] = 0.9 * held["mean"] + 0.1 * y.detach().mean(0)
-            return y
-
+    model = Net(lambda: module_of(centers, layer=nn.Linear(8, 8), state=make(mean=torch.zeros(8))))
     with pytest.raises(InputError, match=r"layers\.0: the forward pass counts in .* 'state'"):
-        revcompile.reversify(Net(Centers), torch.randn(5, 8))
+        revcompile.reversify(model, torch.randn(5, 8))
 
 
 def test_writes_into_tensors_that_only_this_call_makes_do_not_stay() -> None:
     """Tracing sees them as constants."""
 
-    class Sums(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            total = torch.zeros(8)
-            total += x.mean(0)
-            return self.layer(x) + total
+    def sums(self: Any, x: Tensor) -> Tensor:
+        total = torch.zeros(8)
+        total += x.mean(0)
+        return self.layer(x) + total
 
     torch.manual_seed(0)
-    model, x = Net(Sums), torch.randn(5, 8)
+    model, x = Net(lambda: module_of(sums, layer=nn.Linear(8, 8))), torch.randn(5, 8)
     net = revcompile.reversify(model, x, policy="same_parameters")
     first = net(x)
     torch.testing.assert_close(net(x), first, rtol=0, atol=0)
     with pytest.raises(CaptureError, match=r"a tensor made without its input; .*new_zeros"):
-        revcompile.reversify(Sums(), x)
+        revcompile.reversify(module_of(sums, layer=nn.Linear(8, 8)), x)
 
 
-class ReadOutside(nn.Module):
+def read_outside(kind: type[nn.Module]) -> nn.Module:
     """Reads a buffer of a leaf module that changes it."""
-
-    def __init__(self, kind: type[nn.Module] = InPlace) -> None:
-        super().__init__()
-        self.inner = kind()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.inner.mean
+    return module_of(lambda self, x: self.inner(x) + self.inner.mean, inner=kind())
 
 
 class Branches(InPlace):
@@ -277,43 +253,25 @@ class Branches(InPlace):
 
 
 @pytest.mark.parametrize("kind", [InPlace, Assigned, BehindData, OwnNorm, Branches])
-def test_buffers_have_no_readers_outside_the_leaf_module_that_changes_them(
-    kind: type[nn.Module],
-) -> None:
-    torch.manual_seed(0)
+def test_buffers_have_no_readers_outside_the_leaf_module_that_changes_them(kind: Any) -> None:
     x = torch.randn(5, 8)
-    net = revcompile.reversify(Net(lambda: ReadOutside(kind)), x, policy="same_parameters")  # type: ignore[arg-type]
+    net = revcompile.reversify(Net(lambda: read_outside(kind)), x, policy="same_parameters")
     assert {f"layers.{index}" for index in range(4)} <= {
         str(node.target)
         for graph in net.rewired.graphs
         for node in graph.find_nodes(op="call_module")
     }
     with pytest.raises(CaptureError, match=r"add\w* reads inner\.mean, which inner changes"):
-        revcompile.reversify(ReadOutside(kind), x)
+        revcompile.reversify(read_outside(kind), x)
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(2, 8)], ids=["same", "view"])
 def test_leaf_modules_that_read_a_buffer_stay_with_the_one_that_changes_it(part: slice) -> None:
-    class Reads(nn.Module):
-        def __init__(self, table: Tensor) -> None:
-            super().__init__()
-            self.register_buffer("table", table)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.get_buffer("table").sum()
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.writes = InPlace()
-            mean = self.writes.mean
-            self.reads = Reads(mean if part == slice(None) else mean[part])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.reads(self.writes(x))
-
+    writes, reads = InPlace(), module_of(lambda self, x: x * self.table.sum())
+    reads.register_buffer("table", writes.mean if part == slice(None) else writes.mean[part])
+    both = module_of(lambda self, x: self.reads(self.writes(x)), writes=writes, reads=reads)
     with pytest.raises(CaptureError, match="reads table, which writes changes"):
-        revcompile.reversify(Both(), torch.randn(5, 8), leaf_modules=[Reads])
+        revcompile.reversify(both, torch.randn(5, 8), leaf_modules=["reads"])
 
 
 def test_assigning_data_twice_is_a_change_wherever_the_new_memory_lies() -> None:
@@ -328,71 +286,51 @@ def test_assigning_data_twice_is_a_change_wherever_the_new_memory_lies() -> None
         assert len(changed) == 1
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 6)
+def reads_before(self: Any, x: Tensor) -> Tensor:
+    mean = self.norm.running_mean.clone()
+    return self.norm(self.layer(x)) * (1 + mean)
 
 
-class ReadsBefore(Normed):
-    def forward(self, x: Tensor) -> Tensor:
-        mean = self.norm.running_mean.clone()
-        return self.norm(self.layer(x)) * (1 + mean)
+def writes_before(self: Any, x: Tensor) -> Tensor:
+    self.norm.running_mean.mul_(0.5)
+    statistics = self.norm.running_mean, self.norm.running_var
+    return nn.functional.batch_norm(self.layer(x), *statistics, training=self.training)
 
 
-class WritesBefore(Normed):
-    def forward(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        norm.running_mean.mul_(0.5)
-        statistics = norm.running_mean, norm.running_var
-        return nn.functional.batch_norm(self.layer(x), *statistics, training=self.training)
+def moves_unseen(self: Any, x: Tensor) -> Tensor:
+    norm = self.norm
+    tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    return torch.batch_norm(self.layer(x), *tensors, self.training, 0.1, 1e-5, False)
 
 
-class MovesUnseen(Normed):
-    def forward(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
-        return torch.batch_norm(self.layer(x), *tensors, self.training, 0.1, 1e-5, False)
-
-
-@pytest.mark.parametrize("kind", [ReadsBefore, WritesBefore, MovesUnseen])
-def test_running_statistics_with_other_readers_stay_in_one_module(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(6, 6), kind(), nn.BatchNorm1d(6)), torch.randn(8, 6)
+@pytest.mark.parametrize("forward", [reads_before, writes_before, moves_unseen])
+def test_running_statistics_with_other_readers_stay_in_one_module(forward: Any) -> None:
+    normed = module_of(forward, norm=nn.BatchNorm1d(6), layer=nn.Linear(6, 6))
+    model, x = nn.Sequential(nn.Linear(6, 6), normed, nn.BatchNorm1d(6)), torch.randn(8, 6)
     net = revcompile.reversify(model, x, policy="same_parameters")
     for _ in range(2):
         torch.testing.assert_close(net(x), model(x))
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(net.get_buffer(name), buffer)
+    torch.testing.assert_close(*(dict(each.named_buffers()) for each in (net, model)))
     with pytest.raises(
         CaptureError, match=r"running statistics|which norm changes|writes into .norm.running_mean"
     ):
-        revcompile.reversify(kind(), x)
-
-
-class Decides(Normed):
-    """A leaf module: its control flow reads contents."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.arange(6.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) * self.table if x.isfinite().all() else x
+        revcompile.reversify(normed, x)
 
 
 def test_only_statistics_of_a_leaf_module_with_a_batch_norm_have_no_other_readers() -> None:
-    class Reads(nn.Module):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name, self.stem, self.inner = name, nn.Linear(6, 6), Decides()
+    def decides(self: Any, x: Tensor) -> Tensor:  # a leaf module: its control flow reads contents
+        return self.norm(x) * self.table if x.isfinite().all() else x
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(self.stem(x)) * self.inner.get_buffer(self.name)
+    def reads(self: Any, x: Tensor) -> Tensor:
+        return self.inner(self.stem(x)) * self.inner.get_buffer(self.name)
 
     torch.manual_seed(0)
-    model, x = Reads("table"), torch.randn(8, 6)
+    inner = module_of(decides, norm=nn.BatchNorm1d(6))
+    inner.register_buffer("table", torch.arange(6.0))
+    model = module_of(reads, stem=nn.Linear(6, 6), inner=inner, name="table")
+    x = torch.randn(8, 6)
     net = revcompile.reversify(model, x, policy="same_parameters")
     torch.testing.assert_close(net(x), model(x))
+    model.name = "norm.running_mean"
     with pytest.raises(CaptureError, match=r"reads inner\.norm\.running_mean, which"):
-        revcompile.reversify(Reads("norm.running_mean"), x)
+        revcompile.reversify(model, x)

@@ -1,7 +1,5 @@
 """capture: the graph is the model, in both modes, at any batch size; and what it says if not."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -16,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from helpers import cases
+from nets import module_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -150,11 +150,8 @@ def test_batch_may_be_the_second_dimension() -> None:
 
 
 def test_a_batch_size_that_python_reads_is_fixed_and_the_line_is_named() -> None:
-    class Fixed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.view(len(x), 8).tanh()
-
-    (note,) = capture(Fixed(), torch.randn(2, 8), check="full").notes
+    fixed = module_of(lambda self, x: x.view(len(x), 8).tanh())
+    (note,) = capture(fixed, torch.randn(2, 8), check="full").notes
     assert note.startswith("the batch size is fixed at 2: (top level): control flow depends on")
     assert "x.shape[0] leaves it free" in note and "test_capture.py" in note
 
@@ -188,12 +185,9 @@ def test_plain_tensors_become_buffers_that_are_not_saved() -> None:
 
 
 def test_arguments_are_labelled_as_a_user_would_write_them() -> None:
-    class Varied(nn.Module):
-        def forward(self, x: Tensor, *rest: Tensor, scale: float = 1.0, **more: Tensor) -> Tensor:
-            return sum(rest, x) * scale + more["b"]
-
+    varied = module_of(lambda self, x, *rest, scale=1.0, **more: sum(rest, x) * scale + more["b"])
     x = torch.randn(2, 3)
-    signature = capture(Varied(), (x, x, x), {"b": x, "scale": 2.0}, check="full").signature
+    signature = capture(varied, (x, x, x), {"b": x, "scale": 2.0}, check="full").signature
     assert signature.labels == ("x", "rest[0]", "rest[1]", "b")
     assert signature.placeholders == ("x", "rest_0", "rest_1", "b")
 
@@ -241,13 +235,11 @@ def with_output(method: str, *args: Any) -> Callable[[Any, Any], None]:
     return tamper
 
 
-@pytest.mark.parametrize(
-    ("tamper", "fast", "full"),
-    [
-        (with_output("mul", 1.01), "output 0 differs by 0.01 (relative) (train mode, batch 3", ""),
-        (with_output("narrow", 0, 0, 2), "output 0: expected (3, 8)", ""),
-        (with_output("detach"), None, "the gradient of input x is missing"),
-    ],
+@cases(
+    "tamper, fast, full",
+    (with_output("mul", 1.01), "output 0 differs by 0.01 (relative) (train mode, batch 3", ""),
+    (with_output("narrow", 0, 0, 2), "output 0: expected (3, 8)", ""),
+    (with_output("detach"), None, "the gradient of input x is missing"),
     ids=["wrong output", "a batch size baked in", "lost gradient"],
 )
 def test_a_check_sees(tamper: Callable[[Any, Any], None], fast: str | None, full: str) -> None:
@@ -291,11 +283,6 @@ def test_batch_size_at_which_the_original_fails_is_not_held_against_the_graph() 
 @dataclasses.dataclass
 class Batch:
     x: Tensor
-
-
-class ReadsBatch(nn.Module):
-    def forward(self, batch: Batch) -> Tensor:
-        return batch.x
 
 
 class Region(nn.Module):
@@ -348,7 +335,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = {
     "no tensor": (zoo.Mlp, (3,), OPTIONS, "no tensor among the example inputs"),
     "path": (zoo.ListLoop, ROWS, {"leaf_modules": ["block.1"]}, r"did you mean 'blocks\.1'"),
     "whole": (zoo.Mlp, ROWS, {"leaf_modules": [zoo.Mlp]}, "names the whole model"),
-    "record": (ReadsBatch, Batch(ROWS[0]), OPTIONS, "batch is a Batch, which pytree does not know"),
+    "record": (
+        lambda: module_of(lambda self, batch: batch.x), Batch(ROWS[0]), OPTIONS,
+        "batch is a Batch, which pytree does not know",
+    ),
     "parallel": (lambda: nn.DataParallel(zoo.Mlp()), ROWS, OPTIONS, "wrapped for data parallelism"),
     "scripted": (scripted, ROWS, OPTIONS, "1 is scripted, and copies of scripted modules do not"),
     "compiled": (compiled, ROWS, OPTIONS, r"1 is compiled .* pass the plain module"),
@@ -384,12 +374,10 @@ class WithLambda(nn.Module):
         return x + self.run(x)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "words"),
-    [
-        (doubled_forward, "capture: 1 has a function as its attribute forward, which holds 1 ("),
-        (WithLambda, "capture: 1 has a function as its attribute run, which holds 1 ("),
-    ],
+@cases(
+    "wrap, words",
+    (doubled_forward, "capture: 1 has a function as its attribute forward, which holds 1 ("),
+    (WithLambda, "capture: 1 has a function as its attribute run, which holds 1 ("),
 )
 def test_parts_that_a_copy_would_share(wrap: Callable[[nn.Module], nn.Module], words: str) -> None:
     model = nn.Sequential(zoo.Mlp(), wrap(nn.Linear(8, 8)))
@@ -404,18 +392,11 @@ def test_parts_that_a_copy_would_share(wrap: Callable[[nn.Module], nn.Module], w
 X = torch.randn(2, 6)
 
 
-class Switch(nn.Module):
+def switch(self: Any, x: Tensor) -> Any:
     """A function of the input and the mode."""
-
-    def __init__(self, function: Callable[[Tensor, bool], Any]) -> None:
-        super().__init__()
-        self.function = (function,)
-        self.scale = nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor) -> Any:
-        if not self.training:
-            _ = self.scale.device, x.shape  # what is only looked at makes no difference
-        return self.function[0](x * self.scale, self.training)
+    if not self.training:
+        _ = self.scale.device, x.shape  # what is only looked at makes no difference
+    return self.function[0](x * self.scale, self.training)
 
 
 ONE: list[Callable[[Tensor, bool], Any]] = [
@@ -437,9 +418,8 @@ TWO: list[Callable[[Tensor, bool], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("function", "count"), [*((one, 1) for one in ONE), *((two, 2) for two in TWO)]
-)
+@cases("function, count", *((one, 1) for one in ONE), *((two, 2) for two in TWO))
 def test_modes_have_one_graph_or_two(function: Callable[[Tensor, bool], Any], count: int) -> None:
-    captured = capture(Switch(function), X, check="full")
+    model = module_of(switch, function=(function,), scale=nn.Parameter(torch.ones(6)))
+    captured = capture(model, X, check="full")
     assert (captured.eval_graph is not None) == (count == 2)

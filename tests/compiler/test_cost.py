@@ -1,13 +1,12 @@
 """Costs of pieces: counted over fake tensors, measured, or given by the user."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
 import pytest
 import timm
 import torch
+from nets import Residual, module_of
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -104,20 +103,14 @@ def test_flops_are_those_torch_counts(name: str) -> None:
 # -- other sources of cost -------------------------------------------------------------------------
 
 
-class Looking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if x.sum() > 0 else self.layer(2 * x)
-
-
 def test_what_looks_at_numbers_is_counted_on_real_ones() -> None:
-    model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(), Looking(), nn.Linear(6, 2))
+    looking = module_of(
+        lambda self, x: self.layer(x if x.sum() > 0 else 2 * x), layer=nn.Linear(6, 6)
+    )
+    model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(), looking, nn.Linear(6, 2))
     x = torch.randn(4, 3)
     before = torch.random.get_rng_state()
-    net = revcompile.petrafy(model, 2, x, check="off", leaf_modules=[Looking])
+    net = revcompile.petrafy(model, 2, x, check="off", leaf_modules=["2"])
     assert sum(cost.flops for part in net._partition.parts for cost in part.costs) == 4 * 2 * 66
     assert torch.equal(before, torch.random.get_rng_state())
 
@@ -140,17 +133,10 @@ class ReplacesItsTable(nn.Module):
 
 
 def test_tensors_count_at_the_address_of_a_freed_buffer() -> None:
-    class Net(nn.Module):
-        def __init__(self, replaces: bool) -> None:
-            super().__init__()
-            self.f = ReplacesItsTable(replaces)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.f(x)
-
     def work(replaces: bool) -> list[float]:
         torch.manual_seed(0)
-        return [cost.forward for cost in segment_costs(rewired_of(Net(replaces), torch.ones(4, 8)))]
+        rewired = rewired_of(Residual(ReplacesItsTable(replaces)), torch.ones(4, 8))
+        return [cost.forward for cost in segment_costs(rewired)]
 
     assert work(True) == work(False)
 

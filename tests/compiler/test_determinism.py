@@ -1,7 +1,5 @@
 """The same model compiles to the same names, cuts and programs in every process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

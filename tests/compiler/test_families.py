@@ -1,7 +1,5 @@
 """A dozen families petrafied; `python -m benchmarks.families` does all of timm's."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.comparing import examine_timm

@@ -1,11 +1,10 @@
 """Lengths stay free in stages where every size can be had from the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import cases
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,7 +49,6 @@ def _same_with_stored_activations(net: revcompile.StagedModel, batches: list[Ten
 
 
 def test_a_view_by_the_shape_of_another_value() -> None:
-    torch.manual_seed(0)
     model = Flattened().double()
     net = revcompile.reversify(model, torch.randn(2, 6, WIDTH, dtype=torch.float64))
     assert len(net.rewired.couplings) == 6
@@ -89,11 +87,8 @@ class EvenBatch(Reused):
         return super().forward(x if x.shape[0] % 2 else 2 * x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [(SequenceFirst, [(6, 4), (6, 3)]), (EvenBatch, [(4, 6), (6, 6), (2, 6)])]
-)
+@cases("kind, sizes", (SequenceFirst, [(6, 4), (6, 3)]), (EvenBatch, [(4, 6), (6, 6), (2, 6)]))
 def test_a_size_the_next_block_reads(kind: type[nn.Module], sizes: list[tuple[int, int]]) -> None:
-    torch.manual_seed(0)
     _train(kind().double(), *sizes)
 
 
@@ -122,7 +117,6 @@ class Positions(nn.Module):
 
 
 def test_a_size_type_and_device_of_one_branch_that_all_read() -> None:
-    torch.manual_seed(0)
     batches = [torch.randn(*size, WIDTH, dtype=torch.float64) for size in ((2, 6), (3, 9))]
     net = revcompile.petrafy(Positions().double(), 3, batches[0], check="full")
     assert len(net._partition.rewired.couplings) == 3
@@ -145,17 +139,14 @@ class Dropped(Mixed):
         return x
 
 
-@pytest.mark.parametrize(
+@cases(
     "draw",
-    [
-        lambda batch: torch.bernoulli(torch.full((batch, 1, 1), 0.5)),
-        lambda batch: torch.empty(batch, 1, 1, device="cpu").bernoulli_(0.5),
-        lambda batch: F.dropout(torch.ones(batch, 1, 1), 0.5),
-    ],
+    lambda batch: torch.bernoulli(torch.full((batch, 1, 1), 0.5)),
+    lambda batch: torch.empty(batch, 1, 1, device="cpu").bernoulli_(0.5),
+    lambda batch: F.dropout(torch.ones(batch, 1, 1), 0.5),
     ids=["bernoulli", "bernoulli_", "dropout"],
 )
 def test_a_size_behind_random_numbers_is_free(draw: Callable[[int], Tensor]) -> None:
-    torch.manual_seed(0)
     batches = [torch.randn(size, 6, WIDTH, dtype=torch.float64) for size in (4, 4, 3)]
     net = revcompile.petrafy(Dropped(draw).double(), 3, batches[0], check="off")
     assert len(net._partition.rewired.couplings) == 6
@@ -215,7 +206,6 @@ class Padded(Mixed):
 
 
 def test_a_size_that_one_module_leaves_for_another_is_that_of_this_call() -> None:
-    torch.manual_seed(0)
     model = Padded()
     net = revcompile.reversify(model, torch.randn(2, 6, WIDTH), policy="pretrained").eval()
     for length in (6, 6, 9, 5):

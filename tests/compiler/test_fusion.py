@@ -1,14 +1,14 @@
 """Compiled regions that end with a residual add: values, rebuilt to the bit, and gradients."""
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from typing import Any
 
 import pytest
 import timm
 import torch
-from torch import Tensor, fx, nn
+from helpers import cases
+from nets import module_of
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 import revcompile
@@ -45,19 +45,12 @@ def test_sums_become_a_part_of_their_branch() -> None:
     assert not targets & {coupling_ops.plus, coupling_ops.minus}
 
 
-class ByKeyword(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(input=x).relu()
-
-
 def test_a_layer_that_is_called_by_keyword_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "statistics_frozen", ContextVar("frozen", default=True))
     x = torch.randn(4, 8)
-    net = revcompile.petrafy(nn.Sequential(ByKeyword(), ByKeyword()), 1, x, check="off")
+    forward = lambda self, x: x + self.f(input=x).relu()  # noqa: E731
+    model = nn.Sequential(*(module_of(forward, f=nn.Linear(8, 8)) for _ in range(2)))
+    net = revcompile.petrafy(model, 1, x, check="off")
     (program,) = net._programs(net.method)
     fused, _ = Fusion(_same).fuse(program.forward, program.backward, net.model)
     with torch.no_grad():  # programs switch autograd
@@ -90,18 +83,14 @@ def test_frozen_norms_stay_frozen(frozen: str, monkeypatch: pytest.MonkeyPatch) 
             results = outputs, *backward(net.model, KEY, None, *outputs, *seeds)
         found.append([value for value in pytree.tree_leaves(results) if value is not None])
         states.append({name: value.clone() for name, value in net.model.state_dict().items()})
-    for have, want in zip(*found, strict=True):
-        torch.testing.assert_close(have, want)
+    torch.testing.assert_close(*found)
     assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
     moved = [name for name, value in before.items() if not torch.equal(states[1][name], value)]
     assert bool(moved) == (frozen == "one")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "step", "padding", "size"), [(7, 2, 3, 12), (3, 2, 1, 8), (4, 4, 0, 8), (5, 3, 1, 9)]
-)
+@cases("kernel, step, padding, size", (7, 2, 3, 12), (3, 2, 1, 8), (4, 4, 0, 8), (5, 3, 1, 9))
 def test_few_channels_are_folded(kernel: int, step: int, padding: int, size: int) -> None:
-    torch.manual_seed(0)
     x = torch.randn(2, 3, size, 2 * size if size % 2 == 0 else size, dtype=torch.float64)
     conv = nn.Conv2d(3, 5, kernel, step, padding).double()
     found = folded_conv2d(x, conv.weight, conv.bias, step, padding)

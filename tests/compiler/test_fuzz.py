@@ -4,8 +4,6 @@ The grammar and the oracle are in `tests/fuzz`; here Hypothesis draws the nets a
 ones small. What fails prints as source.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

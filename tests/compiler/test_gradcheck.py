@@ -1,12 +1,11 @@
 """Lost or wrong gradients are refused by name before anything trains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers import cases
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,10 +72,6 @@ def test_wrong_gradients_of_stages_are_refused(monkeypatch: pytest.MonkeyPatch) 
         revcompile.petrafy(made(Chunk), 3, example())
 
 
-def to_max(x: Tensor) -> Tensor:
-    return F.max_pool1d(x, 3, 1, 1)
-
-
 class Pooling(nn.Module):
     """Max pooling by a function or by a layer, at the beginning of each branch."""
 
@@ -91,8 +86,11 @@ class Pooling(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    "pool", [nn.MaxPool1d(3, 1, 1), nn.Sequential(nn.MaxPool1d(3, 1, 1)), to_max]
+@cases(
+    "pool",
+    nn.MaxPool1d(3, 1, 1),
+    nn.Sequential(nn.MaxPool1d(3, 1, 1)),
+    lambda x: F.max_pool1d(x, 3, 1, 1),
 )
 def test_ties_of_max_pooling_are_refused(pool: Callable[[Tensor], Tensor]) -> None:
     x = torch.randint(1, 3, (2, 4, 8)).float() / 3

@@ -1,7 +1,5 @@
 """What steered Python while a model was traced is checked at each call."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import gradients, worst
+from helpers import cases, gradients, refuses, worst
+from nets import module_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,27 +40,13 @@ def on_length(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
     return h * 2 if x.shape[1] > 8 else h
 
 
-def on_batch(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
-    return h * 2 if x.shape[0] > 5 else h
-
-
-def by_text(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
-    return h * {"9": 2.0, "11": 3.0}.get(f"{x.shape[1]}", 1.0)
-
-
-def by_text_of_a_list(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
-    return h * {"[11, 8]": 3.0}.get(str([*x.shape[1:]]), 1.0)
-
-
-def baked_length(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
-    return h.view(x.shape[0], int(x.shape[1]), WIDTH) + int(x.shape[1])
-
-
-def on_contents_of_sizes(self: nn.Module, x: Tensor, h: Tensor) -> Tensor:
-    return h * 2 if torch.arange(h.shape[1]).max() > 7 else h
-
-
-STEERED = [on_length, by_text, by_text_of_a_list, baked_length, on_contents_of_sizes]
+STEERED = [
+    on_length,
+    lambda self, x, h: h * {"9": 2.0, "11": 3.0}.get(f"{x.shape[1]}", 1.0),
+    lambda self, x, h: h * {"[11, 8]": 3.0}.get(str([*x.shape[1:]]), 1.0),
+    lambda self, x, h: h.view(x.shape[0], int(x.shape[1]), WIDTH) + int(x.shape[1]),
+    lambda self, x, h: h * 2 if torch.arange(h.shape[1]).max() > 7 else h,
+]
 
 
 def _expected(model: nn.Module, x: Tensor) -> nn.Module:
@@ -70,7 +55,6 @@ def _expected(model: nn.Module, x: Tensor) -> nn.Module:
 
 @pytest.mark.parametrize("steer", STEERED)
 def test_a_size_that_steers_python_is_captured_anew(steer: Any) -> None:
-    torch.manual_seed(0)
     model = Blocks(steer).double()
     short, long = (torch.randn(3, n, WIDTH, dtype=torch.float64) for n in (6, 11))
     net = _expected(model, short)
@@ -81,7 +65,7 @@ def test_a_size_that_steers_python_is_captured_anew(steer: Any) -> None:
 
 
 ON_BATCH = [
-    on_batch,
+    lambda self, x, h: h * 2 if x.shape[0] > 5 else h,
     lambda self, x, h: h * 2 if x.shape[0] in {7, 9} else h,
     lambda self, x, h: h * {"7": 2.0}.get(f"{x.shape[0]}", 1.0),
     lambda self, x, h: h * 2 if "7" in str(list(x.shape)) else h,
@@ -119,21 +103,15 @@ def test_a_trainer_refuses_another_case_and_goes_on() -> None:
     trainer.flush()
 
 
-class Inner(nn.Module):
+def inner() -> nn.Module:
     """A residual block with an attribute, a rate and a flag of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.scale, self.p = 1.0, 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * F.dropout(self.layer(x), self.p, self.training)
+    forward = lambda self, x: x + self.scale * F.dropout(self.layer(x), self.p, self.training)  # noqa: E731
+    return module_of(forward, layer=nn.Linear(WIDTH, WIDTH), scale=1.0, p=0.5)
 
 
 def test_a_submodule_follows_its_own_mode() -> None:
     x = torch.randn(3, 4, WIDTH)
-    model = nn.Sequential(Inner(), Inner(), Inner())
+    model = nn.Sequential(inner(), inner(), inner())
     net = revcompile.reversify(model, x, policy="same_parameters").train()
     first, second, third = net.children()
     first.p = second.p = third.p = 0.5
@@ -179,34 +157,26 @@ class Counter(nn.Module):
 @pytest.mark.parametrize("kind", ["number", "list", "deque", "object", "tensor"])
 def test_counters_are_refused_at_the_top_and_kept_whole_inside(kind: str) -> None:
     x = torch.randn(3, WIDTH)
-    with pytest.raises(CaptureError, match="counts in its attribute"):
-        revcompile.reversify(Counter(kind), x)
-    captured = capture(nn.Sequential(Inner(), Counter(kind)), x, check="off")
+    refuses(CaptureError, "counts in its attribute", revcompile.reversify, Counter(kind), x)
+    captured = capture(nn.Sequential(inner(), Counter(kind)), x, check="off")
     assert "1" in captured.leaf_modules
 
 
-class Asks(nn.Module):
+def asks(question: Callable[[Tensor], Any]) -> nn.Module:
     """Control flow on what is not a size."""
-
-    def __init__(self, question: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.question = nn.Linear(WIDTH, WIDTH), question
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(x) * (2 if self.question(x) else 1)
+    forward = lambda self, x: x + self.layer(x) * (2 if self.question(x) else 1)  # noqa: E731
+    return module_of(forward, layer=nn.Linear(WIDTH, WIDTH), question=question)
 
 
-@pytest.mark.parametrize(
-    ("question", "call"),
-    [
-        (lambda x: x.dim() == 3, lambda x: x[0]),
-        (lambda x: x.dtype == torch.float64, lambda x: x.double()),
-        (lambda x: x.dtype is torch.float64, lambda x: x.double()),
-    ],
+@cases(
+    "question, call",
+    (lambda x: x.dim() == 3, lambda x: x[0]),
+    (lambda x: x.dtype == torch.float64, lambda x: x.double()),
+    (lambda x: x.dtype is torch.float64, lambda x: x.double()),
 )
 def test_ranks_and_types_that_steer(question: Any, call: Any) -> None:
     x = torch.randn(3, 3, WIDTH)
-    model, other = Asks(question), call(x)
+    model, other = asks(question), call(x)
     net = revcompile.reversify(model, x, policy="same_parameters", check="off").to(other.dtype)
     reference = revcompile.reversify(
         model.to(other.dtype), other, policy="same_parameters", check="off"
@@ -215,27 +185,20 @@ def test_ranks_and_types_that_steer(question: Any, call: Any) -> None:
     assert torch.equal(net(other), reference(other))
 
 
-@pytest.mark.parametrize(
-    ("question", "call", "message"),
-    [
-        (
-            lambda x: x.requires_grad,
-            lambda x: x.clone().requires_grad_(),
-            "requires_grad was False",
-        ),
-        (lambda x: x.is_contiguous(), lambda x: x.T, r"is_contiguous\(\) was True"),
-    ],
+@cases(
+    "question, call, message",
+    (lambda x: x.requires_grad, lambda x: x.clone().requires_grad_(), "requires_grad was False"),
+    (lambda x: x.is_contiguous(), lambda x: x.T, r"is_contiguous\(\) was True"),
 )
 def test_what_an_example_cannot_show_is_refused(question: Any, call: Any, message: str) -> None:
     x = torch.randn(WIDTH, WIDTH)
-    net = revcompile.reversify(Asks(question), x, check="off")
+    net = revcompile.reversify(asks(question), x, check="off")
     net(x)
-    with pytest.raises(GuardError, match=message):
-        net(call(x))
+    refuses(GuardError, message, net, call(x))
 
 
 def test_grad_mode_that_steers_is_refused() -> None:
-    net = revcompile.reversify(Asks(lambda x: torch.is_grad_enabled()), torch.randn(3, WIDTH))
+    net = revcompile.reversify(asks(lambda x: torch.is_grad_enabled()), torch.randn(3, WIDTH))
     net(torch.randn(3, WIDTH))
     said = r"torch\.is_grad_enabled\(\) was True.*always captured with gradients.*into a submodule"
     with torch.no_grad(), pytest.raises(GuardError, match=said):
@@ -279,8 +242,7 @@ def test_layer_drop_switched_on_afterwards_is_refused() -> None:
     net = revcompile.reversify(LayerDrop(0.0), torch.randn(3, WIDTH), policy="same_parameters")
     assert len(net.rewired.couplings) == 3
     net.layerdrop = 0.5
-    with pytest.raises(GuardError, match=r"layerdrop was 0\.0 .* is 0\.5 now"):
-        net(torch.randn(3, WIDTH))
+    refuses(GuardError, r"layerdrop was 0\.0 .* is 0\.5 now", net, torch.randn(3, WIDTH))
 
 
 class Arguments(nn.Module):
@@ -296,17 +258,15 @@ class Arguments(nn.Module):
         return x if mask is None else x * mask
 
 
-@pytest.mark.parametrize(
-    ("example", "call", "message"),
-    [
-        ({}, {"mask": 1}, "argument mask was not in the example; leave it out"),
-        ({}, {"labels": 1}, "argument labels was not in the example"),
-        ({"labels": 1}, {}, "argument labels was in the example but is missing now"),
-        ({}, {"scale": 2.0}, r"argument scale was not in the example; leave it out"),
-        ({"scale": 2.0}, {"scale": 3.0}, r"argument scale was 2\.0 in the example and is 3\.0 now"),
-        ({}, {"past_key_values": 1}, r"past_key_values was not in the example .*use_cache=False"),
-        ({}, {"x": (1, 1)}, r"argument x was a tensor in the example and is a tuple of 2 now"),
-    ],
+@cases(
+    "example, call, message",
+    ({}, {"mask": 1}, "argument mask was not in the example; leave it out"),
+    ({}, {"labels": 1}, "argument labels was not in the example"),
+    ({"labels": 1}, {}, "argument labels was in the example but is missing now"),
+    ({}, {"scale": 2.0}, r"argument scale was not in the example; leave it out"),
+    ({"scale": 2.0}, {"scale": 3.0}, r"argument scale was 2\.0 in the example and is 3\.0 now"),
+    ({}, {"past_key_values": 1}, r"past_key_values was not in the example .*use_cache=False"),
+    ({}, {"x": (1, 1)}, r"argument x was a tensor in the example and is a tuple of 2 now"),
 )
 def test_arguments_that_do_not_match_are_named(example: Any, call: Any, message: str) -> None:
     def given(arguments: Any) -> Any:
@@ -329,7 +289,6 @@ def test_arguments_that_do_not_match_are_named(example: Any, call: Any, message:
 
 def test_an_optional_tensor_of_the_example_can_be_left_out() -> None:
     """As `net(tokens)` of a GPT that was compiled with targets."""
-    torch.manual_seed(0)
     x, mask = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
     model = Arguments()
     net = revcompile.reversify(model, (x, mask), policy="pretrained").eval()

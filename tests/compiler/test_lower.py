@@ -1,15 +1,14 @@
 """lower: what each stage keeps, needs back and sends back, and the code it runs."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training import plain_sgd
 
 import revcompile
 from revcompile.ir.program import StageProgram
@@ -45,12 +44,9 @@ def programs(method: str) -> tuple[StageProgram, ...]:
     net = sided()
     chosen = choose(method)
     return tuple(
-        executor.program for executor in net.trainer(sgd, F.mse_loss, method=chosen)._executors
+        executor.program
+        for executor in net.trainer(plain_sgd, F.mse_loss, method=chosen)._executors
     )
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05)
 
 
 def crossing(program: StageProgram) -> list[str]:

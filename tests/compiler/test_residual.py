@@ -1,11 +1,11 @@
 """find: every kind of shortcut, and every refusal, in small models written out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from nets import module_of
 from torch import Tensor, nn
 
 import revcompile
@@ -13,43 +13,35 @@ from revcompile.compiler.capture import capture
 from revcompile.compiler.find import Found, find
 from revcompile.ir.types import ResidualKind
 
-Forward = Callable[["Model", Tensor], Tensor]
+Forward = Callable[[Any, Tensor], Tensor]
 
 
-class Model(nn.Module):
+def model(forward: Forward) -> nn.Module:
     """A few layers, and a forward given from outside."""
-
-    def __init__(self, forward: Forward) -> None:
-        super().__init__()
-        self.f, self.g, self.h = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
-        self.down, self.skip = nn.Conv2d(4, 8, 3, 2, 1), nn.Conv2d(4, 8, 1, 2)
-        self.wide = nn.Conv2d(8, 8, 3, padding=1)
-        self.norm, self.relu = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
-        self.scale = nn.Parameter(torch.ones(4, 1, 1))
-        self.identity = nn.Identity()
-        self._forward = forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._forward(self, x)
+    convs = {name: nn.Conv2d(4, 4, 3, padding=1) for name in "fgh"}
+    convs |= {"down": nn.Conv2d(4, 8, 3, 2, 1), "skip": nn.Conv2d(4, 8, 1, 2)}
+    others = {"wide": nn.Conv2d(8, 8, 3, padding=1), "norm": nn.BatchNorm2d(4)}
+    others |= {"relu": nn.ReLU(inplace=True), "identity": nn.Identity()}
+    return module_of(forward, **convs, **others, scale=nn.Parameter(torch.ones(4, 1, 1)))
 
 
 def _find(forward: Forward) -> Found:
-    return find(capture(Model(forward), torch.randn(2, 4, 8, 8), check="full"))
+    return find(capture(model(forward), torch.randn(2, 4, 8, 8), check="full"))
 
 
-def _iadd(m: Model, x: Tensor) -> Tensor:
+def _iadd(m: Any, x: Tensor) -> Tensor:
     shortcut = x
     x = m.g(m.relu(m.f(x)))
     x += shortcut
     return m.h(x)
 
 
-def _post_activation(m: Model, x: Tensor) -> Tensor:
+def _post_activation(m: Any, x: Tensor) -> Tensor:
     x = m.relu(x + m.f(x))
     return m.relu(x + m.g(x))
 
 
-def _dual_path(m: Model, x: Tensor) -> Tensor:
+def _dual_path(m: Any, x: Tensor) -> Tensor:
     whole = torch.cat([x, m.g(x)], dim=1)
     for _ in range(2):
         stream, rest = whole[:, :4], whole[:, 4:]
@@ -123,7 +115,7 @@ def test_refused_with_a_reason_in_plain_words(name: str) -> None:
 
 
 def test_a_chain_inside_a_large_shortcut_is_preferred_to_it() -> None:
-    def forward(m: Model, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Tensor:
         y = x + m.f(x)
         y = y + m.g(y)
         return x + y + m.h(y)
@@ -135,7 +127,7 @@ def test_a_chain_inside_a_large_shortcut_is_preferred_to_it() -> None:
 # -- sizes, types and devices of what is inside a branch -------------------------------------------
 
 
-def _entangled(m: Model, x: Tensor) -> Tensor:
+def _entangled(m: Any, x: Tensor) -> Tensor:
     """Each of the first two blocks reads the other's branch; the others are free of them."""
     x, y = m.h(x), m.norm(x)
     keys, values = m.f(x), m.g(y)
@@ -145,7 +137,7 @@ def _entangled(m: Model, x: Tensor) -> Tensor:
     return x * y
 
 
-def _waiting(m: Model, x: Tensor) -> Tensor:
+def _waiting(m: Any, x: Tensor) -> Tensor:
     """The first block reads the second one's branch, which reads nothing of the first."""
     x, y = m.h(x), m.norm(x)
     values = m.g(y)
@@ -153,7 +145,7 @@ def _waiting(m: Model, x: Tensor) -> Tensor:
     return x * (y + m.g(values))
 
 
-def _positions(m: Model, x: Tensor) -> Tensor:
+def _positions(m: Any, x: Tensor) -> Tensor:
     """As T5: the first branch makes a bias for all of them, on its own device."""
     bias, x = None, m.h(x)
     for layer in (m.f, m.g):
@@ -164,7 +156,7 @@ def _positions(m: Model, x: Tensor) -> Tensor:
     return x
 
 
-def _typed(m: Model, x: Tensor) -> Tensor:
+def _typed(m: Any, x: Tensor) -> Tensor:
     """The type of the first branch is read by the next one."""
     x = m.h(x)
     keys = m.f(x)
@@ -172,7 +164,7 @@ def _typed(m: Model, x: Tensor) -> Tensor:
     return x + m.g(x).to(keys.dtype)
 
 
-def _crossed(m: Model, x: Tensor) -> Tensor:
+def _crossed(m: Any, x: Tensor) -> Tensor:
     """Cross-attention: keys of a value outside, and a mask of their type."""
     memory, x = m.norm(x), m.h(x)
     for layer, key in ((m.f, m.wide), (m.g, m.down)):
@@ -203,6 +195,6 @@ def test_only_blocks_that_wait_for_each_other_are_given_up() -> None:
 
 
 def test_a_block_that_waits_for_another_comes_after_it() -> None:
-    net = revcompile.reversify(Model(_waiting), torch.randn(2, 4, 8, 8), check="full")
+    net = revcompile.reversify(model(_waiting), torch.randn(2, 4, 8, 8), check="full")
     assert [coupling.extras for coupling in net.rewired.couplings] == [("g",), ()]
     assert net.rewired.couplings[1].sides == ("g",)

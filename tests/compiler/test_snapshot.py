@@ -1,7 +1,5 @@
 """One snapshot behind every question whether a model has changed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import module_of
 from torch import Tensor, nn
 
 from revcompile.ir.snapshot import Kind, TreeSnapshot, below
@@ -24,22 +23,14 @@ class Masked(nn.Linear):
         return super().forward(x) * self.mask
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.drop, self.last = Masked(), nn.Dropout(0.1), nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.drop(self.first(x)))
+def net_of() -> Any:
+    layers = {"first": Masked(), "drop": nn.Dropout(0.1), "last": nn.Linear(4, 4, bias=False)}
+    return module_of(lambda self, x: self.last(self.drop(self.first(x))), **layers)
 
 
 def put(path: str, value: Any) -> Callable[[Any], None]:
     *owner, name = path.split(".")
     return lambda net: setattr(functools.reduce(getattr, owner, net), name, value)
-
-
-def _hook(net: Any) -> Any:
-    return net.last.register_forward_hook(lambda *_: None)
 
 
 CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
@@ -83,7 +74,10 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
         "first.scales was [1.0, 2.0] and is [1.0, 2.0, 3.0] now",
     ),
     "mode": (Kind.SETTING, lambda net: net.drop.eval(), "drop.training was True and is False now"),
-    "hook": (Kind.HOOK, _hook, "a hook of last was registered or removed"),
+    "hook": (
+        Kind.HOOK, lambda net: net.last.register_forward_hook(lambda *_: None),
+        "a hook of last was registered or removed",
+    ),
     "gradient hook": (
         Kind.GRADIENT_HOOK, lambda net: net.last.weight.register_hook(lambda grad: grad),
         "a hook of last.weight was registered or removed",
@@ -94,7 +88,7 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_named_once_and_by_its_kind(name: str) -> None:
     kind, change, said = CHANGES[name]
-    net = Net()
+    net = net_of()
     snapshots = {each: TreeSnapshot(below(net), (each,)) for each in Kind}
     assert [s.first_change() for s in snapshots.values()] == [None] * len(Kind)
     change(net)
@@ -105,7 +99,7 @@ def test_a_change_is_named_once_and_by_its_kind(name: str) -> None:
 
 
 def test_equal_values_are_no_change() -> None:
-    net = Net()
+    net = net_of()
     snapshot = TreeSnapshot(below(net), (Kind.SETTING,))
     net.drop.p, net.first.scales = float("0.1"), [1.0, float("2")]
     net.first.more = torch.ones(1)  # a tensor, no setting
@@ -138,7 +132,7 @@ def test_a_member_of_a_list_that_was_empty() -> None:
 
 
 def test_what_was_expected_is_there_for_a_while() -> None:
-    net = Net()
+    net = net_of()
     snapshot = TreeSnapshot(below(net), (Kind.SETTING, Kind.BUFFER))
     mask, net.first.mask = net.first.mask, torch.zeros(4)
     net.drop.p, net.drop.rate, net.last.training = 0.5, 1.0, False
@@ -153,7 +147,7 @@ def test_what_was_expected_is_there_for_a_while() -> None:
 @pytest.mark.parametrize("name", ["module", "parameter", "setting", "hook", "new module"])
 def test_copies_look_at_copies(name: str) -> None:
     kind, change, _ = CHANGES[name]
-    net = Net()
+    net = net_of()
     kinds = Kind.MODULE, Kind.MEMBERS, Kind.PARAMETER, Kind.SETTING, Kind.HOOK
     copied, snapshot = copy.deepcopy((net, TreeSnapshot(below(net), kinds)))
     change(net)

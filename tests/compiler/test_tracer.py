@@ -1,7 +1,5 @@
 """The tracer: sizes steer, batches stay free, what a graph cannot hold is noticed."""
 
-from __future__ import annotations
-
 import builtins
 import math
 import operator
@@ -13,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import cases, refuses
+from nets import module_of
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -23,24 +23,14 @@ from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import fake_copy
 from revcompile.compiler.capture.trace_errors import Untraceable
 from revcompile.compiler.capture.tracer import Tracer
-from revcompile.ir.types import TYPE
-
-
-class Function(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any, *more: Any) -> Any:
-        return self.function(x, *more)
+from revcompile.ir.random_numbers import draws_random
+from revcompile.ir.types import TYPE, TensorType
 
 
 def traced(model: nn.Module | Callable[..., Any], *args: Any, **options: Any) -> Tracer:
     """The raw trace of a model in the mode it is in."""
     if not isinstance(model, nn.Module):
-        model = Function(model)
+        model = module_of(lambda self, x, *more: self.function(x, *more), function=model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     return trace(fake_copy(model, mode), model, make_example(model, args), mode, **options)
 
@@ -56,30 +46,24 @@ def lines(graph: fx.Graph) -> list[str]:
     return [call(n) for n in graph.nodes if n.op not in ("placeholder", "output")]
 
 
-def graph_lines(function: Callable[..., Any], *args: Any) -> list[str]:
-    return lines(traced(function, *args).graph)
-
-
 X = torch.randn(2, 6)
 
 
 # -- sizes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("forward", "size"),
-    [
-        (lambda x: x.new_zeros(math.ceil(x.shape[0] / 2)), (1, 2)),
-        (lambda x: x.new_zeros(math.floor(x.shape[0] / 2)), (1, 1)),
-        (lambda x: x.new_zeros(round(x.shape[0] * 1.6)), (3, 5)),
-        (lambda x: x.new_zeros(-(-x.shape[0] // 4)), (1, 1)),
-        (lambda x: x.new_zeros(math.prod([x.shape[0], 2])), (4, 6)),
-        (lambda x: x.new_zeros(sum(divmod(x.shape[0], 2))), (1, 2)),
-        (lambda x: x.new_zeros(round(np.sqrt(x.shape[0]) * 4)), (6, 7)),
-        (lambda x: torch.zeros(x.shape[0], device=x.device), (2, 3)),
-        (lambda x: torch.full((x.size(0),), 1.0), (2, 3)),
-        (lambda x: torch.tensor([x.shape[0], 1]), (2, 2)),
-    ],
+@cases(
+    "forward, size",
+    (lambda x: x.new_zeros(math.ceil(x.shape[0] / 2)), (1, 2)),
+    (lambda x: x.new_zeros(math.floor(x.shape[0] / 2)), (1, 1)),
+    (lambda x: x.new_zeros(round(x.shape[0] * 1.6)), (3, 5)),
+    (lambda x: x.new_zeros(-(-x.shape[0] // 4)), (1, 1)),
+    (lambda x: x.new_zeros(math.prod([x.shape[0], 2])), (4, 6)),
+    (lambda x: x.new_zeros(sum(divmod(x.shape[0], 2))), (1, 2)),
+    (lambda x: x.new_zeros(round(np.sqrt(x.shape[0]) * 4)), (6, 7)),
+    (lambda x: torch.zeros(x.shape[0], device=x.device), (2, 3)),
+    (lambda x: torch.full((x.size(0),), 1.0), (2, 3)),
+    (lambda x: torch.tensor([x.shape[0], 1]), (2, 2)),
 )
 def test_arithmetic_of_the_batch_size(forward: Callable[..., Any], size: tuple[int, int]) -> None:
     result = list(traced(forward, X).graph.nodes)[-2].meta[TYPE]
@@ -94,18 +78,16 @@ def test_numbers_of_numpy_are_plain_in_graphs(number: Any) -> None:
     assert product.args[1] == number and type(product.args[1]) in (float, int)
 
 
-@pytest.mark.parametrize(
-    ("forward", "words"),
-    [
-        (lambda x: x if x.shape[0] > 2 else -x, "control flow depends on the batch size"),
-        (lambda x: [row for row in x], "control flow depends on the batch size (2 or 3)"),  # noqa: C416
-        (lambda x: x * int(x.shape[0]), "control flow depends on the batch size (2 or 3)"),
-        (lambda x: x if x.max() > 0 else -x, "control flow depends on the contents of a tensor"),
-        (lambda x: x * x.max().item(), "control flow depends on the contents of a tensor"),
-        (lambda x: x[x > 0], "a shape depends on the contents of a tensor (aten.nonzero.default)"),
-        (lambda x: x if torch.rand(()) > 0 else -x, "control flow depends on random numbers"),
-        (lambda x: torch.add(x, x, out=torch.empty(2, 6)), ""),
-    ],
+@cases(
+    "forward, words",
+    (lambda x: x if x.shape[0] > 2 else -x, "control flow depends on the batch size"),
+    (lambda x: [row for row in x], "control flow depends on the batch size (2 or 3)"),  # noqa: C416
+    (lambda x: x * int(x.shape[0]), "control flow depends on the batch size (2 or 3)"),
+    (lambda x: x if x.max() > 0 else -x, "control flow depends on the contents of a tensor"),
+    (lambda x: x * x.max().item(), "control flow depends on the contents of a tensor"),
+    (lambda x: x[x > 0], "a shape depends on the contents of a tensor (aten.nonzero.default)"),
+    (lambda x: x if torch.rand(()) > 0 else -x, "control flow depends on random numbers"),
+    (lambda x: torch.add(x, x, out=torch.empty(2, 6)), ""),
 )
 def test_what_does_not_trace_says_why(forward: Callable[..., Any], words: str) -> None:
     with pytest.raises(Untraceable) as error:
@@ -127,7 +109,7 @@ def test_control_flow_on_a_mask_of_sizes_alone() -> None:
         padding = torch.zeros(x.shape[0], 6, dtype=torch.bool, device=x.device)
         return x.masked_fill(padding, 0.0) if padding.any() else x.tanh()
 
-    assert graph_lines(forward, X) == ["tanh = tanh(x)"]
+    assert lines(traced(forward, X).graph) == ["tanh = tanh(x)"]
 
 
 def test_control_flow_on_a_mask_written_to_is_not_folded() -> None:
@@ -136,8 +118,7 @@ def test_control_flow_on_a_mask_written_to_is_not_folded() -> None:
         padding[:, 0] = True
         return x.masked_fill(padding, 0.0) if padding.any() else x.tanh()
 
-    with pytest.raises(Untraceable, match="control flow depends on the contents of a tensor"):
-        traced(forward, X)
+    refuses(Untraceable, "control flow depends on the contents of a tensor", traced, forward, X)
 
 
 def test_type_limits_are_read_once_for_a_type() -> None:
@@ -160,8 +141,7 @@ def test_writing_under_no_grad_into_a_value_with_gradients() -> None:
             y.mul_(2)
         return y
 
-    with pytest.raises(Untraceable, match="an in-place operation under no_grad on a value made"):
-        traced(forward, X)
+    refuses(Untraceable, "an in-place operation under no_grad on a value made", traced, forward, X)
 
 
 # -- modules -------------------------------------------------------------------------------------
@@ -202,19 +182,9 @@ def replaced(before: dict[tuple[str, str], Any]) -> list[tuple[str, str]]:
     return [key for key, v in before.items() if now.get(key) is not v and key[1] not in logged]
 
 
-class Helper(nn.Module):
-    """What another thread uses while a model is traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(6, 6), 2.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale
-
-
 def test_other_threads_see_nothing_of_a_trace() -> None:
-    helper, found = Helper(), list[Any]()
+    helper = module_of(lambda self, x: self.layer(x) * self.scale, layer=nn.Linear(6, 6), scale=2.0)
+    found = list[Any]()
     before, result = attributes(), helper(X).detach()
 
     def look() -> None:
@@ -226,18 +196,13 @@ def test_other_threads_see_nothing_of_a_trace() -> None:
         found.append(type(math.sqrt(4.0)) is float and torch.is_grad_enabled())
         random.random(), np.random.rand()
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.layer(x) + torch.zeros(x.shape[0], 6)
-            other.submit(look).result()
-            return y * math.sqrt(x.shape[1])
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.layer(x) + torch.zeros(x.shape[0], 6)
+        other.submit(look).result()
+        return y * math.sqrt(x.shape[1])
 
     with ThreadPoolExecutor(1) as other:
-        captured = capture(Model(), X, check="fast")
+        captured = capture(module_of(forward, layer=nn.Linear(6, 6)), X, check="fast")
     assert captured.leaf_modules == () and len(found) > 10 and all(found)
 
 
@@ -247,3 +212,44 @@ def test_torchvision_is_no_part_of_torch() -> None:
     model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 32, num_classes=3)
     captured = capture(model, torch.randn(2, 3, 32, 32))
     assert not [path for path in captured.leaf_modules if path.endswith("encoder")]
+
+
+# -- random operations are known by their tag, not by their name -----------------------------------
+
+
+def function_node(function: Any, *rest: Any, **kwargs: Any) -> fx.Node:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(function, (x, *rest), kwargs)
+    node.meta[TYPE] = TensorType((2,), (1,), torch.float32, 2)
+    return node
+
+
+def method_node(name: str) -> fx.Node:
+    graph = fx.Graph()
+    node = graph.call_method(name, (graph.placeholder("x"),))
+    node.meta[TYPE] = TensorType((2,), (1,), torch.float32, 2)
+    return node
+
+
+def dropout_of_my_own(x: Tensor) -> Tensor:
+    return x
+
+
+@cases(
+    "node, expected",
+    (function_node(F.dropout), True),
+    (function_node(F.dropout2d), True),
+    (function_node(torch.ops.aten.rrelu.default), True),
+    (function_node(torch.binomial, 0.5), True),
+    (method_node("log_normal_"), True),
+    (function_node(dropout_of_my_own), True),
+    (function_node(F.scaled_dot_product_attention, 1, 1), False),
+    (function_node(F.scaled_dot_product_attention, 1, 1, dropout_p=0.1), True),
+    (function_node(F.poisson_nll_loss, 1), False),
+    (function_node(operator.and_, 1), False),
+    (function_node(torch.Tensor.size, 0), False),
+    (method_node("relu"), False),
+)
+def test_random_operations_are_known_by_their_tag(node: fx.Node, expected: bool) -> None:
+    assert draws_random(node) is expected

@@ -1,7 +1,5 @@
 """Only tensors and plain values travel between segments and stages, and each has its gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_exact
+from nets import module_of
 from torch import Tensor, nn
 
 import revcompile
@@ -42,15 +41,10 @@ class Chunk(Conditioned):
         return self.ada(x).chunk(BLOCKS, -1)
 
 
-class Hidden(nn.Module):
+def hidden(pack: Callable[[tuple[Tensor, ...]], Any]) -> nn.Module:
     """A module whose inside is not traced: what it returns is one value of the graph."""
-
-    def __init__(self, pack: Callable[[tuple[Tensor, ...]], Any]) -> None:
-        super().__init__()
-        self.ada, self.pack = nn.Linear(WIDTH, BLOCKS * WIDTH), pack
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pack(self.ada(x).chunk(BLOCKS, -1))
+    ada = nn.Linear(WIDTH, BLOCKS * WIDTH)
+    return module_of(lambda self, x: self.pack(self.ada(x).chunk(BLOCKS, -1)), ada=ada, pack=pack)
 
 
 @dataclasses.dataclass
@@ -63,7 +57,7 @@ class Record:
 class DataclassOfAModule(Conditioned):
     def __init__(self) -> None:
         super().__init__()
-        self.ada = Hidden(lambda c: Record(c[0], {"a": c[1], "b": c[2]}))
+        self.ada = hidden(lambda c: Record(c[0], {"a": c[1], "b": c[2]}))
 
     def condition(self, x: Tensor) -> Any:
         found = self.ada(x)
@@ -75,7 +69,7 @@ class ChangedList(Conditioned):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ada = Hidden(list)
+        self.ada = hidden(list)
 
     def condition(self, x: Tensor) -> Any:
         found = self.ada(x)
@@ -126,12 +120,8 @@ def test_items_of_structured_values_get_their_gradients(kind: type[nn.Module]) -
     assert_staged_equals_autograd(staged, example(4), squares)
 
 
-class RecordOutput(Conditioned):
+class RecordOutput(DataclassOfAModule):
     """A dataclass that nobody has registered with pytree, from inside a module kept whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ada = Hidden(lambda c: Record(c[0], {"a": c[1], "b": c[2]}))
 
     def forward(self, x: Tensor) -> Any:
         for layer in self.layers:

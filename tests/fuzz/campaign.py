@@ -9,8 +9,6 @@ activations and with autograd. Findings are made small. The same seed gives the 
 machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

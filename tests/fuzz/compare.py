@@ -1,7 +1,5 @@
 """What is observed of a call, and how two observations are compared."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From a description to source text, a module, and arguments for it."""
 
-from __future__ import annotations
-
 import hashlib
 import linecache
 from typing import Any, Final

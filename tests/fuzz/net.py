@@ -1,7 +1,5 @@
 """The description of a random net: plain values whose repr builds the net again."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Every difference and every exception that is not one of revcompile's own is a fi
 revcompile is none, and is counted by its reason.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re
@@ -64,11 +62,6 @@ class Finding:
     check: str
     what: str
     detail: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Findings of one key probably have one cause."""
-        return self.kind, self.check.split(",")[0], normalised(self.what)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ either into the net's own forward, or into a class of its own: then what it read
 and what it defines is returned beside `h`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final

@@ -1,7 +1,5 @@
 """The page in a real browser: stages open, modules are found, nothing is fetched, it fits."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """drawing: every stage and block is there, wide as its work, joined as in the model; pages hold."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from drawn import Compiled, compiled, groups, parsed, shown
+from helpers import refuses
 
 from revcompile.errors import InputError
 from revcompile.inspect.drawing import draw, draw_schedule
@@ -76,8 +75,7 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
         draw(net.picture(), tmp_path / "net.png")
     with pytest.raises(InputError, match=r"ends in nothing.*\.svg"):
         draw_schedule(Costs.uniform(2), tmp_path / "timeline")
-    with pytest.raises(InputError, match="nothing to draw"):
-        timeline_svg(Costs.uniform(2, 0, 0))
+    refuses(InputError, "nothing to draw", timeline_svg, Costs.uniform(2, 0, 0))
 
 
 # -- the page -------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """explain: how a module was found, by which rule it was rewired, where it runs."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

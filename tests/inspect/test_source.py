@@ -1,7 +1,5 @@
 """Printed stage programs: what is printed is what runs, to the bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

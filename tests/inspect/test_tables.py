@@ -1,7 +1,5 @@
 """What people read of a staged model: its table, its facts, its code and its actions."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Timelines and action lists: what is drawn is what the dry run does."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 

@@ -1,7 +1,5 @@
 """Hugging Face models, where transformers is installed (no weights are fetched)."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import gradients, worst
+from helpers import gradients, refuses, worst
 from torch import Tensor
 
 import revcompile
@@ -177,7 +175,5 @@ def _gradients_of_loss(model: Any, call: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore")
 def test_a_loss_that_is_more_than_a_cross_entropy_is_not_chunked() -> None:
     capped = ARCHITECTURES["gemma2"].build(1)
-    with pytest.raises(InputError, match=r"Gemma2ForCausalLM .* does something to its logits"):
-        chunk_loss(capped)
-    with pytest.raises(InputError, match="Linear is not a language model"):
-        chunk_loss(torch.nn.Linear(2, 2))
+    refuses(InputError, r"Gemma2ForCausalLM .* does something to its logits", chunk_loss, capped)
+    refuses(InputError, "Linear is not a language model", chunk_loss, torch.nn.Linear(2, 2))

@@ -3,32 +3,18 @@
 float64, every parameter, 1e-10. All schedules run in one launch of two gloo ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import nets
 import pytest
 import torch
 from distributed_worker import launch
-from helpers import saved_bytes, worst
-from nets import (
-    Arranged,
-    GatedWords,
-    MaskedSkips,
-    Mlp,
-    Residuals,
-    ResNet,
-    Returning,
-    SharedLayer,
-    ViT,
-    images,
-    rows,
-    words,
-)
+from helpers import refuses, saved_bytes, worst
+from nets import GatedWords, Residuals, ResNet, Returning, SharedLayer, ViT, images, rows, words
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -50,7 +36,7 @@ class Windows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 6, 3, 1, 1)
-        self.mlps = nn.ModuleList(Mlp() for _ in range(3))
+        self.mlps = nn.ModuleList(nets.Mlp() for _ in range(3))
         self.convs = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(3))
         self.head = nn.Linear(6 * 16, 5)
 
@@ -84,7 +70,7 @@ Inputs = Callable[[int], tuple[Tensor, ...]]
 MODELS: Final[dict[str, tuple[Callable[[], nn.Module], Inputs, int]]] = {
     "resnet": (ResNet, images, 2),
     "vit": (functools.partial(ViT, drop=0.0), images, 4),
-    "skips": (MaskedSkips, words, 4),
+    "skips": (nets.MaskedSkips, words, 4),
     "windows": (Windows, images, 2),
 }
 """Each with a maker of its inputs, and a number of stages: one or two for each of two ranks."""
@@ -236,7 +222,7 @@ def test_only_tensors_cross(name: str) -> None:
 
 
 def test_gradients_come_back_as_they_can_be_sent() -> None:
-    net = revcompile.petrafy(Arranged().double(), 6, images(2), check="off")
+    net = revcompile.petrafy(nets.Arranged().double(), 6, images(2), check="off")
     values: Sequence[Tensor] = images(BATCH)
     for stage in net.to_pipeline_stages()[:-1]:
         outputs = stage(*values)
@@ -278,10 +264,6 @@ def test_a_reversible_stage_refuses_to_be_differentiated_in_parts() -> None:
 # -- weights --------------------------------------------------------------------------------------
 
 
-def joined(stages: Sequence[nn.Module]) -> dict[str, Tensor]:
-    return {name: value for stage in stages for name, value in stage.state_dict().items()}
-
-
 def test_a_checkpoint_of_the_original_loads_into_every_stage() -> None:
     net, original = compiled("resnet"), ResNet().double()
     module = net.to_module()
@@ -289,7 +271,7 @@ def test_a_checkpoint_of_the_original_loads_into_every_stage() -> None:
     stages = net.to_pipeline_stages()
     for stage in stages:
         stage.load_state_dict(original.state_dict(), strict=False)
-    state = joined(stages)
+    state = {n: value for stage in stages for n, value in stage.state_dict().items()}
     assert all(torch.equal(state[name], value) for name, value in module.state_dict().items())
 
 
@@ -322,14 +304,12 @@ def test_a_size_that_grows_unevenly_stops_the_stage_that_makes_it() -> None:
     net = revcompile.petrafy(Scaled(inverse=False).double(), 3, rows(2), check="off")
     stages = net.to_pipeline_stages()
     run_in_sequence(stages, rows(3))  # sizes are known at the example's batch size and at one more
-    with pytest.raises(InputError, match="is 25 here, but later stages compute 19"):
-        run_in_sequence(stages, rows(5))
+    refuses(InputError, "is 25 here, but later stages compute 19", run_in_sequence, stages, rows(5))
 
 
 def test_a_number_that_is_no_size_is_refused_by_name() -> None:
     net = revcompile.petrafy(Scaled(inverse=True).double(), 3, rows(2), check="off")
-    with pytest.raises(InputError, match="stage 2 reads 'truediv' of an earlier stage"):
-        net.to_pipeline_stages()
+    refuses(InputError, "stage 2 reads 'truediv' of an earlier stage", net.to_pipeline_stages)
 
 
 def test_several_outputs_come_in_order_and_only_in_training() -> None:
@@ -340,8 +320,7 @@ def test_several_outputs_come_in_order_and_only_in_training() -> None:
     found = run_in_sequence(stages, (x,))
     assert [t.shape for t in found] == [(3, 5), (3, 6)]
     assert torch.equal(found[0], expected["logits"]) and torch.equal(found[1], expected["hidden"])
-    with pytest.raises(InputError, match=r"evaluate net\.to_module\(\)"):
-        stages[0].eval()(x)
+    refuses(InputError, r"evaluate net\.to_module\(\)", stages[0].eval(), x)
 
 
 # -- schedules ------------------------------------------------------------------------------------

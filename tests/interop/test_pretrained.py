@@ -1,7 +1,5 @@
 """policy="pretrained" on models of timm and transformers: eval mode is the original (docs)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,15 +1,15 @@
 """Batch norms and the ReLU after them as one: which ones are, and what comes of it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_exact, gradients, worst
+from helpers import assert_exact, gradients, noting, worst
+from nets import module_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import trained
@@ -47,18 +47,9 @@ def _bn_relu_backward(
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is asked of the kernels, which are torch's own functions here."""
     asked: list[str] = []
-
-    def called(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            is_known = function is _bn_relu_forward and args[5] is not None
-            asked.append(function.__name__.strip("_") + (" as known" if is_known else ""))
-            return function(*args)
-
-        return call
-
     stand_in = SimpleNamespace(
-        bn_relu_forward=called(_bn_relu_forward),
-        bn_relu_backward=called(_bn_relu_backward),
+        bn_relu_forward=noting(asked, _bn_relu_forward, " as known"),
+        bn_relu_backward=noting(asked, _bn_relu_backward),
         works_on=lambda device, dtype: True,
     )
     monkeypatch.setattr(batchnorms, "_kernels", lambda: stand_in)
@@ -160,16 +151,12 @@ def test_what_there_is_no_kernel_for(kernels: list[str]) -> None:
 # -- which pairs -----------------------------------------------------------------------------------
 
 
-class _Pair(nn.Module):
-    """`x + read(self, norm(conv(x)))`."""
-
-    def __init__(self, read: Callable[..., Tensor], norm: nn.Module) -> None:
-        super().__init__()
-        self.conv, self.norm, self.relu = nn.Conv2d(8, 8, 1), norm, nn.ReLU()
-        self.read = read
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(self.read(self, self.norm(self.conv(x))))
+def _pair(read: Callable[..., Tensor], norm: nn.Module) -> nn.Module:
+    """`x + conv(read(self, norm(conv(x))))`."""
+    members = {"conv": nn.Conv2d(8, 8, 1), "norm": norm, "relu": nn.ReLU(), "read": read}
+    return module_of(
+        lambda self, x: x + self.conv(self.read(self, self.norm(self.conv(x)))), **members
+    )
 
 
 class _Named(nn.BatchNorm2d):
@@ -191,7 +178,7 @@ PAIRS: list[tuple[str, Callable[..., Tensor], nn.Module, bool]] = [
     ("read", "norm", "expected"), [case[1:] for case in PAIRS], ids=[case[0] for case in PAIRS]
 )
 def test_pairs_that_are_fused(read: Callable[..., Tensor], norm: nn.Module, expected: bool) -> None:
-    net = revcompile.reversify(_Pair(read, norm), torch.randn(2, 8, 6, 6), check="off")
+    net = revcompile.reversify(_pair(read, norm), torch.randn(2, 8, 6, 6), check="off")
     (coupling,) = net.rewired.couplings
     before = str(coupling.branch)
     joined = [node.target is bn_relu for node in fuse_bn_relu(coupling.branch, net).nodes]
@@ -203,19 +190,15 @@ def test_pairs_that_are_fused(read: Callable[..., Tensor], norm: nn.Module, expe
 def test_stages_move_running_statistics_once(
     backend: Any, kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     x, target = torch.randn(2, 8, 6, 6).to(memory_format=LAST), torch.randn(2, 8, 6, 6)
     net = revcompile.petrafy(_Convs().to(memory_format=LAST), 2, x, check="off")
     settings, found = {"autocast": torch.bfloat16, "backend": backend}, []
+    small_steps = partial(torch.optim.SGD, lr=0.01)
     for is_on in (True, False):
         monkeypatch.setattr(batchnorms, "_pays", lambda *given, is_on=is_on: is_on)
-        trainer = trained(copy.deepcopy(net), [(x, target)] * 6, sgd, **settings)
+        trainer = trained(copy.deepcopy(net), [(x, target)] * 6, small_steps, **settings)
         found.append(dict(trainer.model.state_dict()))
     assert kernels.count("bn_relu_forward") == 2 * kernels.count("bn_relu_backward") == 2 * 6 * 6
     assert [found[0][name] for name in found[0] if "num_batches" in name] == [6] * 6
     for name, value in found[1].items():
         assert torch.allclose(found[0][name], value, atol=1e-2), name
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01)

@@ -1,14 +1,12 @@
 """Kernels for batch norms with their ReLU, on CUDA. Run with `pytest -m gpu`."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from helpers import worst
+from helpers import ON_GPU, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,10 +18,7 @@ from revcompile.kernels.batch_norm import bn_relu
 from tests.kernels.test_batchnorms import _Convs
 from tests.support.measuring import capture_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 LAST = torch.channels_last

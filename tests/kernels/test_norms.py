@@ -1,7 +1,5 @@
 """Layer norms that give the precision they are read in: which ones do, and what they give."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
@@ -13,7 +11,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers import assert_exact, gradients
+from helpers import assert_exact, cases, gradients, noting
+from nets import module_of
 from paths import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -66,18 +65,9 @@ def _layer_norm_backward(
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is asked of the kernels, which are torch's own functions here."""
     asked: list[str] = []
-
-    def called(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            is_added = function is _layer_norm_backward and args[5] is not None
-            asked.append(function.__name__.strip("_") + (" added" if is_added else ""))
-            return function(*args)
-
-        return call
-
     stand_in = SimpleNamespace(
-        layer_norm_forward=called(_layer_norm_forward),
-        layer_norm_backward=called(_layer_norm_backward),
+        layer_norm_forward=noting(asked, _layer_norm_forward),
+        layer_norm_backward=noting(asked, _layer_norm_backward, " added"),
         supports_layer_norm=lambda device, columns, dtype: True,
     )
     monkeypatch.setattr(norms, "_kernels", lambda: stand_in)
@@ -147,15 +137,13 @@ def test_stages_in_both_directions(kernels: list[str], monkeypatch: pytest.Monke
     assert same(*found)
 
 
-@pytest.mark.parametrize(
-    ("layer", "x"),
-    [
-        (nn.LayerNorm(4), torch.randn(3, 4, dtype=torch.bfloat16)),
-        (nn.LayerNorm(4), torch.randn(3, 8)[:, ::2]),
-        (nn.LayerNorm((3, 4)), torch.randn(2, 3, 4)),
-        (nn.LayerNorm(4, bias=False), torch.randn(3, 4)),
-        (nn.LayerNorm(4, elementwise_affine=False), torch.randn(3, 4)),
-    ],
+@cases(
+    "layer, x",
+    (nn.LayerNorm(4), torch.randn(3, 4, dtype=torch.bfloat16)),
+    (nn.LayerNorm(4), torch.randn(3, 8)[:, ::2]),
+    (nn.LayerNorm((3, 4)), torch.randn(2, 3, 4)),
+    (nn.LayerNorm(4, bias=False), torch.randn(3, 4)),
+    (nn.LayerNorm(4, elementwise_affine=False), torch.randn(3, 4)),
     ids=["of bfloat16", "gaps", "two dimensions", "no bias", "no weight"],
 )
 def test_what_there_is_no_kernel_for(layer: nn.LayerNorm, x: Tensor, kernels: list[str]) -> None:
@@ -169,17 +157,11 @@ def test_what_there_is_no_kernel_for(layer: nn.LayerNorm, x: Tensor, kernels: li
 # -- which norms -----------------------------------------------------------------------------------
 
 
-class _Branch(nn.Module):
+def _branch(read: Callable[..., Tensor]) -> nn.Module:
     """`x + read(norm(x))`."""
-
-    def __init__(self, read: Callable[..., Tensor], norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.norm, self.layer = norm or nn.LayerNorm(8), nn.Linear(8, 8)
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.read = read
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.read(self, self.norm(x))
+    members = {"norm": nn.LayerNorm(8), "layer": nn.Linear(8, 8), "read": read}
+    weight = nn.Parameter(torch.randn(8, 8))
+    return module_of(lambda self, x: x + self.read(self, self.norm(x)), **members, weight=weight)
 
 
 class _Named(nn.LayerNorm):
@@ -191,14 +173,7 @@ class _Doubled(nn.LayerNorm):
         return 2 * super().forward(input)
 
 
-def _shapes(self: _Branch, x: Tensor) -> Tensor:
-    return self.layer(x).view(x.shape[0], x.size(1), -1)
-
-
-def _attention(self: _Branch, x: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x, self.layer(x), self.layer(x))
-
-
+sdpa = F.scaled_dot_product_attention
 READERS: list[tuple[str, Callable[..., Tensor], bool]] = [
     ("linear", lambda self, x: self.layer(x), True),
     ("three linears", lambda self, x: self.layer(x) + self.layer(x) * self.layer(x), True),
@@ -207,9 +182,9 @@ READERS: list[tuple[str, Callable[..., Tensor], bool]] = [
     ("a method", lambda self, x: x.matmul(self.weight), True),
     ("bmm", lambda self, x: torch.bmm(x, self.weight.expand(2, 8, 8)), True),
     ("conv", lambda self, x: F.conv1d(x, self.weight[:4, :4, None]), True),
-    ("attention", _attention, True),
-    ("itself", lambda self, x: F.scaled_dot_product_attention(x, x, x), False),
-    ("its shape too", _shapes, True),
+    ("attention", lambda self, x: sdpa(x, self.layer(x), self.layer(x)), True),
+    ("itself", lambda self, x: sdpa(x, x, x), False),
+    ("its shape too", lambda self, x: self.layer(x).view(x.shape[0], x.size(1), -1), True),
     ("rearranged", lambda self, x: self.layer(x.view(-1, 8)).view(2, 4, 8), True),
     ("computed with", lambda self, x: self.layer(x.exp()), False),
     ("read in both ways", lambda self, x: self.layer(x) * x, False),
@@ -229,7 +204,7 @@ def _replaced(model: nn.Module, x: Tensor) -> list[bool]:
     ("read", "expected"), [case[1:] for case in READERS], ids=[case[0] for case in READERS]
 )
 def test_only_norms_whose_readers_all_cast(read: Callable[..., Tensor], expected: bool) -> None:
-    assert _replaced(_Branch(read), torch.randn(2, 4, 8)) == [expected]
+    assert _replaced(_branch(read), torch.randn(2, 4, 8)) == [expected]
 
 
 def test_which_layers_are_layer_norms() -> None:

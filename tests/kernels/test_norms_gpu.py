@@ -1,7 +1,5 @@
 """Kernels for norms and sums that are read in low precision, on CUDA. Run with `pytest -m gpu`."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import worst
+from helpers import ON_GPU, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,10 +20,7 @@ from revcompile.kernels.layer_norm import call_layer_norm, layer_norm
 from revcompile.runtime.reversible import block as chain_sums
 from tests.support.measuring import capture_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

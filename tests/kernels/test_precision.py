@@ -1,13 +1,13 @@
 """Branches under autocast: what is cast when, and sums of two types. No bit may change."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import gradients
+from helpers import cases, gradients
+from nets import Chain, module_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,27 +37,17 @@ class _Widened(TorchDispatchMode):
         return out
 
 
-class _Stack(nn.Module):
-    def __init__(self, first: type[nn.Module] = nn.Identity) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(first(), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-            for _ in range(3)
+class _Stack(Chain):
+    def __init__(self, first: Callable[[], nn.Module] = nn.Identity) -> None:
+        convs = [nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)]
+        super().__init__(
+            *(nn.Sequential(first(), conv, nn.BatchNorm2d(4), nn.ReLU()) for conv in convs)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
 
-
-class _Functional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight, padding=1)
+def _functional() -> nn.Module:
+    weight = nn.Parameter(torch.randn(4, 4, 3, 3))
+    return module_of(lambda self, x: F.conv2d(x, self.weight, padding=1), weight=weight)
 
 
 X = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -84,15 +74,13 @@ class _Turned(_Stack):
         return x + third(x)
 
 
-@pytest.mark.parametrize(
-    ("model", "overlap", "casts"),
-    [
-        (_Stack(), "off", 2 * 3 - 2 * 2),
-        (_Stack(), "on", 2 * 3 - 2 * 2),
-        (_Turned(), "off", 2 * 3 - 2 * 1),
-        (_Stack(_Functional), "off", 2 * 3 - 2 * 2),
-        (_Stack(nn.ReLU), "off", 2 * 3),
-    ],
+@cases(
+    "model, overlap, casts",
+    (_Stack(), "off", 2 * 3 - 2 * 2),
+    (_Stack(), "on", 2 * 3 - 2 * 2),
+    (_Turned(), "off", 2 * 3 - 2 * 1),
+    (_Stack(_functional), "off", 2 * 3 - 2 * 2),
+    (_Stack(nn.ReLU), "off", 2 * 3),
     ids=["in a row", "overlapped", "linked", "functions", "read otherwise"],
 )
 def test_a_sum_is_read_as_it_was_copied(
@@ -121,9 +109,12 @@ def _copied_gradient(
     return total, torch.empty_like(total, dtype=dtype).copy_(total)
 
 
-@pytest.mark.parametrize(
-    ("model", "overlap", "copies"),
-    [(_Stack(), "off", 2), (_Stack(), "on", 2), (_Turned(), "off", 2), (_Stack(nn.ReLU), "off", 2)],
+@cases(
+    "model, overlap, copies",
+    (_Stack(), "off", 2),
+    (_Stack(), "on", 2),
+    (_Turned(), "off", 2),
+    (_Stack(nn.ReLU), "off", 2),
     ids=["in a row", "overlapped", "linked", "read otherwise"],
 )
 def test_a_gradient_is_read_as_it_was_copied(
@@ -161,7 +152,6 @@ def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.M
 @pytest.mark.parametrize("size", [1e-4, 0.02, 1.0, 50.0])
 def test_sums_of_streams_that_grow_are_undone_to_the_bit(size: float) -> None:
     """Embeddings are small before training; what normalised branches add is not."""
-    torch.manual_seed(0)
     given = size * torch.randn(4000)
     g = grid.make_grid(given, given)
     stream = grid.rounded(given, g)
@@ -170,9 +160,10 @@ def test_sums_of_streams_that_grow_are_undone_to_the_bit(size: float) -> None:
     assert torch.equal(grid.subtract(grid.add(stream, addend, g), addend, g), stream)
 
 
-@pytest.mark.parametrize("first", [nn.Identity, _Functional, nn.ReLU])
-def test_stages_read_copied_sums(first: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("first", [nn.Identity, _functional, nn.ReLU])
+def test_stages_read_copied_sums(
+    first: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = revcompile.petrafy(_Stack(first), 2, X, check="off")
     parts = net._partition.parts
     assert [sum(piece.reversible for piece in part.pieces) for part in parts] == [2, 1]

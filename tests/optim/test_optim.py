@@ -1,7 +1,5 @@
 """Momentum for late gradients: what it is at no delay, and what delay does to it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.testing import assert_close
-from training import Plain, batches, fresh
+from training import SCHEDULES, Plain, batches, drained, feed, fresh, same, seeded, several
 
-from revcompile.optim import DelayAwareAdamW, DelayAwareSGD, ErrorFeedback
+from revcompile.optim import CombinedOptimizer, DelayAwareAdamW, DelayAwareSGD, ErrorFeedback
 from revcompile.schedule import choose, mean_delay
 
 DELAYS = (0.0, 0.75, 1.0, 2.25, 9.0)
@@ -125,12 +123,54 @@ def test_every_stage_knows_its_delay() -> None:
     method = choose("petra")
     assert [o.delay for o in made] == [mean_delay(method, 4, j, 2) for j in range(4)]
     assert [o.delay for o in made] == [1.5, 1.0, 0.5, 0.0]
-    for batch in batches(8):
-        trainer.step(*batch)
-    trainer.flush()
+    drained(trainer, batches(8))
     made.clear()
     later = net.trainer(factory, F.cross_entropy, accumulation_steps=2, method="backprop")
     later.load_state_dict(trainer.state_dict())
     assert [o.delay for o in made] == [0.0] * 4, "a checkpoint brings no delay of its own"
-    for batch in batches(4):
-        later.step(*batch)
+    feed(later, batches(4))
+
+
+# -- several optimizers a stage: each does what it does alone, in one update, one checkpoint -------
+
+
+def test_without_delay_each_does_what_it_does_alone() -> None:
+    data = batches(6)
+    net = fresh(Plain, 1)
+    model = net.to_module().train()
+    trainer = net.trainer(
+        several,
+        F.cross_entropy,
+        method="backprop",
+        clip_grad_norm=0.5,
+        lr_schedule=SCHEDULES["lambda"],
+    )
+    feed(trainer, data)
+    alone = several(model.parameters())
+    schedules = list(map(SCHEDULES["lambda"], alone))
+    for inputs, target in data:
+        F.cross_entropy(model(inputs), target).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer, schedule in zip(alone, schedules, strict=True):
+            optimizer.step(), optimizer.zero_grad(), schedule.step()
+    torch.testing.assert_close(net.to_module().state_dict(), model.state_dict())
+
+
+def test_a_state_dict_reaches_all_of_them() -> None:
+    model, other = seeded(Plain), seeded(Plain)
+    combined, loaded = (CombinedOptimizer(several(m.parameters())) for m in (model, other))
+
+    def step(optimizer: Optimizer, net: nn.Module) -> None:
+        for p in net.parameters():
+            p.grad = p.detach().sin()
+        optimizer.step()
+
+    step(combined, model)
+    combined.param_groups[1]["lr"] = 0.5
+    loaded.load_state_dict(copy.deepcopy(combined.state_dict()))
+    other.load_state_dict(model.state_dict())
+    step(combined, model), step(loaded, other)
+    assert same(dict(model.state_dict()), dict(other.state_dict()))
+    assert loaded.optimizers[1].param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="add parameter groups before"):
+        combined.add_param_group({"params": [torch.zeros(2)]})

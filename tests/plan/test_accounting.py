@@ -1,7 +1,5 @@
 """What a stage holds: as its programs have it, and the paper's table."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from helpers import cases
 from training import Plain, fresh
 
 import revcompile
@@ -26,9 +25,12 @@ def test_the_first_stage_keeps_what_it_is_fed() -> None:
     assert fresh(Plain, 4).memory(BATCH)[0].buffers == 4 * BATCH * 5 * 8  # four in flight, float64
 
 
-@pytest.mark.parametrize(
-    ("name", "accumulation_steps", "in_flight"),
-    [("ddg", 1, 3), ("1f1b", 1, 1), ("1f1b", 2, 2), ("1f1b", 8, 3)],
+@cases(
+    "name, accumulation_steps, in_flight",
+    ("ddg", 1, 3),
+    ("1f1b", 1, 1),
+    ("1f1b", 2, 2),
+    ("1f1b", 8, 3),
 )
 def test_graphs_that_are_in_flight(name: str, accumulation_steps: int, in_flight: int) -> None:
     net, buffers = fresh(Plain, 4), []

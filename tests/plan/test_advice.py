@@ -1,7 +1,5 @@
 """Attention, late gradients, and an optimizer that does not compensate: the trainer says so."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

@@ -3,8 +3,6 @@
 Bytes are counted, not timed; work is in the unit of the costs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -14,6 +12,7 @@ from typing import Any, Final
 import pytest
 import torch
 import training
+from helpers import cases, refuses
 from torch import nn
 from training import settings_of
 
@@ -103,8 +102,7 @@ def test_a_budget_too_small_names_the_stage_and_what_to_do() -> None:
 
 @pytest.mark.parametrize("memory", [0, -1, True, 1.5, "2 parsecs", "GiB"])
 def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
-    with pytest.raises(InputError, match="memory_budget="):
-        models.staged("vgg").memory_plan(memory)
+    refuses(InputError, "memory_budget=", models.staged("vgg").memory_plan, memory)
 
 
 # -- what a device reports -------------------------------------------------------------------------
@@ -159,14 +157,12 @@ def test_a_micro_batch_larger_than_planned_is_said() -> None:
         trainer.step(*large)
 
 
-@pytest.mark.parametrize(
-    ("make", "copies"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0.0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1.0),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
-        (torch.optim.Adafactor, 5 / 40),  # rows and columns of the weight; the whole bias
-    ],
+@cases(
+    "make, copies",
+    (lambda p: torch.optim.SGD(p, lr=0.1), 0.0),
+    (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1.0),
+    (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
+    (torch.optim.Adafactor, 5 / 40),  # rows and columns of the weight; the whole bias,
 )
 def test_an_optimizer_is_asked_what_it_keeps(make: Any, copies: float) -> None:
     layers = dict(nn.Linear(7, 5).named_parameters())

@@ -1,7 +1,7 @@
 """Activation memory does not grow with depth. Bytes are counted, so every run sees the same."""
 
-import pytest
 import torch
+from helpers import cases
 
 import revcompile
 from tests.support.measuring import LiveStorages, Memory, slope, step_memory
@@ -23,9 +23,7 @@ def growth(memories: dict[int, Memory], of: str) -> float:
     return slope(list(memories), [getattr(memory, of) for memory in memories.values()])
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy"), [("transformer", "paper"), ("conv", "same_parameters")]
-)
+@cases("kind, policy", ("transformer", "paper"), ("conv", "same_parameters"))
 def test_a_block_adds_nothing(kind: str, policy: str) -> None:
     """Not even its parameters' gradients, which once waited in backward for the chain's end."""
     x, y = batch_of(kind, SIZES[kind], CPU)

@@ -1,7 +1,5 @@
 """The planner: steady states equal the dry run's, and forecasts move the way clusters do."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import cases
 from nets import Residual
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
@@ -121,12 +120,10 @@ def test_the_chosen_alpha_is_the_least_that_hides_the_links(link: float) -> None
         )
 
 
-@pytest.mark.parametrize(
-    ("order", "theirs", "chunks"),
-    [
-        ("interleaved", ScheduleInterleaved1F1B, 2),
-        ("zero-bubble", ScheduleInterleavedZeroBubble, 1),
-    ],
+@cases(
+    "order, theirs, chunks",
+    ("interleaved", ScheduleInterleaved1F1B, 2),
+    ("zero-bubble", ScheduleInterleavedZeroBubble, 1),
 )
 def test_other_pipelines_are_in_the_order_of_torchs(order: str, theirs: Any, chunks: int) -> None:
     devices, microbatches = 4, 8

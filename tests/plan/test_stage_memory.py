@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import pytest
 import timm
 import torch
+from helpers import cases, refuses
 from torch import nn
 from torch.nn.functional import cross_entropy
 from training import momentum
@@ -123,9 +124,7 @@ def partly_frozen(stages: int, when: str) -> StagedModel:
 
 
 @pytest.mark.parametrize("method", ["petra", "dsp", "delayed", "pipedream"])
-@pytest.mark.parametrize(
-    ("stages", "when"), [(4, "before it is cut"), (4, "afterwards"), (3, "afterwards")]
-)
+@cases("stages, when", (4, "before it is cut"), (4, "afterwards"), (3, "afterwards"))
 def test_frozen_parameters_take_no_more_memory(method: str, stages: int, when: str) -> None:
     """Below the first block that has something to train nothing is kept or sent back.
 
@@ -155,8 +154,7 @@ def test_a_limit_counts_the_batches_that_the_first_stage_keeps() -> None:
     model = nn.Sequential(nn.Linear(1000, 4), nn.ReLU(), nn.Linear(4, 4))
     cut = functools.partial(revcompile.petrafy, model, 2, torch.randn(2, 1000), check="off")
     assert cut(memory_budget=337_584, microbatch_size=BATCH).num_stages == 2
-    with pytest.raises(InputError, match="does not fit 2 devices"):
-        cut(memory_budget=337_583, microbatch_size=BATCH)
+    refuses(InputError, "does not fit 2 devices", cut, memory_budget=337_583, microbatch_size=BATCH)
 
 
 # -- inputs that wait in fewer bits ----------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Wrong arguments are refused with what to write; a net without couplings gets a warning."""
 
-from __future__ import annotations
-
 import collections
 import re
 import warnings
@@ -12,7 +10,8 @@ import numpy
 import pytest
 import timm
 import torch
-from nets import Residual
+from helpers import cases, refuses
+from nets import Residual, module_of
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -40,31 +39,23 @@ class Block(nn.Module):
         return x + self.f(x).tanh()
 
 
-class Detached(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach()
-
-
 X = torch.randn(3, 4)
 PARAMETERS = list(nn.Linear(1, 1).parameters())
 LOADER: DataLoader[Any] = DataLoader(TensorDataset(X))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "said"),
-    [
-        ({"x": X}, r"a dict of x, which Block.forward takes as keyword arguments; .* example_kwar"),
-        (collections.UserDict(x=X, mask=X), "a UserDict of x, mask, which Block.forward takes"),
-        ((2, 4), r"\(2, 4\) is a shape; pass a tensor: torch.randn\(2, 4\)"),
-        (X.numpy(), "example_inputs: a numpy array; pass a tensor, torch.from_numpy"),
-        ((X, X.numpy()), r"example_inputs\[1\]: a numpy array"),
-        (LOADER, r"a DataLoader; pass the inputs of one batch: x, y = next\(iter\(loader\)\)"),
-        ((x for x in [X]), "a generator; pass the inputs of one batch"),
-    ],
+@cases(
+    "inputs, said",
+    ({"x": X}, r"a dict of x, which Block.forward takes as keyword arguments; .* example_kwar"),
+    (collections.UserDict(x=X, mask=X), "a UserDict of x, mask, which Block.forward takes"),
+    ((2, 4), r"\(2, 4\) is a shape; pass a tensor: torch.randn\(2, 4\)"),
+    (X.numpy(), "example_inputs: a numpy array; pass a tensor, torch.from_numpy"),
+    ((X, X.numpy()), r"example_inputs\[1\]: a numpy array"),
+    (LOADER, r"a DataLoader; pass the inputs of one batch: x, y = next\(iter\(loader\)\)"),
+    ((x for x in [X]), "a generator; pass the inputs of one batch"),
 )
 def test_example_inputs_of_a_wrong_kind(inputs: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        revcompile.reversify(Block(), inputs)
+    refuses(InputError, said, revcompile.reversify, Block(), inputs)
 
 
 def test_a_dict_that_is_an_argument_is_taken() -> None:
@@ -76,61 +67,51 @@ def test_a_dict_that_is_an_argument_is_taken() -> None:
     assert net({"x": X}).shape == X.shape
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (Block, r"got the class Block; pass a model of it, Block\(\.\.\.\)"),
-        ("resnet18", r"got 'resnet18'; create it first: timm.create_model\('resnet18'\)"),
-        (X, "expected a torch.nn.Module, got Tensor"),
-    ],
+@cases(
+    "model, said",
+    (Block, r"got the class Block; pass a model of it, Block\(\.\.\.\)"),
+    ("resnet18", r"got 'resnet18'; create it first: timm.create_model\('resnet18'\)"),
+    (X, "expected a torch.nn.Module, got Tensor"),
 )
 def test_what_is_no_model(model: Any, said: str) -> None:
-    with pytest.raises(InputError, match=f"reversify: .*{said}"):
-        revcompile.reversify(model, X)
-    with pytest.raises(InputError, match=f"petrafy: .*{said}"):
-        revcompile.petrafy(model, 2, X)
+    refuses(InputError, f"reversify: .*{said}", revcompile.reversify, model, X)
+    refuses(InputError, f"petrafy: .*{said}", revcompile.petrafy, model, 2, X)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"num_stages": 0}, "petrafy: num_stages=0; expected a whole number, at least 1"),
-        ({"num_stages": X}, r"num_stages=Tensor; .*: petrafy\(model, num_stages, example_inputs\)"),
-        ({"num_stages": 2.0}, "num_stages=2.0; expected a whole number"),
-        ({"num_stages": True}, "num_stages=True; expected a whole number"),
-        ({"num_stages": 40}, r"num_stages=40, but Block has \d+ pieces .* use num_stages <= \d+"),
-        ({"cost": "mesured"}, r"cost: expected .* got 'mesured'; did you mean 'measured'\?"),
-        ({"keep": "graphs"}, r"keep='graphs'; use one of: .*; did you mean 'graph'\?"),
-        ({"keep": ["graph"] * 9}, r"keep has 9 items, num_stages="),
-        ({"policy": "papers"}, r"policy='papers'; use one of: paper, .*; did you mean 'paper'\?"),
-        ({"check": "slow"}, "check='slow'; use one of: fast, full, off"),
-        ({"optimizer_copies": -1}, "optimizer_copies=-1; use .* 1 for SGD with momentum, 2 for Ad"),
-        ({"tolerance": X}, "tolerance=Tensor; use a number above 0, or None"),
-        ({"leaf_modules": "f"}, r"expected a list .* got 'f'; write leaf_modules=\['f'\]"),
-        ({"leaf_modules": nn.Linear}, r"got Linear; write leaf_modules=\[Linear\]"),
-        ({"memory_budget": 0}, 'memory_budget=0; give bytes above 0, or a size like "2GiB"'),
-        ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number"),
-        ({"example_kwargs": X}, "example_kwargs: expected a dict of keyword arguments, got Tensor"),
-    ],
+@cases(
+    "options, said",
+    ({"num_stages": 0}, "petrafy: num_stages=0; expected a whole number, at least 1"),
+    ({"num_stages": X}, r"num_stages=Tensor; .*: petrafy\(model, num_stages, example_inputs\)"),
+    ({"num_stages": 2.0}, "num_stages=2.0; expected a whole number"),
+    ({"num_stages": True}, "num_stages=True; expected a whole number"),
+    ({"num_stages": 40}, r"num_stages=40, but Block has \d+ pieces .* use num_stages <= \d+"),
+    ({"cost": "mesured"}, r"cost: expected .* got 'mesured'; did you mean 'measured'\?"),
+    ({"keep": "graphs"}, r"keep='graphs'; use one of: .*; did you mean 'graph'\?"),
+    ({"keep": ["graph"] * 9}, r"keep has 9 items, num_stages="),
+    ({"policy": "papers"}, r"policy='papers'; use one of: paper, .*; did you mean 'paper'\?"),
+    ({"check": "slow"}, "check='slow'; use one of: fast, full, off"),
+    ({"optimizer_copies": -1}, "optimizer_copies=-1; use .* 1 for SGD with momentum, 2 for Ad"),
+    ({"tolerance": X}, "tolerance=Tensor; use a number above 0, or None"),
+    ({"leaf_modules": "f"}, r"expected a list .* got 'f'; write leaf_modules=\['f'\]"),
+    ({"leaf_modules": nn.Linear}, r"got Linear; write leaf_modules=\[Linear\]"),
+    ({"memory_budget": 0}, 'memory_budget=0; give bytes above 0, or a size like "2GiB"'),
+    ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number"),
+    ({"example_kwargs": X}, "example_kwargs: expected a dict of keyword arguments, got Tensor"),
 )
 def test_options_of_petrafy(options: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = {"num_stages": 1, "example_inputs": X} | options
-    with pytest.raises(InputError, match=said):
-        revcompile.petrafy(Block(), **given)
+    refuses(InputError, said, revcompile.petrafy, Block(), **given)
 
 
-@pytest.mark.parametrize(
-    ("call", "name", "said"),
-    [
-        (revcompile.petrafy, "stages", "petrafy: there is .* 'stages'; did you mean num_stages"),
-        (revcompile.reversify, "epochs", "'epochs'; use model, example_inputs, "),
-        (StagedModel.trainer, "accumulate_steps", "net.trainer: .* did you mean accumulation_st"),
-        (StagedModel.trainer, "timeou", r"options=TrainerOptions\(timeout=...\)\?"),
-    ],
+@cases(
+    "call, name, said",
+    (revcompile.petrafy, "stages", "petrafy: there is .* 'stages'; did you mean num_stages"),
+    (revcompile.reversify, "epochs", "'epochs'; use model, example_inputs, "),
+    (StagedModel.trainer, "accumulate_steps", "net.trainer: .* did you mean accumulation_st"),
+    (StagedModel.trainer, "timeou", r"options=TrainerOptions\(timeout=...\)\?"),
 )
 def test_unknown_keywords(call: Any, name: str, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        call(Block(), **{name: 2})
+    refuses(TypeError, said, call, Block(), **{name: 2})
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -149,81 +130,79 @@ def raising(argument: Any) -> Any:
     raise KeyError("weight")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"optimizer": lambda p: None}, "stage 0: expected a torch.optim.Optimizer .* got None"),
-        ({"optimizer": SGD(PARAMETERS)}, "expected a function from a list of parameters"),
-        ({"optimizer": "sgd"}, "expected a function .* got builtins.str"),
-        ({"optimizer": lambda p: SGD([*p, *PARAMETERS])}, "it holds others, too"),
-        ({"optimizer": lambda p: SGD(PARAMETERS)}, "it holds none of them: those of another model"),
-        ({"optimizer": lambda p: SGD(p[:1])}, "it lacks 0.f.bias"),
-        ({"optimizer": torch.optim.LBFGS}, "stage 0: .*LBFGS computes the loss several times"),
-        ({"optimizer": SparseAdam}, "stage 0: SparseAdam takes sparse gradients"),
-        ({"optimizer": lambda p: [SGD(p), AdamW(p[:1])]}, "give every parameter to one of them"),
-        ({"optimizer": lambda p: [SGD(p[:1])]}, "it lacks"),
-        ({"optimizer": lambda p: [SGD(p), None]}, "or a list of them, got None"),
-        ({"optimizer": lambda p: []}, "returned no optimizer"),
-        ({"optimizer": lambda p: [SGD(p[1:]), SparseAdam(p[:1])]}, "SparseAdam takes sparse"),
-        ({"loss": 3}, r"expected a function of \(output, target\), got int"),
-        ({"loss": nn.Linear(3, 1)}, "parameters of its own"),
-        ({"accumulation_steps": 1.5}, "accumulation_steps=1.5; expected a whole number"),
-        ({"measure_reconstruction_every": 0}, "measure_reconstruction_every=0; expected a whole"),
-        ({"seed": "a"}, "seed='a'; use a whole number"),
-        ({"lr_schedule": 3}, "lr_schedule: expected a function, called once a stage, got int"),
-        ({"param_groups": 3}, "called once a stage, got int; write e.g. param_groups=lambda named"),
-        ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
-        ({"method": "backprop", "in_flight_per_stage": 2}, "has a fixed order"),
-        ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
-        ({"lr_schedule": lambda o: StepLR(SGD(PARAMETERS), 1)}, "schedule of another optimizer"),
-        ({"lr_schedule": ReduceLROnPlateau}, "needs a metric at every step"),
-        ({"param_groups": lambda named: []}, "stage 0: .* empty parameter list; .* param_groups= "),
-        ({"param_groups": lambda named: [{"params": [p for _, p in named[1:]]}]}, "it lacks 0.f.w"),
-        ({"loss_scale": "automatic"}, "loss_scale='automatic'"),
-        ({"loss_scale": 0}, r"init_scale=0\.0 cannot work"),
-        ({"loss_scale": "dynamic", "method": "dni"}, "'dni' predicts gradients"),
-        ({"clip_grad_norm": 0.0}, "use a positive norm"),
-        ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
-        ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
-        ({"weights": "newest"}, "use one of: latest, stashed, predicted"),
-        ({"weights": "stashed", "method": "1f1b"}, "no updates between forward and backward pass"),
-        ({"weights": "predicted", "method": "backprop"}, "there are no updates between"),
-        ({"weights": "latest", "method": "ddg"}, "it keeps graphs"),
-        ({"weights": "predicted", "memory_budget": "1GiB"}, "with weights='latest'"),
-        ({"memory_budget": "1GiB", "method": "gpipe"}, "'gpipe' keep what the method says"),
-        ({"memory_budget": "auto"}, r'"auto": the device does not .* memory_budget="8GiB"'),
-        ({"synchronous_updates": 2, "method": "1f1b"}, "'1f1b' never applies late gradients"),
-        ({"synchronous_updates": -1}, "=-1; expected a whole number, at least 0"),
-        (
-            {"in_flight_per_stage": "x"},
-            r"in_flight_per_stage='x'; use a number, at least 1 \(1: the least",
-        ),
-        ({"param_groups": lambda named: None}, r"stage 0: .* got None; return a list of dicts"),
-        (
-            {"param_groups": lambda named: [{"params": [p for _, p in named]}] * 2},
-            "more than one parameter group; .* hold every parameter once, e.g. lambda named",
-        ),
-        (
-            {"param_groups": lambda named: [{"parms": [p for _, p in named]}]},
-            "a group has no 'params', but 'parms'; return a list of dicts",
-        ),
-        ({"param_groups": lambda named: [1]}, "expected parameter groups, got .*; return a list"),
-        ({"param_groups": raising}, "param_groups, stage 0: it raised KeyError: 'weight'"),
-        ({"lr_schedule": raising}, "lr_schedule, stage 0: it raised KeyError: 'weight'"),
-        ({"device": "gpu"}, "device='gpu' does not exist; use 'cpu', 'cuda', 'cuda:1'"),
-        ({"device": "cuda:99"}, r"device='cuda:99', but torch sees \d+ CUDA devices here"),
-        ({"device": "meta"}, "device='meta' cannot be used here: it holds no values"),
-        ({"device": "xla"}, "device='xla' cannot be used here: "),
-        ({"loss_on_all_ranks": 1}, "loss_on_all_ranks=1; use True or False"),
-        ({"clip_grad_norm": True}, "clip_grad_norm=True; use a positive norm or None"),
-        ({"timeout": -1}, "TrainerOptions: timeout=-1; use a number of seconds above 0"),
-        ({"stage_to_rank": [0]}, r"stage_to_rank=\[0\]; expected a list of 2 numbers"),
-        ({"stage_to_rank": [0, "1"]}, "an entry of stage_to_rank='1'; expected a whole number"),
-        ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number, at least 1"),
-        ({"kept_input_dtype": torch.float32}, r"_dtype=torch.float32; use torch\.bfloat16"),
-        ({"kept_input_dtype": "offload"}, r"kept_input_dtype='offload'; use torch\.bfloat16"),
-        ({"gradient_message_dtype": torch.float16}, r"gradient_message_dtype=torch\.float16"),
-    ],
+@cases(
+    "options, said",
+    ({"optimizer": lambda p: None}, "stage 0: expected a torch.optim.Optimizer .* got None"),
+    ({"optimizer": SGD(PARAMETERS)}, "expected a function from a list of parameters"),
+    ({"optimizer": "sgd"}, "expected a function .* got builtins.str"),
+    ({"optimizer": lambda p: SGD([*p, *PARAMETERS])}, "it holds others, too"),
+    ({"optimizer": lambda p: SGD(PARAMETERS)}, "it holds none of them: those of another model"),
+    ({"optimizer": lambda p: SGD(p[:1])}, "it lacks 0.f.bias"),
+    ({"optimizer": torch.optim.LBFGS}, "stage 0: .*LBFGS computes the loss several times"),
+    ({"optimizer": SparseAdam}, "stage 0: SparseAdam takes sparse gradients"),
+    ({"optimizer": lambda p: [SGD(p), AdamW(p[:1])]}, "give every parameter to one of them"),
+    ({"optimizer": lambda p: [SGD(p[:1])]}, "it lacks"),
+    ({"optimizer": lambda p: [SGD(p), None]}, "or a list of them, got None"),
+    ({"optimizer": lambda p: []}, "returned no optimizer"),
+    ({"optimizer": lambda p: [SGD(p[1:]), SparseAdam(p[:1])]}, "SparseAdam takes sparse"),
+    ({"loss": 3}, r"expected a function of \(output, target\), got int"),
+    ({"loss": nn.Linear(3, 1)}, "parameters of its own"),
+    ({"accumulation_steps": 1.5}, "accumulation_steps=1.5; expected a whole number"),
+    ({"measure_reconstruction_every": 0}, "measure_reconstruction_every=0; expected a whole"),
+    ({"seed": "a"}, "seed='a'; use a whole number"),
+    ({"lr_schedule": 3}, "lr_schedule: expected a function, called once a stage, got int"),
+    ({"param_groups": 3}, "called once a stage, got int; write e.g. param_groups=lambda named"),
+    ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
+    ({"method": "backprop", "in_flight_per_stage": 2}, "has a fixed order"),
+    ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
+    ({"lr_schedule": lambda o: StepLR(SGD(PARAMETERS), 1)}, "schedule of another optimizer"),
+    ({"lr_schedule": ReduceLROnPlateau}, "needs a metric at every step"),
+    ({"param_groups": lambda named: []}, "stage 0: .* empty parameter list; .* param_groups= "),
+    ({"param_groups": lambda named: [{"params": [p for _, p in named[1:]]}]}, "it lacks 0.f.w"),
+    ({"loss_scale": "automatic"}, "loss_scale='automatic'"),
+    ({"loss_scale": 0}, r"init_scale=0\.0 cannot work"),
+    ({"loss_scale": "dynamic", "method": "dni"}, "'dni' predicts gradients"),
+    ({"clip_grad_norm": 0.0}, "use a positive norm"),
+    ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
+    ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
+    ({"weights": "newest"}, "use one of: latest, stashed, predicted"),
+    ({"weights": "stashed", "method": "1f1b"}, "no updates between forward and backward pass"),
+    ({"weights": "predicted", "method": "backprop"}, "there are no updates between"),
+    ({"weights": "latest", "method": "ddg"}, "it keeps graphs"),
+    ({"weights": "predicted", "memory_budget": "1GiB"}, "with weights='latest'"),
+    ({"memory_budget": "1GiB", "method": "gpipe"}, "'gpipe' keep what the method says"),
+    ({"memory_budget": "auto"}, r'"auto": the device does not .* memory_budget="8GiB"'),
+    ({"synchronous_updates": 2, "method": "1f1b"}, "'1f1b' never applies late gradients"),
+    ({"synchronous_updates": -1}, "=-1; expected a whole number, at least 0"),
+    (
+        {"in_flight_per_stage": "x"},
+        r"in_flight_per_stage='x'; use a number, at least 1 \(1: the least",
+    ),
+    ({"param_groups": lambda named: None}, r"stage 0: .* got None; return a list of dicts"),
+    (
+        {"param_groups": lambda named: [{"params": [p for _, p in named]}] * 2},
+        "more than one parameter group; .* hold every parameter once, e.g. lambda named",
+    ),
+    (
+        {"param_groups": lambda named: [{"parms": [p for _, p in named]}]},
+        "a group has no 'params', but 'parms'; return a list of dicts",
+    ),
+    ({"param_groups": lambda named: [1]}, "expected parameter groups, got .*; return a list"),
+    ({"param_groups": raising}, "param_groups, stage 0: it raised KeyError: 'weight'"),
+    ({"lr_schedule": raising}, "lr_schedule, stage 0: it raised KeyError: 'weight'"),
+    ({"device": "gpu"}, "device='gpu' does not exist; use 'cpu', 'cuda', 'cuda:1'"),
+    ({"device": "cuda:99"}, r"device='cuda:99', but torch sees \d+ CUDA devices here"),
+    ({"device": "meta"}, "device='meta' cannot be used here: it holds no values"),
+    ({"device": "xla"}, "device='xla' cannot be used here: "),
+    ({"loss_on_all_ranks": 1}, "loss_on_all_ranks=1; use True or False"),
+    ({"clip_grad_norm": True}, "clip_grad_norm=True; use a positive norm or None"),
+    ({"timeout": -1}, "TrainerOptions: timeout=-1; use a number of seconds above 0"),
+    ({"stage_to_rank": [0]}, r"stage_to_rank=\[0\]; expected a list of 2 numbers"),
+    ({"stage_to_rank": [0, "1"]}, "an entry of stage_to_rank='1'; expected a whole number"),
+    ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number, at least 1"),
+    ({"kept_input_dtype": torch.float32}, r"_dtype=torch.float32; use torch\.bfloat16"),
+    ({"kept_input_dtype": "offload"}, r"kept_input_dtype='offload'; use torch\.bfloat16"),
+    ({"gradient_message_dtype": torch.float16}, r"gradient_message_dtype=torch\.float16"),
 )
 def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
@@ -231,63 +210,52 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
         staged.trainer(**settings_of(**given))
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda net: net(X), r"net\.trainer\(\.\.\.\) trains it.*net\.to_module\(\)\(x\)"),
-        (lambda net: net.draw(None), r"expected a path, got None; .* net\.draw\('net\.svg'\)"),
-        (
-            lambda net: net.draw("x.svg", microbatch_size="8"),
-            "net.draw: microbatch_size='8'; expected",
-        ),
-        (lambda net: net.draw_schedule(3), r"got 3; write e.g. net.draw_schedule\('timeline.svg'"),
-        (lambda net: net.draw("no_such_folder/x.svg"), "net.draw: there is no folder .*no_such_f"),
-        (lambda net: setattr(net, "method", "pettra"), "method 'pettra' does not exist; did you m"),
-        (lambda net: setattr(net, "method", 3), "method=3; use the name of a method"),
-        (lambda net: net.load_weights(None), "net.load_weights: expected a path, got None"),
-        (lambda net: net.save_weights(None), "net.save_weights: expected a path, got None"),
-        (lambda net: net.explain(None), "net.explain: expected the path of a module, got None"),
-        (
-            lambda net: net.delays("2"),
-            "net.delays: accumulation_steps='2'; expected a whole number",
-        ),
-        (lambda net: net.memory(-1), "net.memory: microbatch_size=-1; .* at least 1"),
-        (lambda net: net.memory_plan("1GiB", optimizer_copies=-1), "optimizer_copies=-1; use "),
-        (lambda net: net.memory_plan("1GiB", stage_to_rank=[0]), "one for each stage"),
-        (
-            lambda net: net.trainer(nn.functional.mse_loss, lambda p: SGD(p)),
-            r"net\.trainer\(optimizer, loss\) takes the function that makes an optimizer first",
-        ),
-        (
-            lambda net: net.trainer(SGD, options={"timeout": 3}),
-            "options=dict; write options=TrainerOptions",
-        ),
-        (
-            lambda net: revcompile.reversify(nn.Linear(4, 4, device="meta"), X),
-            r"different devices, cpu and meta; move one of them: example_inputs=x\.to\('meta'\)",
-        ),
-        (lambda net: LossScale(growth_interval=0), "LossScale: growth_interval="),
-        (lambda net: net.to_pipeline_stages("gpu"), "device='gpu' does not exist"),
-        (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),
-        (lambda net: revcompile.check_invertible(net, X), r"pass its module, net\.to_module\(\)"),
-        (lambda net: revcompile.check_invertible(net.to_module(), X, tolerance=-1), "tolerance=-1"),
-        (
-            lambda net: revcompile.check_invertible(net.to_module(), X, policy="pretrained"),
-            "policy='pretrained', but the model was rewired with another one",
-        ),
-    ],
+@cases(
+    "call, said",
+    (lambda net: net(X), r"net\.trainer\(\.\.\.\) trains it.*net\.to_module\(\)\(x\)"),
+    (lambda net: net.draw(None), r"expected a path, got None; .* net\.draw\('net\.svg'\)"),
+    (lambda net: net.draw("x.svg", microbatch_size="8"), "net.draw: microbatch_size='8'; expected"),
+    (lambda net: net.draw_schedule(3), r"got 3; write e.g. net.draw_schedule\('timeline.svg'"),
+    (lambda net: net.draw("no_such_folder/x.svg"), "net.draw: there is no folder .*no_such_f"),
+    (lambda net: setattr(net, "method", "pettra"), "method 'pettra' does not exist; did you m"),
+    (lambda net: setattr(net, "method", 3), "method=3; use the name of a method"),
+    (lambda net: net.load_weights(None), "net.load_weights: expected a path, got None"),
+    (lambda net: net.save_weights(None), "net.save_weights: expected a path, got None"),
+    (lambda net: net.explain(None), "net.explain: expected the path of a module, got None"),
+    (lambda net: net.delays("2"), "net.delays: accumulation_steps='2'; expected a whole number"),
+    (lambda net: net.memory(-1), "net.memory: microbatch_size=-1; .* at least 1"),
+    (lambda net: net.memory_plan("1GiB", optimizer_copies=-1), "optimizer_copies=-1; use "),
+    (lambda net: net.memory_plan("1GiB", stage_to_rank=[0]), "one for each stage"),
+    (
+        lambda net: net.trainer(nn.functional.mse_loss, lambda p: SGD(p)),
+        r"net\.trainer\(optimizer, loss\) takes the function that makes an optimizer first",
+    ),
+    (
+        lambda net: net.trainer(SGD, options={"timeout": 3}),
+        "options=dict; write options=TrainerOptions",
+    ),
+    (
+        lambda net: revcompile.reversify(nn.Linear(4, 4, device="meta"), X),
+        r"different devices, cpu and meta; move one of them: example_inputs=x\.to\('meta'\)",
+    ),
+    (lambda net: LossScale(growth_interval=0), "LossScale: growth_interval="),
+    (lambda net: net.to_pipeline_stages("gpu"), "device='gpu' does not exist"),
+    (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),
+    (lambda net: revcompile.check_invertible(net, X), r"pass its module, net\.to_module\(\)"),
+    (lambda net: revcompile.check_invertible(net.to_module(), X, tolerance=-1), "tolerance=-1"),
+    (
+        lambda net: revcompile.check_invertible(net.to_module(), X, policy="pretrained"),
+        "policy='pretrained', but the model was rewired with another one",
+    ),
 )
 def test_calls_of_a_net(staged: StagedModel, call: Callable[[StagedModel], Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        call(staged)
+    refuses(InputError, said, call, staged)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda model: model.requires_grad_(False), "no parameter requires a gradient"),
-        (lambda model: model.append(Detached()), "has a path to the result"),
-    ],
+@cases(
+    "change, why",
+    (lambda model: model.requires_grad_(False), "no parameter requires a gradient"),
+    (lambda model: model.append(module_of(lambda self, x: x.detach())), "has a path to the result"),
 )
 def test_nothing_to_train_is_refused(change: Callable[[nn.Module], Any], why: str) -> None:
     model = nn.Sequential(Block(), Block())
@@ -303,16 +271,14 @@ def test_the_trainer_documents_every_backend_and_buffer() -> None:
     assert all(str(dtype) in text for dtype in BUFFER_DTYPES)
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (arguments.MethodName, list(METHODS)),
-        (arguments.BackendName, [backend.value for backend in Backend]),
-        (arguments.KeepName, [keep.value for keep in Keep]),
-        (arguments.CheckName, [check.value for check in Check]),
-        (arguments.PolicyName, [policy.value for policy in Policy]),
-        (arguments.OverlapName, [overlap.value for overlap in Overlap]),
-    ],
+@cases(
+    "names, words",
+    (arguments.MethodName, list(METHODS)),
+    (arguments.BackendName, [backend.value for backend in Backend]),
+    (arguments.KeepName, [keep.value for keep in Keep]),
+    (arguments.CheckName, [check.value for check in Check]),
+    (arguments.PolicyName, [policy.value for policy in Policy]),
+    (arguments.OverlapName, [overlap.value for overlap in Overlap]),
 )
 def test_literal_types_list_what_is_accepted(names: Any, words: list[str]) -> None:
     assert sorted(get_args(names)) == sorted(words)
@@ -335,17 +301,8 @@ def test_reprs_are_one_line(staged: StagedModel) -> None:
     assert "\n" not in repr(metrics) + repr(staged.stages[0])
 
 
-class Hooked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
 def test_a_warning_of_hooks_names_who_was_called() -> None:
-    model = Hooked()
+    model = module_of(lambda self, x: self.blocks(x), blocks=nn.Sequential(Block(), Block()))
     model.blocks[0].register_forward_hook(lambda module, args, output: None)
     with pytest.warns(RevcompileWarning, match=r"^petrafy: blocks\.0 has hooks"):
         revcompile.petrafy(model, 2, X)
@@ -356,19 +313,11 @@ def test_a_warning_of_hooks_names_who_was_called() -> None:
 # -- nothing reversible ---------------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0.5 * x + self.inner.f(x)
-
-
+SCALED = module_of(lambda self, x: 0.5 * x + self.inner.f(x), inner=Block())
 MLP = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 CASES = [
     (MLP, "nothing in Sequential became reversible, .* x \\+ F\\(x\\)"),
-    (Scaled(), r"nothing in Scaled became .*Why: \(top level\): the shortcut is scaled by 0.5"),
+    (SCALED, r"nothing in Module became .*Why: \(top level\): the shortcut is scaled by 0.5"),
 ]
 
 

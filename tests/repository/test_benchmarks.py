@@ -3,8 +3,6 @@
 Benchmarks import the tests' helpers, so tests import no benchmark: they run them by name.
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """The documents name files, pages and commands that exist, and their code runs as it stands."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

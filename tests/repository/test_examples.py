@@ -1,7 +1,5 @@
 """Every example runs, and does what it says."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import cases, refuses
 from paths import ROOT
 from safetensors.torch import load_file
 from torch.utils.data import Subset
@@ -90,13 +89,11 @@ def test_a_training_goes_on_from_the_middle_of_an_epoch(
     assert test_losses("--out", str(stopped_in), "--resume") == whole
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([], "--data imagefolder: needs --data-dir"),
-        (["--data-dir", "nowhere"], "--data imagefolder: .*No such file or directory"),
-        (["--data-dir", "."], "train/ and val/ differ in their classes"),
-    ],
+@cases(
+    "data, message",
+    ([], "--data imagefolder: needs --data-dir"),
+    (["--data-dir", "nowhere"], "--data imagefolder: .*No such file or directory"),
+    (["--data-dir", "."], "train/ and val/ differ in their classes"),
 )
 def test_what_is_wrong_with_the_data_is_a_line(
     data: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,8 +102,7 @@ def test_what_is_wrong_with_the_data_is_a_line(
     for folder in ("train/a", "train/b", "val/a"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "image.png").write_bytes(b"")
-    with pytest.raises(InputError, match=message):
-        example("train_compiled").main(["--data", "imagefolder", *data])
+    refuses(InputError, message, example("train_compiled").main, ["--data", "imagefolder", *data])
 
 
 def test_finetune_vit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

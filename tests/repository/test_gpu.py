@@ -1,21 +1,16 @@
 """The reversible module on CUDA. Run with `pytest -m gpu`."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import timm
 import torch
-from helpers import assert_exact, gradients, worst
+from helpers import ON_GPU, assert_exact, gradients, worst
 
 import revcompile
 from tests.test_reversible import FAMILIES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 
 
 def _vit(**options: object) -> torch.nn.Module:

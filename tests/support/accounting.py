@@ -13,8 +13,6 @@ units of 10^9 bytes:
   it they would be 43.1 and 42.3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final

@@ -1,7 +1,5 @@
 """Tiny, random Hugging Face models with the arguments a training loop would give them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final

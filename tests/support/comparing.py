@@ -1,7 +1,5 @@
 """Models of timm and transformers in stages, compared with the originals and with autograd."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time
@@ -22,6 +20,7 @@ from revcompile.errors import GuardError
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Coupling
 from revcompile.runtime.reversible.module import Reversible
+from tests.fuzz.compare import loss
 from tests.recorded import with_gradients
 from tests.support.architectures import ARCHITECTURES, LAYERS, Architecture
 
@@ -30,17 +29,6 @@ EXAMPLE: Final = (2, 8)
 """Samples and length of what a transformer is captured with."""
 OTHER: Final = (3, 11)
 """Another batch size and another length."""
-
-
-def loss(output: Any, target: Tensor) -> Tensor:
-    """A weighted mean of everything the model returns."""
-    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
-    terms = [
-        (t * torch.cos(target[0] * torch.arange(t.numel()).to(t).view_as(t))).mean()
-        for t in leaves
-        if t.is_floating_point()
-    ]
-    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
 def fixed_randomness(model: nn.Module) -> None:

@@ -1,7 +1,5 @@
 """What one rank does in the tests of what a rank holds, in memory and on the disk."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

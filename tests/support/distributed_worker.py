@@ -1,7 +1,5 @@
 """What one rank does in the tests of several: run as a script with arguments."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import multiprocessing

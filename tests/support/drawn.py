@@ -1,7 +1,5 @@
 """What the drawings' tests draw, small models compiled once, and how they read a drawing."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import xml.etree.ElementTree as ET

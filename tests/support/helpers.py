@@ -1,16 +1,21 @@
 """What several test files need: gradients of a net, how far two sets of them are apart, steps."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 Returned = TypeVar("Returned")
+
+ON_GPU: Final = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+"""The marks of a file whose tests need one."""
 
 FORMS: Final[dict[str, Tensor]] = {
     "dense": torch.randn(2, 3, 4),
@@ -31,6 +36,29 @@ FORMS: Final[dict[str, Tensor]] = {
     "conjugate": torch.randn(3, 4, dtype=torch.complex64).conj(),
 }
 """Tensors of all kinds, as they may lie in memory."""
+
+
+def cases(names: str, *rows: Any, **options: Any) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` with a case in each row."""
+    return pytest.mark.parametrize(names, rows, **options)
+
+
+def refuses(error: Any, said: str, call: Callable[..., Any], /, *args: Any, **how: Any) -> None:
+    """A call ends with this error, whose text matches."""
+    __tracebackhide__ = True
+    with pytest.raises(error, match=said):
+        call(*args, **how)
+
+
+def noting(asked: list[str], function: Callable[..., Any], word: str = "") -> Callable[..., Any]:
+    """A function that notes its name, and the word if its sixth argument is given."""
+
+    def call(*args: Any) -> Any:
+        is_given = bool(word) and args[5] is not None
+        asked.append(function.__name__.strip("_") + (word if is_given else ""))
+        return function(*args)
+
+    return call
 
 
 def refilling(step: Callable[..., Returned], *batch: Any) -> Returned:
@@ -70,6 +98,15 @@ def gradients(net: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> dict[
         if isinstance(t, Tensor) and t.grad is not None
     }
     return found | {f"buffer {n}": b.clone() for n, b in net.named_buffers()}
+
+
+def gradients_in_flight(net: nn.Module, *shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Gradients of calls that are all made before the last one, and then the others, go back."""
+    torch.manual_seed(3)
+    outputs = [net(x) for x in [torch.randn(shape).double() for shape in shapes]]
+    for output in reversed(outputs):
+        (output**2).sum().backward()
+    return {name: p.grad.clone() for name, p in net.named_parameters()}
 
 
 def stored(net: nn.Module) -> Any:

@@ -3,8 +3,6 @@
 A process of its own: Triton decides on being imported whether it interprets.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Memory of a training step, counted; a step as a CUDA graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

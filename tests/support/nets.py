@@ -3,11 +3,9 @@
 Those that are only awkward to capture are in `zoo`.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +25,17 @@ def rows(size: int) -> tuple[Tensor, ...]:
 
 def words(size: int) -> tuple[Tensor, ...]:
     return torch.randint(0, 11, (size, 4)), torch.rand(size, 1, 1, dtype=torch.float64)
+
+
+# -- anything -------------------------------------------------------------------------------------
+
+
+def module_of(forward: Callable[..., Any], **members: Any) -> Any:
+    """A module with these members, whose forward pass is a function of it and its inputs."""
+    made = type("Module", (nn.Module,), {"forward": forward})()
+    for name, member in members.items():
+        setattr(made, name, member)
+    return made
 
 
 # -- convolutions ---------------------------------------------------------------------------------

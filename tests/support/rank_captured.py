@@ -1,7 +1,5 @@
 """What a rank does in the tests of captured steps on ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress

@@ -3,8 +3,6 @@
 The same function trains in one process: that run is what the ranks' steps are compared with.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Stacks of residual blocks of one width, `x + F(x)` then `x + G(x)`, for all benchmarks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

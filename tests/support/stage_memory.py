@@ -5,8 +5,6 @@ begins (parameters, optimizer state, older versions, micro-batches in flight, me
 much more the action takes at its worst moment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -183,8 +181,8 @@ def _trained(
     setting: Setting,
     batch: Callable[[], tuple[Any, Any]],
     loss: Callable[[Any, Any], Tensor],
-    meter: Meter,
-) -> Watch:
+    meter: "Meter",
+) -> "Watch":
     optimizer, _ = OPTIMIZERS[setting.optimizer]
     trainer = net.trainer(
         optimizer,

@@ -1,7 +1,5 @@
 """What the trainer's tests share: small models, data, optimizers, the loop everybody writes."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -172,6 +170,13 @@ def trainer_of(
 
 def feed(trainer: Trainer, data: list[Batch]) -> list[float]:
     return [refilling(trainer.step, *batch).loss for batch in data]
+
+
+def drained(trainer: Trainer, data: list[Batch]) -> list[float]:
+    """The losses of all of the data, of which nothing is in flight any more."""
+    losses = feed(trainer, data)
+    trainer.flush()
+    return losses
 
 
 def trained(

@@ -14,8 +14,6 @@ Everything is float64, where couplings need no grid. The file is longer than oth
 others are measured by should be read in one go.
 """
 
-from __future__ import annotations
-
 import copy
 import enum
 from collections.abc import Callable, Mapping, Sequence
@@ -325,7 +323,7 @@ class Stage:
             values |= self.do.forward(piece, values, theta)
         return leaves, values
 
-    def update(self, of_holders: Sequence[Stage], *, partial: bool = False) -> None:
+    def update(self, of_holders: Sequence["Stage"], *, partial: bool = False) -> None:
         """Lines 20 to 22; the owner of shared parameters adds their readers' gradients."""
         if self.count < (1 if partial else self.k):
             return
@@ -352,7 +350,7 @@ class Stage:
 
     # -- synthetic gradients --------------------------------------------------------------------
 
-    def _synthesiser(self, factory: Factory) -> GradientPredictor | None:
+    def _synthesiser(self, factory: Factory) -> "GradientPredictor | None":
         if self.row is not Row.SYNTHETIC or self.is_last:
             return None
         data = self.partition.rewired.signature.placeholders

@@ -7,15 +7,13 @@ registers `Lion` with a function that makes its positional arguments at a batch 
 model takes keyword arguments, `kwargs=` makes those.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from nets import module_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,17 +21,12 @@ Args = Callable[[int], tuple[Any, ...]]
 Kwargs = Callable[[int], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Specimen:
+class Specimen(NamedTuple):
     """A model and its arguments at any batch size."""
 
-    name: str
     model: Callable[[], nn.Module]
     args: Args
     kwargs: Kwargs
-
-    def __str__(self) -> str:
-        return self.name
 
 
 ZOO: dict[str, Specimen] = {}
@@ -47,7 +40,7 @@ def specimen(
     args: Args, *, kwargs: Kwargs = lambda n: {}, cage: dict[str, Specimen] = ZOO
 ) -> Callable[[Any], Any]:
     def register(make: Any) -> Any:
-        cage[make.__name__] = Specimen(make.__name__, make, args, kwargs)
+        cage[make.__name__] = Specimen(make, args, kwargs)
         return make
 
     return register
@@ -96,13 +89,9 @@ class OptionalMask(nn.Module):
 
 
 @specimen(lambda n: ({"x": torch.randn(n, 8), "more": [torch.randn(n, 8)], "k": 2},))
-class DictInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        return self.mlp(batch["x"]) * batch["k"] + batch["more"][0]
+def DictInput() -> nn.Module:
+    forward = lambda self, batch: self.mlp(batch["x"]) * batch["k"] + batch["more"][0]  # noqa: E731
+    return module_of(forward, mlp=Mlp())
 
 
 # -- structure -----------------------------------------------------------------------------------
@@ -137,14 +126,9 @@ def SequenceFirstEncoder() -> nn.Module:
 
 
 @specimen(rows)
-class SharedModule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Mlp()
-        self.second = self.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+def SharedModule() -> nn.Module:
+    mlp = Mlp()
+    return module_of(lambda self, x: self.second(self.first(x)), first=mlp, second=mlp)
 
 
 @specimen(words)
@@ -190,18 +174,14 @@ class PlainTensors(nn.Module):
 
 @specimen(rows)
 def HalfPrecision() -> nn.Module:
-    class AnyType(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = Mlp()
-            self.register_buffer("shift", torch.randn(8))
+    def any_type(self: Any, x: Tensor) -> Tensor:
+        y = self.mlp(x.to(self.mlp.up.weight.dtype))
+        y += self.shift.float()
+        return y.clamp(min=torch.finfo(y.dtype).min)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.mlp(x.to(self.mlp.up.weight.dtype))
-            y += self.shift.float()
-            return y.clamp(min=torch.finfo(y.dtype).min)
-
-    return AnyType().bfloat16()
+    model = module_of(any_type, mlp=Mlp())
+    model.register_buffer("shift", torch.randn(8))
+    return model.bfloat16()
 
 
 # -- state ---------------------------------------------------------------------------------------
@@ -224,38 +204,23 @@ class Averaged(nn.Module):
 
 
 @specimen(rows)
-class BufferInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.averaged = Averaged()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.averaged(x)
+def BufferInPlace() -> nn.Module:
+    return module_of(lambda self, x: self.averaged(x), averaged=Averaged())
 
 
 # -- randomness ----------------------------------------------------------------------------------
 
 
 @specimen(rows)
-class FunctionalDropout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.mlp(x), p=0.3, training=self.training)
-
-
-class NoiseOutside(nn.Module):
-    """Draws into a tensor that exists before the graph sees it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.zeros(8).uniform_()
+def FunctionalDropout() -> nn.Module:
+    forward = lambda self, x: x + F.dropout(self.mlp(x), p=0.3, training=self.training)  # noqa: E731
+    return module_of(forward, mlp=Mlp())
 
 
 @specimen(rows)
 def Noise() -> nn.Module:
-    return nn.Sequential(Mlp(), NoiseOutside())
+    """Draws into a tensor that exists before the graph sees it."""
+    return nn.Sequential(Mlp(), module_of(lambda self, x: x + torch.zeros(8).uniform_()))
 
 
 # -- sizes ---------------------------------------------------------------------------------------
@@ -299,23 +264,17 @@ class RemembersSizes(nn.Module):
 # -- control flow --------------------------------------------------------------------------------
 
 
-class Guarded(nn.Module):
+@specimen(rows)
+def UntraceableInEvalMode() -> nn.Module:
     """Looks at the data in eval mode only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def guarded(self: Any, x: Tensor) -> Tensor:
         y = self.linear(x)
         if not self.training and y.isnan().any():
             y = torch.zeros_like(y)
         return y
 
-
-@specimen(rows)
-def UntraceableInEvalMode() -> nn.Module:
-    return nn.Sequential(Mlp(), Guarded())
+    return nn.Sequential(Mlp(), module_of(guarded, linear=nn.Linear(8, 8)))
 
 
 @specimen(rows, cage=REFUSED)

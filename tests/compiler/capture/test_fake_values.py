@@ -1,7 +1,5 @@
 """Fake tensors of our mode are those of torch's."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

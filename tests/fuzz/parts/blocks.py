@@ -1,7 +1,5 @@
 """Residual blocks: how a branch is built and how it is added to its shortcut."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from tests.fuzz.net import part

@@ -1,7 +1,5 @@
 """Python that steers: sizes, attributes, flags, loops over a length, decisions by value."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from tests.fuzz.net import part

@@ -1,7 +1,5 @@
 """Random layers, and regions whose gradient is not what it seems."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from tests.fuzz.net import part

@@ -1,7 +1,5 @@
 """Operations and layers that write into what they are given, and views."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

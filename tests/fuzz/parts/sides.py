@@ -1,7 +1,5 @@
 """Values computed once and read by the branches of several blocks."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from tests.fuzz.net import part

@@ -1,7 +1,5 @@
 """Connections over several blocks: U-nets, dense blocks, second streams, shared weights."""
 
-from __future__ import annotations
-
 from tests.fuzz.net import part
 from tests.fuzz.writer import Writer
 

@@ -1,7 +1,5 @@
 """Buffers that a forward pass moves: averages, counters, norms of every mode."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from tests.fuzz.net import part

@@ -1,7 +1,5 @@
 """tree: plain values come back as they were, and a file cannot make the reader run anything."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from helpers import refuses
 
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint import tree
@@ -35,8 +34,7 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [print, torch.nn.Linear, torch.nn.ReLU(), object(), Path("x")])
 def test_code_and_objects_cannot_be_written(value: Any) -> None:
-    with pytest.raises(InputError, match="a value of type"):
-        encode([value])
+    refuses(InputError, "a value of type", encode, [value])
 
 
 FOREIGN: list[dict[str, Any]] = [

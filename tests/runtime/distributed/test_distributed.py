@@ -3,8 +3,6 @@
 Ranks are processes on this machine, over gloo. What they do is in `distributed_worker`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -17,6 +15,7 @@ import pytest
 import torch
 from distributed_memory import absent, holdings
 from distributed_worker import Run, batches, differences, fed, launch, launched, trained, trainer_of
+from helpers import cases, refuses
 from nets import SharedLayer
 from torch import nn
 from torch.nn import functional as F
@@ -78,7 +77,7 @@ def test_four_ranks_train_as_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage_to_rank", [None, (0, 1, 1, 0)])
 def test_copies_of_the_pipeline_train_with_the_mean_gradient(
-    tmp_path: Path, stage_to_rank: tuple[int, ...] | None
+    tmp_path: Path, stage_to_rank: Any
 ) -> None:
     """Two copies with half the data each are one pipeline that gathers two micro-batches."""
     run = Run(
@@ -92,9 +91,10 @@ def test_copies_of_the_pipeline_train_with_the_mean_gradient(
             assert not [n for n in differences(other, found) if n in trainable]
 
 
-@pytest.mark.parametrize(
+@cases(
     "run",
-    [Run(steps=5), Run(model="words", stage_to_rank=(1, 1, 0, 0), steps=5)],
+    Run(steps=5),
+    Run(model="words", stage_to_rank=(1, 1, 0, 0), steps=5),
     ids=["stages in a row", "tied weights"],
 )
 def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -> None:
@@ -162,15 +162,13 @@ def test_a_lost_micro_batch_changes_nothing(tmp_path: Path) -> None:
 # -- ranks that end -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("doomed", "how", "said"),
-    [
-        (2, "killed", "rank 2 (stage 2) is gone"),
-        (0, "killed", "rank 0 (stage 0) is gone"),
-        (2, "killed between steps", "rank 2 (stage 2) is gone"),
-        (1, "failed", "rank 1 (stage 1) stopped: ZeroDivisionError: some bug"),
-        (3, "failed in net.module", "rank 3 (stage 3) stopped: ZeroDivisionError: some bug"),
-    ],
+@cases(
+    "doomed, how, said",
+    (2, "killed", "rank 2 (stage 2) is gone"),
+    (0, "killed", "rank 0 (stage 0) is gone"),
+    (2, "killed between steps", "rank 2 (stage 2) is gone"),
+    (1, "failed", "rank 1 (stage 1) stopped: ZeroDivisionError: some bug"),
+    (3, "failed in net.module", "rank 3 (stage 3) stopped: ZeroDivisionError: some bug"),
 )
 def test_others_name_the_rank_that_ended(tmp_path: Path, doomed: int, how: str, said: str) -> None:
     results, codes = launched(
@@ -242,19 +240,16 @@ def test_the_difference_names_the_ranks() -> None:
         check_ranks_agree([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
 
 
-@pytest.mark.parametrize(
-    ("stages", "world", "stage_to_rank", "said"),
-    [
-        (4, 6, None, "6 ranks for 4 stages.*start 4 ranks"),
-        (4, 3, (0, 0, 1, 1), "needs 2 ranks .*but there are 3"),
-        (3, 3, (0, 2, 2), "rank 1 has no stage"),
-    ],
+@cases(
+    "stages, world, stage_to_rank, said",
+    (4, 6, None, "6 ranks for 4 stages.*start 4 ranks"),
+    (4, 3, (0, 0, 1, 1), "needs 2 ranks .*but there are 3"),
+    (3, 3, (0, 2, 2), "rank 1 has no stage"),
 )
 def test_a_layout_that_does_not_fit_is_refused(
     stages: int, world: int, stage_to_rank: tuple[int, ...] | None, said: str
 ) -> None:
-    with pytest.raises(InputError, match=said):
-        make_layout(stages, world, stage_to_rank, range)
+    refuses(InputError, said, make_layout, stages, world, stage_to_rank, range)
 
 
 def test_more_ranks_than_stages_are_copies_of_the_pipeline() -> None:
@@ -264,12 +259,10 @@ def test_more_ranks_than_stages_are_copies_of_the_pipeline() -> None:
     assert [layout.stages(rank) for rank in range(6)] == [(0,), (1,)] * 3
 
 
-@pytest.mark.parametrize(
-    ("layer", "buffer"),
-    [
-        (nn.BatchNorm1d(6), "layer.running_mean"),
-        (spectral_norm(nn.Linear(6, 6)), "layer.parametrizations.weight.0._u"),
-    ],
+@cases(
+    "layer, buffer",
+    (nn.BatchNorm1d(6), "layer.running_mean"),
+    (spectral_norm(nn.Linear(6, 6)), "layer.parametrizations.weight.0._u"),
     ids=["batch norm", "spectral norm"],
 )
 def test_a_buffer_that_ranks_would_change_apart_is_refused(layer: nn.Module, buffer: str) -> None:
@@ -287,5 +280,4 @@ def test_a_buffer_that_ranks_would_change_apart_is_refused(layer: nn.Module, buf
         if stage_to_rank == (0, 0):
             check()
         else:
-            with pytest.raises(InputError, match=f"{re.escape(buffer)} belongs .* 0 and 1 share"):
-                check()
+            refuses(InputError, f"{re.escape(buffer)} belongs .* 0 and 1 share", check)

@@ -1,7 +1,5 @@
 """Several NCCL ranks on one GPU train what one process trains there, and end well."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, Final

@@ -1,13 +1,12 @@
 """Ranks that stop agree on the first cause, which is never a rank that only followed another."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from helpers import refuses
 from torch import distributed
 
 from revcompile.errors import RankError
@@ -90,8 +89,7 @@ def test_without_a_store_the_lost_rank_is_named(monkeypatch: pytest.MonkeyPatch)
     one = rank(3, Gone(), monkeypatch)
     monkeypatch.setattr(failures, "GRACE", 0.01)
     loses(one, 1)
-    with pytest.raises(RankError, match=r"rank 1 .* is gone"):
-        one.wait("stage 2 waits")
+    refuses(RankError, r"rank 1 .* is gone", one.wait, "stage 2 waits")
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +134,5 @@ def test_ranks_that_never_connect_are_an_error_in_time(monkeypatch: pytest.Monke
     def refuse() -> None:
         raise TimeoutError("of the store")
 
-    with pytest.raises(TimeoutError, match="of the store"):
-        layout._bounded(refuse, (0, 1), timedelta(seconds=5))
+    refuses(TimeoutError, "of the store", layout._bounded, refuse, (0, 1), timedelta(seconds=5))
     assert layout._bounded(lambda: 3, (0, 1), timedelta(seconds=5)) == 3

@@ -1,7 +1,5 @@
 """Messages between ranks: what is sent arrives as it was, in as few packets as possible."""
 
-from __future__ import annotations
-
 import queue
 import random
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from typing import Any, Final, cast
 
 import pytest
 import torch
-from helpers import FORMS
+from helpers import FORMS, cases
 from torch import Tensor
 
 from revcompile.errors import InputError
@@ -172,9 +170,10 @@ def test_plain_values_arrive_as_they_were() -> None:
     assert found.gradients["x"] is None and torch.equal(found.gradients["y"], torch.zeros(2))
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(torch.Generator(), "Generator"), (torch.eye(2).to_sparse(), "layout torch.sparse_coo")],
+@cases(
+    "value, said",
+    (torch.Generator(), "Generator"),
+    (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
 )
 def test_a_value_that_cannot_be_sent_says_what_to_do(value: Any, said: str) -> None:
     with pytest.raises(InputError, match=rf"{said} crosses from one rank.*stage_to_rank="):

@@ -4,8 +4,6 @@ The sections between messages run over static buffers, but are called (`backend=
 that works over gloo, on the CPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Final

@@ -4,8 +4,6 @@ Saving changes nothing in the training; a run goes on to the bit on any number o
 same stages. Other stages and methods need a drained checkpoint, and say so.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_worker import Run, batches, calls, fed, final, launch, trained, trainer_of
+from helpers import refuses
 from training import same
 
 from revcompile.errors import InputError
@@ -96,5 +95,4 @@ def test_copies_of_the_pipeline_go_on_with_their_own_micro_batches(tmp_path: Pat
         )
         assert same(after["state"], before["state"])
     assert expected["state"].keys() == again[0][0]["state"].keys()
-    with pytest.raises(InputError, match="2 copies of the pipeline"):
-        resuming(run, folder)
+    refuses(InputError, "2 copies of the pipeline", resuming, run, folder)

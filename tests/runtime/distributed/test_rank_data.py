@@ -1,7 +1,5 @@
 """Inputs and targets of a micro-batch belong together, whatever loader each rank has."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any, Final
 import pytest
 import torch
 from distributed_worker import compiled, launch, optimizer, outcome
+from helpers import cases
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -214,9 +213,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-@pytest.mark.parametrize(
-    ("loader", "what"),
-    [("unseeded", "targets"), ("distributed_sampler", "targets"), ("targets_apart", "inputs")],
+@cases(
+    "loader, what",
+    ("unseeded", "targets"),
+    ("distributed_sampler", "targets"),
+    ("targets_apart", "inputs"),
 )
 def test_ranks_that_read_other_samples_are_stopped(tmp_path: Path, loader: str, what: str) -> None:
     results = launch(tmp_path, 2, own_loader, loader=loader, limit=60)
@@ -273,16 +274,14 @@ def test_ranks_evaluate_unless_eval_mode_has_other_operations(tmp_path: Path) ->
 # -- fingerprints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@cases(
     "tensor",
-    [
-        torch.randint(0, 2, (16,), generator=GENERATOR),
-        torch.randint(0, 2, (4096,), generator=GENERATOR),
-        torch.randn(6, 3, 32, 32, generator=GENERATOR),
-        torch.randn(6, 3, 32, 32, dtype=torch.complex64, generator=GENERATOR),
-        torch.rand(100, 50, 40, generator=GENERATOR) > 0.5,
-        torch.randn(6, 3, 32, 32, generator=GENERATOR).half(),
-    ],
+    torch.randint(0, 2, (16,), generator=GENERATOR),
+    torch.randint(0, 2, (4096,), generator=GENERATOR),
+    torch.randn(6, 3, 32, 32, generator=GENERATOR),
+    torch.randn(6, 3, 32, 32, dtype=torch.complex64, generator=GENERATOR),
+    torch.rand(100, 50, 40, generator=GENERATOR) > 0.5,
+    torch.randn(6, 3, 32, 32, generator=GENERATOR).half(),
     ids=lambda t: f"{t.dtype}{list(t.shape)}",
 )
 def test_a_fingerprint_depends_on_values_types_and_order(tensor: Tensor) -> None:

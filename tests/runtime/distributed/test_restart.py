@@ -5,8 +5,6 @@ process that nobody disturbed: the loss, and digests of each stage's parameters,
 and optimizer state. Learning rates follow a schedule, and every batch is changed at random.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random
@@ -17,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 from distributed_worker import Run
+from helpers import cases
 from restart_worker import Course, End, Ended, on_ranks, undisturbed
 
 Lines = list[dict[str, Any]]
@@ -53,14 +52,12 @@ def assert_named(ended: Sequence[Ended], dead: int, completed: int) -> None:
             assert completed <= last <= completed + 3  # as far as the pipeline lets it run ahead
 
 
-@pytest.mark.parametrize(
-    ("ranks", "course", "ends"),
-    [
-        (4, Course(Run(steps=12), saves=(5, 9)), (End(2, step=7),)),
-        # The second time before any step is over.
-        (2, Course(Run(method="1f1b", steps=12), (4, 8)), (End(0, step=10), End(1, step=8))),
-        (2, Course(Run("words", "ddg", accumulation_steps=3, steps=10), (3, 6)), (End(1, step=8),)),
-    ],
+@cases(
+    "ranks, course, ends",
+    (4, Course(Run(steps=12), saves=(5, 9)), (End(2, step=7),)),
+    # The second time before any step is over.
+    (2, Course(Run(method="1f1b", steps=12), (4, 8)), (End(0, step=10), End(1, step=8))),
+    (2, Course(Run("words", "ddg", accumulation_steps=3, steps=10), (3, 6)), (End(1, step=8),)),
     ids=["petra", "1f1b", "ddg"],
 )
 def test_after_a_kill_every_step_is_the_undisturbed_runs(

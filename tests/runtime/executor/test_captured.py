@@ -1,7 +1,5 @@
 """Captured steps: the same training as action by action, whatever comes in between."""
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings
@@ -12,22 +10,11 @@ from typing import Any, Final, cast
 import pytest
 import timm
 import torch
+import training
+from helpers import cases
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import (
-    SCHEDULES,
-    Batch,
-    Net,
-    Steep,
-    adam,
-    batches,
-    fresh,
-    momentum,
-    reported,
-    same,
-    settings_of,
-    weights,
-)
+from training import SCHEDULES, Batch, adam, batches, feed, fresh, momentum, reported, same, weights
 
 import revcompile
 from revcompile import TrainerOptions
@@ -47,7 +34,7 @@ FULL: Final = 8
 """Steps after which steps are captured, with three stages in any order tested here."""
 
 
-class Loose(Net):
+class Loose(training.Net):
     """Dropout, batch norms, couplings, opaque ends; nothing shared between stages."""
 
     def __init__(self) -> None:
@@ -70,7 +57,7 @@ def made(
 ) -> tuple[StagedModel, Trainer]:
     net = fresh(make, 3, dtype)
     settings = {"optimizer": momentum, "loss": F.cross_entropy, **settings}
-    return net, net.trainer(backend=backend, **settings_of(**settings))
+    return net, net.trainer(backend=backend, **training.settings_of(**settings))
 
 
 def is_active(trainer: Trainer) -> bool:
@@ -170,9 +157,7 @@ def test_a_scaled_loss(name: str) -> None:
     assert (skipped[-1] > skipped[FULL] + 1) == ("constant" not in name)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"method": "petra_stashed"}, {"memory_budget": "1GiB"}], ids=str
-)
+@cases("settings", {}, {"method": "petra_stashed"}, {"memory_budget": "1GiB"}, ids=str)
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_an_odd_batch_goes_the_ordinary_way(accumulation_steps: int, settings: Any) -> None:
     data, active = even(3 * FULL), list[bool]()
@@ -198,12 +183,6 @@ LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-class Steeper(Loose):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(Steep(5, 6), nn.BatchNorm1d(6))
-
-
 @pytest.mark.parametrize("bad", [0.0, torch.nan])
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_a_bad_batch_is_left_out_everywhere(name: str, bad: float) -> None:
@@ -215,17 +194,15 @@ def test_a_bad_batch_is_left_out_everywhere(name: str, bad: float) -> None:
         assert [microbatch for _, microbatch in reported(trainer, data)] == [FULL + 2]
         return trainer.microbatches_seen, trainer._schedule.updates, trainer.pop_mean_loss()
 
-    _, end, *_ = both(run, Steeper, **LEFT_OUT[name])
+    _, end, *_ = both(run, stem(training.Steep, is_normed=True), **LEFT_OUT[name])
     assert all(bool(tensor.isfinite().all()) for tensor in end.values())
 
 
 @pytest.mark.parametrize("is_target", [False, True])
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda t: t.to("meta"), "on the meta device, which has no values"),
-        (Tensor.to_sparse, r"of layout torch.sparse_coo, .* feed tensor.to_dense\(\)"),
-    ],
+@cases(
+    "change, said",
+    (lambda t: t.to("meta"), "on the meta device, which has no values"),
+    (Tensor.to_sparse, r"of layout torch.sparse_coo, .* feed tensor.to_dense\(\)"),
 )
 def test_data_that_static_buffers_cannot_hold_is_left_out(
     change: Callable[[Tensor], Tensor], said: str, is_target: bool
@@ -275,8 +252,7 @@ def test_steps_are_captured_after_a_state_was_loaded() -> None:
     """Whether buffers change is known once a step has run, not before."""
     data = even(2 * FULL)
     first, trainer = (made("static", Masked)[1] for _ in range(2))
-    for batch in data[:FULL]:
-        first.step(*batch)
+    feed(first, data[:FULL])
     trainer.load_state_dict(first.state_dict())
     for batch in data[FULL:]:
         assert trainer.step(*batch).loss == first.step(*batch).loss
@@ -285,8 +261,7 @@ def test_steps_are_captured_after_a_state_was_loaded() -> None:
 
 def test_an_error_in_a_captured_step_says_that_the_trainer_has_stopped() -> None:
     _, trainer = made("static")
-    for batch in even(FULL):
-        trainer.step(*batch)
+    feed(trainer, even(FULL))
     assert is_active(trainer)
     x, y = even(1)[0]
     with pytest.raises(InputError, match="check that the target fits") as raised:
@@ -330,8 +305,7 @@ def test_auto_is_eager_on_the_cpu_and_says_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, trainer = made("auto")
-        for batch in even(FULL + 1):
-            trainer.step(*batch)
+        feed(trainer, even(FULL + 1))
     assert not is_active(trainer)
 
 
@@ -342,17 +316,15 @@ class Own(torch.optim.NAdam):
 differentiable = functools.partial(torch.optim.NAdam, differentiable=True)
 
 
-@pytest.mark.parametrize(
-    ("backend", "settings", "why"),
-    [
-        ("cudagraphs", {}, "not on a CUDA device"),
-        ("static", {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.01)}, "Adagrad has no step"),
-        ("static", {"optimizer": Own}, "Own has no step .* use SGD, .* of torch.optim or"),
-        ("static", {"optimizer": differentiable}, "differentiable=True"),
-        ("static", {"method": "gpipe"}, "differ from each other"),
-        ("static", {"method": "ddg"}, "keeps graphs of micro-batches in flight, as 'ddg' does"),
-        ("static", {"accumulation_steps": 17}, "at most 16"),
-    ],
+@cases(
+    "backend, settings, why",
+    ("cudagraphs", {}, "not on a CUDA device"),
+    ("static", {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.01)}, "Adagrad has no step"),
+    ("static", {"optimizer": Own}, "Own has no step .* use SGD, .* of torch.optim or"),
+    ("static", {"optimizer": differentiable}, "differentiable=True"),
+    ("static", {"method": "gpipe"}, "differ from each other"),
+    ("static", {"method": "ddg"}, "keeps graphs of micro-batches in flight, as 'ddg' does"),
+    ("static", {"accumulation_steps": 17}, "at most 16"),
 )
 def test_what_cannot_be_captured_says_why(backend: str, settings: Any, why: str) -> None:
     with pytest.warns(UserWarning, match=why):
@@ -388,38 +360,29 @@ class Squared(nn.Linear):
         return cast(Tensor, _Kept.apply(super().forward(x)))
 
 
-class Attributes(Loose):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(Squared(5, 6), nn.BatchNorm1d(6))
-
-
 class Chosen(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.bias.take((x.sum() > 0).long())
-
-
-class Choosing(Loose):
     """Saves an index for backward that depends on the data."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(Chosen(5, 6), nn.BatchNorm1d(6))
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.bias.take((x.sum() > 0).long())
 
 
 def test_an_integer_that_a_graph_has_saved_is_that_of_its_micro_batch() -> None:
     data = even(2 * FULL)
     assert len({bool(x.sum() > 0) for x, _ in data}) == 2
-    both(losses_on(data), Choosing, memory_budget="1GiB")
+    both(losses_on(data), stem(Chosen, is_normed=True), memory_budget="1GiB")
 
 
-def stem(layer: type[nn.Module]) -> type[nn.Module]:
-    """A model that begins with a layer of this type."""
+@functools.cache
+def stem(layer: type[nn.Module], is_normed: bool = False) -> type[nn.Module]:
+    """A model that begins with a layer of this type, and perhaps a batch norm."""
 
     class Model(Loose):
         def __init__(self) -> None:
             super().__init__()
             self.stem = layer(5, 6)
+            if is_normed:
+                self.stem = nn.Sequential(self.stem, nn.BatchNorm1d(6))
 
     return Model
 
@@ -511,10 +474,7 @@ class Referring(nn.Linear):
         return F.linear(x, self.all[0], self.bias)
 
 
-@pytest.mark.parametrize(
-    ("layer", "why"),
-    [(Branching, "waits"), (Selecting, None), (Referring, "stage 0 keeps graphs")],
-)
+@cases("layer, why", (Branching, "waits"), (Selecting, None), (Referring, "stage 0 keeps graphs"))
 def test_after_a_capture_that_fails_each_micro_batch_has_its_graph(
     monkeypatch: pytest.MonkeyPatch, layer: type[nn.Linear], why: str | None
 ) -> None:
@@ -535,11 +495,16 @@ def test_after_a_capture_that_fails_each_micro_batch_has_its_graph(
 
 def test_a_graph_with_tensors_that_no_hook_sees_is_not_captured() -> None:
     with pytest.warns(RevcompileWarning, match="stage 0 keeps graphs that save more"):
-        both(losses_on(even(2 * FULL)), Attributes, is_captured=False, memory_budget="1GiB")
+        both(
+            losses_on(even(2 * FULL)),
+            stem(Squared, is_normed=True),
+            is_captured=False,
+            memory_budget="1GiB",
+        )
 
 
 def test_the_warning_points_to_where_the_trainer_is_made() -> None:
-    net = fresh(Net)
+    net = fresh(training.Net)
     with pytest.warns(RevcompileWarning, match="not on a CUDA device") as seen:
         net.trainer(momentum, F.cross_entropy, backend="cudagraphs")
     assert [warning.filename for warning in seen] == [__file__]
@@ -566,13 +531,11 @@ def uncompiled(*args: Any, **options: Any) -> CapturedSteps:
     return CapturedSteps(*args, **{**options, "fuse": Fusion(lambda function: function).fuse})
 
 
-@pytest.mark.parametrize(
+@cases(
     "settings",
-    [
-        {},
-        {"kept_input_dtype": torch.bfloat16, "gradient_message_dtype": torch.bfloat16},
-        *({"method": method, "accumulation_steps": 2} for method in ("backprop", "petra_stashed")),
-    ],
+    {},
+    {"kept_input_dtype": torch.bfloat16, "gradient_message_dtype": torch.bfloat16},
+    *({"method": method, "accumulation_steps": 2} for method in ("backprop", "petra_stashed")),
     ids=str,
 )
 def test_fusion_is_exact(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:

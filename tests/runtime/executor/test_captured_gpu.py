@@ -1,7 +1,5 @@
 """Steps as CUDA graphs train as eager steps do. Run with `pytest -m gpu`."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from contextlib import nullcontext, suppress
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import ON_GPU
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import Net, adam, fresh, momentum, settings_of, weights
@@ -24,10 +23,7 @@ from tests.runtime.executor.test_captured import Branching, Loose, Selecting, ev
 from tests.runtime.executor.test_updates import CASES, OPTIMIZERS, assert_alike
 from tests.runtime.executor.test_updates import trained as trained_with
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 
 
 def net_and_trainer(

@@ -1,7 +1,5 @@
 """Captured steps of stages that share parameters: the same training as action by action."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import SCHEDULES, Steep, adam, fresh, momentum, reported
+from training import SCHEDULES, Steep, adam, feed, fresh, momentum, reported
 
 from revcompile.runtime.executor.messages import Message, MessageSlot
 from revcompile.runtime.stage.slots import StaticBuffers
@@ -136,8 +134,7 @@ def test_a_state_loaded_within_an_update() -> None:
     seen = 11  # the gradients of an update were received, those of the next are not sent yet
     data = even(40)
     first = made("static", Shared, **settings)[1]
-    for batch in data[:seen]:
-        first.step(*batch)
+    feed(first, data[:seen])
     trainer = made("static", Shared, **settings)[1]
     trainer.load_state_dict(first.state_dict())
     for batch in data[seen:]:

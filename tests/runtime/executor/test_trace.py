@@ -1,7 +1,5 @@
 """A real run as a Chrome trace: every action once, in its row, and nothing of the run changed."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_worker import Run, batches, launch, trainer_of
+from helpers import refuses
 
 from revcompile.errors import InputError
 from revcompile.schedule import Action, actions
@@ -92,13 +91,10 @@ def test_tracing_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_trace_is_refused_where_it_cannot_be_written_or_is_at_work(tmp_path: Path) -> None:
     _, trainer = trainer_of(RUN)
-    with pytest.raises(InputError, match=r"got None; write e.g. trainer.trace\('run.json'\)"):
-        trainer.trace(None)
-    with pytest.raises(InputError, match="no folder"):
-        trainer.trace(tmp_path / "nowhere" / "run.json")
+    refuses(InputError, r"got None; write e.g. trainer.trace\('run.json'\)", trainer.trace, None)
+    refuses(InputError, "no folder", trainer.trace, tmp_path / "nowhere" / "run.json")
     trainer.trace(tmp_path / "run.json")
-    with pytest.raises(InputError, match=r"already at work on .*run\.json"):
-        trainer.trace(tmp_path / "other.json")
+    refuses(InputError, r"already at work on .*run\.json", trainer.trace, tmp_path / "other.json")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,7 +1,5 @@
 """Optimizers in captured steps: the same updates, and none at all where a batch was bad."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable
@@ -9,23 +7,13 @@ from typing import Any, Final
 
 import pytest
 import torch
+import training
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
-from training import (
-    SCHEDULES,
-    Batch,
-    Plain,
-    Steep,
-    batches,
-    fresh,
-    reported,
-    same,
-    settings_of,
-    weights,
-)
+from training import SCHEDULES, Plain, Steep, batches, fresh, reported, same, settings_of, weights
 
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD, ErrorFeedback
 from revcompile.runtime.stage.update import Updater
@@ -84,7 +72,7 @@ class Fragile(Plain):
         self.layers = self.layers[:2]
 
 
-def marked() -> list[Batch]:
+def marked() -> list[training.Batch]:
     """Micro-batches of four; what the first stage finds of one of them is not finite."""
     found = [(x, y) for x, y in batches(2 * STEPS) if len(x) == 4][:STEPS]
     return [(x * (index != BAD), y) for index, (x, y) in enumerate(found)]

@@ -1,13 +1,12 @@
 """Parameters, modules, modes and hooks are those of the moment, and a rebuild keeps to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from nets import LoRA
+from helpers import cases, refuses
+from nets import LoRA, module_of
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
@@ -61,26 +60,12 @@ def assert_exact(net: Any) -> None:
 # -- by name, when they run ------------------------------------------------------------------------
 
 
-class Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.triu() + weight.triu(1).T
-
-
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * 2
-
-
 def _wrap(net: Any) -> None:
     net.blocks[1][0] = LoRA(net.blocks[1][0])
 
 
 def _normed(net: Any) -> None:
     net.blocks[1][1] = nn.BatchNorm1d(8).double()
-
-
-def _freeze(net: Any) -> None:
-    net.blocks[0].requires_grad_(False)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -93,13 +78,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "LoRA": _wrap,
     "batch norm": _normed,
     "parametrize": lambda net: parametrize.register_parametrization(
-        net.blocks[0][0], "weight", Symmetric()
+        net.blocks[0][0], "weight", module_of(lambda self, weight: weight.triu() + weight.triu(1).T)
     ),
-    "parametrize own": lambda net: parametrize.register_parametrization(net, "scale", Doubled()),
+    "parametrize own": lambda net: parametrize.register_parametrization(
+        net, "scale", module_of(lambda self, weight: weight * 2)
+    ),
     "weight_norm": lambda net: parametrizations.weight_norm(net.blocks[0][0]),
     "spectral_norm": lambda net: parametrizations.spectral_norm(net.blocks[0][0]),
     "old spectral_norm": lambda net: nn.utils.spectral_norm(net.blocks[0][0]),
-    "freeze": _freeze,
+    "freeze": lambda net: net.blocks[0].requires_grad_(False),
     "average": lambda net: [setattr(p, "data", p.data * 0.5) for p in net.parameters()],
 }
 
@@ -151,8 +138,7 @@ def test_a_layer_replaced_between_forward_and_backward_is_named() -> None:
     net = reversible()
     loss = net(X).sum()
     _wrap(net)
-    with pytest.raises(ModifiedError, match=r"blocks\.1\.0 was replaced"):
-        loss.backward()
+    refuses(ModifiedError, r"blocks\.1\.0 was replaced", loss.backward)
 
 
 def test_modes_and_rates_of_the_forward_hold_in_backward() -> None:
@@ -209,13 +195,13 @@ def test_gradients_of_what_hooks_bring_into_a_block_are_not_lost_silently(is_fro
     net.blocks.requires_grad_(not is_frozen)
     handle = net.blocks[1][0].register_forward_hook(lambda layer, args, out: out * outside)
     for _ in range(2):
-        with pytest.raises(InputError, match=r"hook of a Linear .* depends on a tensor \[\] that"):
-            net(X).sum().backward()
+        says = r"hook of a Linear .* depends on a tensor \[\] that"
+        refuses(InputError, says, lambda: net(X).sum().backward())
     handle.remove()
     assert_exact(net)
 
 
-@pytest.mark.parametrize(("method", "where"), [("petra", "hook of a Linear"), ("1f1b", "stage 0")])
+@cases("method, where", ("petra", "hook of a Linear"), ("1f1b", "stage 0"))
 def test_nor_are_those_in_a_stage(method: str, where: str) -> None:
     net, outside = revcompile.petrafy(Stack().double(), 2, X), nn.Parameter(torch.ones(()))
     trainer = net.trainer(lambda p: torch.optim.SGD(p, 0.1), nn.functional.mse_loss, method=method)
@@ -248,18 +234,16 @@ def test_nor_are_those_of_attributes_that_get_one_later(leaf_modules: tuple[type
     trainer.step(x, x[:, :2])
     for trained in (net, staged.model):
         trained.get_submodule("blocks.1.0").scale.requires_grad_()
-    with pytest.raises(InputError, match=r"blocks\.1 depends on a tensor \[8\] that"):
-        net(x).sum().backward()
-    with pytest.raises(InputError, match=r"requires_grad of blocks\.1\.0\.scale was changed"):
-        trainer.step(x, x[:, :2])
+    refuses(InputError, r"blocks\.1 depends on a tensor \[8\] that", net(x).sum().backward)
+    says = r"requires_grad of blocks\.1\.0\.scale was changed"
+    refuses(InputError, says, trainer.step, x, x[:, :2])
 
 
 def test_a_hook_on_an_inlined_module_is_an_error_until_it_is_removed() -> None:
     net = reversible()
     for register in ("register_forward_hook", "register_full_backward_hook"):
         handle = getattr(net.blocks[0], register)(lambda *_: None)
-        with pytest.raises(revcompile.RevcompileError, match=r"blocks\.0 has a hook .*leaf_mod"):
-            net(X)
+        refuses(revcompile.RevcompileError, r"blocks\.0 has a hook .*leaf_mod", net, X)
         handle.remove()
     assert_exact(net)
 

@@ -1,7 +1,5 @@
 """A reversible module under DDP and FSDP2: two gloo ranks equal one with both batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The original's attributes and methods on the reversible module, and what they may not do."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from helpers import cases, refuses
 from timm.data import resolve_data_config  # type: ignore[attr-defined]
 from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
 from torch import Tensor, nn
@@ -87,7 +86,7 @@ class Blocks(Base):
     def of_state(self) -> Tensor:
         return self.first(self.stem.weight)
 
-    def myself(self) -> Blocks:
+    def myself(self) -> "Blocks":
         return self
 
     def set_width(self, width: int) -> None:
@@ -112,7 +111,7 @@ class Blocks(Base):
 class KeepsEval(Blocks):
     """Holds a layer in eval mode whatever is asked for, as detectors do with batch norms."""
 
-    def train(self, mode: bool = True) -> KeepsEval:
+    def train(self, mode: bool = True) -> "KeepsEval":
         super().train(mode)
         self.stem.eval()
         return self
@@ -190,14 +189,12 @@ def test_a_mode_of_the_original_is_kept() -> None:
 # -- running the network by another path ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "weight", "arguments"),
-    [
-        ("features", "first.weight", 1),
-        ("by_weight", "second.weight", 1),
-        ("rows", "second.weight", 1),
-        ("of_state", "first.weight", 0),
-    ],
+@cases(
+    "method, weight, arguments",
+    ("features", "first.weight", 1),
+    ("by_weight", "second.weight", 1),
+    ("rows", "second.weight", 1),
+    ("of_state", "first.weight", 0),
 )
 def test_rewired_weights_by_another_path(method: str, weight: str, arguments: int) -> None:
     inputs = [torch.randn(3, 4)] * arguments
@@ -220,10 +217,8 @@ def test_changes_of_the_structure_are_taken_back_and_refused() -> None:
         OriginalMethodError, match=r"reset_classifier: head was replaced by another Linear"
     ):
         net.reset_classifier(10)
-    with pytest.raises(OriginalMethodError, match=r"add_block: the model was given other members"):
-        net.add_block()
-    with pytest.raises(KeyError, match="half done"):
-        net.break_down()
+    refuses(OriginalMethodError, r"add_block: the model was given other members", net.add_block)
+    refuses(KeyError, "half done", net.break_down)
     assert net.head is head and net.width == 4 and net.scales == {"all": 2.0}
     assert torch.equal(net(x), expected)
 
@@ -245,15 +240,12 @@ def test_stages_show_them_as_well() -> None:
     net.width = 6
     assert net.size() == 6 and net.model.width == 6 and net.to_module().width == 6
     net.method = revcompile.petrafy(Blocks(), 2, torch.randn(3, 4)).method
-    with pytest.raises(AttributeError, match=r"net\.to_module\(\) is the plain module"):
-        net.parameters()
+    refuses(AttributeError, r"net\.to_module\(\) is the plain module", getattr, net, "parameters")
     name = next(iter(net.model._modules))
-    with pytest.raises(AttributeError, match=f"layers are those of net.model: net.model.{name}"):
-        getattr(net, name)
+    refuses(AttributeError, f"layers are those of net.model: net.model.{name}", getattr, net, name)
     with pytest.raises(AttributeError, match="'StagedModel' object has no attribute 'nowhere'"):
         net.nowhere  # noqa: B018
-    with pytest.raises(OriginalMethodError, match=r"Blocks\.features computes"):
-        net.features(torch.randn(3, 4))
+    refuses(OriginalMethodError, r"Blocks\.features computes", net.features, torch.randn(3, 4))
 
 
 # -- timm -----------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """A block rebuilt while the next one is differentiated: same bits, another order of work."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from typing import Any

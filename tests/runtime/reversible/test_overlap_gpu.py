@@ -1,7 +1,5 @@
 """Two CUDA streams in backward: the same gradients, in order, captured too. `pytest -m gpu`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers import stored, worst
+from helpers import ON_GPU, stored, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,10 +16,7 @@ from revcompile.runtime.reversible.overlap import Overlap
 from tests.support.measuring import capture_step
 from tests.support.stacks import KINDS, Sizes, batch_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 
 SIZES = Sizes(depth=8, width=128, side=64, batch=16)
 

@@ -1,12 +1,10 @@
 """Every call of a chain compares what it rebuilds with what it was given."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from helpers import stored
+from helpers import cases, refuses, stored
 from nets import Chain
 from torch import nn
 
@@ -43,8 +41,7 @@ def test_whichever_call_it_is_a_wrong_reconstruction_stops_the_training(calls: i
     for _ in range(calls):
         train(net)
     blow_up(net)
-    with pytest.raises(InversionError, match=r"blocks\.3 reconstruct.*precision.*\.data"):
-        train(net)
+    refuses(InversionError, r"blocks\.3 reconstruct.*precision.*\.data", train, net)
 
 
 def test_without_a_tolerance_nothing_is_compared() -> None:
@@ -100,9 +97,7 @@ def test_errors_that_training_bears_are_warned_of_once() -> None:
             strict.finish(strict.start({"": values}), {"": values + 5e-3})
 
 
-@pytest.mark.parametrize(
-    "shape", [(), (1,), (1000,), (0, 3), (64, 3, 224, 224), (2, 5, 7), (3, 4096), (1, 1, 300, 1)]
-)
+@cases("shape", (), (1,), (1000,), (0, 3), (64, 3, 224, 224), (2, 5, 7), (3, 4096), (1, 1, 300, 1))
 def test_samples_are_few_and_everywhere(shape: tuple[int, ...]) -> None:
     stream = torch.zeros(shape)
     count = samples_of(stream).numel()
@@ -116,8 +111,7 @@ def test_an_asynchronous_device_stops_the_next_call(monkeypatch: pytest.MonkeyPa
     check = ReconstructionCheck("chain", "auto", 50)
     check.finish(check.start({"": right}), {"": right})
     check.finish(check.start({"": right}), {"": wrong})
-    with pytest.raises(InversionError, match="in an earlier step"):
-        check.start({"": right})
+    refuses(InversionError, "in an earlier step", check.start, {"": right})
     check.finish(check.start({"": right}), {"": right})  # reported once
     infinite = torch.full((4, 4), float("inf"))
     check.finish(check.start({"": right}), {"": infinite})
@@ -136,5 +130,4 @@ def test_on_a_gpu_nobody_waits_and_the_next_step_says_so() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    with pytest.raises(InversionError, match="in an earlier step"):
-        train(net, "cuda")
+    refuses(InversionError, "in an earlier step", train, net, "cuda")

@@ -1,7 +1,5 @@
 """policy="pretrained" in stages: every method, the original in eval mode, weights stashed."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -114,6 +112,5 @@ def test_other_weights_than_those_of_forward_are_refused(weights: Any) -> None:
 
 
 def test_rearranged_streams() -> None:
-    torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     revcompile.petrafy(Arranged().double(), 2, x, policy="pretrained", check="full")

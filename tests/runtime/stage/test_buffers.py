@@ -1,14 +1,12 @@
 """Gradients that are sent in fewer bits, and values that wait in a ring of slots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from helpers import FORMS
 from torch import Tensor
-from training import same, weights
+from training import drained, feed, same, weights
 
 from revcompile.runtime.stage.slots import Ring
 from tests.runtime.executor.test_captured import FULL, even, is_active, made
@@ -21,8 +19,7 @@ def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
     found = []
     for backend in ("eager", "static"):
         net, trainer = made(backend, dtype=torch.float32, gradient_message_dtype=torch.bfloat16)
-        for batch in data:
-            trainer.step(*batch)
+        feed(trainer, data)
         assert is_active(trainer) == (backend == "static")
         trainer._runner.leave()
         back = [m for queue in trainer._transport.queues.values() for m in queue if m.gradients]
@@ -33,13 +30,10 @@ def test_gradients_are_sent_in_fewer_bits_and_values_are_not() -> None:
         found.append(weights(net))
     assert same(*found)
     net, trainer = made("eager", dtype=torch.float32)
-    for batch in data:
-        trainer.step(*batch)
-    trainer.flush()
+    drained(trainer, data)
     exact = weights(net)
     assert not same(exact, found[0])
-    for name, value in exact.items():
-        torch.testing.assert_close(found[0][name], value, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found[0], exact, rtol=0.02, atol=0.02)
 
 
 # -- slots in a ring ------------------------------------------------------------------------------

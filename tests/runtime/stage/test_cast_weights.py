@@ -1,31 +1,20 @@
 """Weights in low precision, made once an update: the same training, and never an old weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
 import torch
+import training
+from helpers import cases
 from torch.nn import functional as F
-from training import (
-    METHODS,
-    Batch,
-    batches,
-    feed,
-    fresh,
-    momentum,
-    same,
-    settings_of,
-    through_a_file,
-    weights,
-)
+from training import drained, feed, fresh, momentum, same, settings_of, through_a_file, weights
 
 from revcompile.runtime.stage import stage
 from revcompile.runtime.trainer.trainer import Trainer
 from tests.runtime.executor.test_captured import Loose
 
-DATA: Final[list[Batch]] = batches(12, dtype=torch.float32)
+DATA: Final[list[training.Batch]] = training.batches(12, dtype=torch.float32)
 
 
 def made(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Trainer:
@@ -47,7 +36,10 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
 
 
 CASES: Final = [
-    *((method, 1 + 2 * (number % 2), torch.bfloat16) for number, method in enumerate(METHODS)),
+    *(
+        (method, 1 + 2 * (number % 2), torch.bfloat16)
+        for number, method in enumerate(training.METHODS)
+    ),
     ("petra", 3, torch.bfloat16),
     ("petra", 3, torch.float16),
     ("dsp", 1, torch.float16),
@@ -62,8 +54,7 @@ def test_the_same_training_to_the_bit(
     how = {"method": method, "accumulation_steps": accumulation_steps, "dtype": dtype}
     found = []
     for trainer in (plain(**how), made(**how)):
-        losses = feed(trainer, DATA)
-        trainer.flush()
+        losses = drained(trainer, DATA)
         found.append((losses, trainer.model.state_dict()))
     assert same(*found)
 
@@ -92,16 +83,14 @@ def taken_over(trainer: Trainer) -> None:
     trainer.model.load_state_dict({name: 0.5 * tensor for name, tensor in state.items()})
 
 
-@pytest.mark.parametrize(
-    ("change", "method"),
-    [
-        (doubled, "petra"),
-        (doubled, "gpipe"),  # graphs of the weights before are in flight
-        (doubled, "1f1b"),
-        (replaced, "petra"),
-        (loaded, "petra"),
-        (taken_over, "petra"),
-    ],
+@cases(
+    "change, method",
+    (doubled, "petra"),
+    (doubled, "gpipe"),  # graphs of the weights before are in flight
+    (doubled, "1f1b"),
+    (replaced, "petra"),
+    (loaded, "petra"),
+    (taken_over, "petra"),
 )
 def test_a_weight_that_somebody_changes_is_the_one_that_is_used(
     change: Callable[[Trainer], None], method: str, plain: Callable[..., Trainer]

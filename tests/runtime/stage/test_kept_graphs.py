@@ -4,8 +4,6 @@
 parameter, 1e-10.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,6 +12,7 @@ from typing import Any, Final
 
 import pytest
 import training
+from helpers import cases, refuses
 from torch import Tensor
 from torch.nn import functional as F
 from transcription import Row, Transcription
@@ -79,9 +78,7 @@ def written_out(
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("in_flight_per_stage", spine.ORDERS)
-@pytest.mark.parametrize(
-    ("name", "plan"), [("resnet", "all"), ("vit", "turns"), ("skips", "mixed"), ("words", "all")]
-)
+@cases("name, plan", ("resnet", "all"), ("vit", "turns"), ("skips", "mixed"), ("words", "all"))
 def test_activations_of_forward_and_the_latest_parameters(
     name: str, plan: str, in_flight_per_stage: float, accumulation_steps: int
 ) -> None:
@@ -142,8 +139,7 @@ def test_a_checkpoint_waits_until_graphs_are_gone(keeps: Keeps, tmp_path: Path) 
     whole.save(tmp_path, drain=True)
     resumed.load(tmp_path)
     for trainer in (whole, resumed):
-        training.feed(trainer, training.batches(7, seed=2))
-        trainer.flush()
+        training.drained(trainer, training.batches(7, seed=2))
     assert training.same(whole.model.state_dict(), resumed.model.state_dict())
 
 
@@ -152,8 +148,7 @@ def test_what_is_in_flight_stays_with_stages_that_keep_the_same() -> None:
     one, _ = pair((I, N, N, N))
     other, _ = pair((N, N, N, N))
     training.feed(one, training.batches(4))
-    with pytest.raises(InputError, match="another budget of memory"):
-        other.load_state_dict(one.state_dict())
+    refuses(InputError, "another budget of memory", other.load_state_dict, one.state_dict())
     one.flush()
     other.load_state_dict(one.state_dict())
     assert training.same(one.model.state_dict(), other.model.state_dict())

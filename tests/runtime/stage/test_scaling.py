@@ -1,7 +1,5 @@
 """Scaled losses: gradients are those of the loss itself, whatever the scale does on the way."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -11,25 +9,14 @@ from typing import Any, Final
 
 import pytest
 import torch
+import training
 from distributed_worker import Run, fed, final, launch
 from distributed_worker import batches as images
 from distributed_worker import trainer_of as of_ranks
-from helpers import worst
+from helpers import cases, refuses, worst
 from torch import Tensor
 from torch.nn import functional as F
-from training import (
-    METHODS,
-    Net,
-    Plain,
-    batches,
-    feed,
-    fresh,
-    reported,
-    same,
-    settings_of,
-    trainer_of,
-    weights,
-)
+from training import Net, Plain, batches, feed, fresh, same, settings_of, trainer_of, weights
 
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.messages import Message
@@ -68,9 +55,10 @@ def spoiled(
 # -- the same gradients ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "accumulation_steps"),
-    [("petra", 1), *((method, 1 + 2 * (n % 2 == 0)) for n, method in enumerate(METHODS))],
+@cases(
+    "method, accumulation_steps",
+    ("petra", 1),
+    *((method, 1 + 2 * (n % 2 == 0)) for n, method in enumerate(training.METHODS)),
 )
 def test_a_scale_that_changes_changes_nothing(method: str, accumulation_steps: int) -> None:
     """Powers of two are exact: to the bit."""
@@ -140,7 +128,7 @@ def test_a_micro_batch_that_overflows_is_left_out(stage: int, accumulation_steps
         net = fresh(Net)
         trainer = trainer_of(net, accumulation_steps=accumulation_steps, loss_scale=scale)
         overflowing(trainer, stage, [4])
-        assert reported(trainer, batches(14)) == ([] if scale else [(stage, 4)])
+        assert training.reported(trainer, batches(14)) == ([] if scale else [(stage, 4)])
         trainer.flush()
         # Not running statistics: the forward pass of one that overflows was right.
         found.append(dict(net.to_module().named_parameters()))
@@ -148,9 +136,13 @@ def test_a_micro_batch_that_overflows_is_left_out(stage: int, accumulation_steps
     assert trainer.metrics.skipped == 1 and trainer.metrics.loss_scale == 2.0**15
 
 
-@pytest.mark.parametrize(
-    ("method", "stage"),
-    [*(("petra", n) for n in range(4)), ("backprop", 1), ("gpipe", 0), ("1f1b", 2), ("ddg", 1)],
+@cases(
+    "method, stage",
+    *(("petra", n) for n in range(4)),
+    ("backprop", 1),
+    ("gpipe", 0),
+    ("1f1b", 2),
+    ("ddg", 1),
 )
 def test_one_incident_is_one_step_down(stage: int, method: str) -> None:
     """All that is in flight has the same scale, and overflows; the scale falls once for it."""
@@ -194,8 +186,7 @@ def test_a_scale_that_stays_forgives_nothing() -> None:
     overflowing(trainer, 3, [2])
     data = batches(4)
     feed(trainer, data[:2])
-    with pytest.raises(NonFiniteError, match=r"was left out .* lower the loss scale \(64\)"):
-        trainer.step(*data[2])
+    refuses(NonFiniteError, r"was left out .* lower the loss scale \(64\)", trainer.step, *data[2])
     trainer.step(*data[3])
     assert trainer.metrics.loss_scale == 64
 

@@ -1,7 +1,5 @@
 """Stages that rebuild what they were given wrongly say so."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from nets import Residual
@@ -17,7 +15,6 @@ from tests.recorded import standing_still
 @pytest.mark.parametrize("method", ["petra", "petra_stashed", "reversible_backprop"])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_streams_that_are_rebuilt_wrongly_are_refused(stages: int, method: str) -> None:
-    torch.manual_seed(0)
     blocks = [Residual(nn.Linear(8, 8)) for _ in range(6)]
     model = nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 2))
     net = revcompile.petrafy(model, stages, torch.randn(3, 4))
@@ -32,7 +29,6 @@ def test_streams_that_are_rebuilt_wrongly_are_refused(stages: int, method: str) 
 
 def test_rounded_buffers_are_no_error() -> None:
     """An opaque layer between two chains: its input is kept in bfloat16, and sent back."""
-    torch.manual_seed(0)
     chains = [[Residual(nn.Linear(8, 8)) for _ in range(3)] for _ in range(2)]
     model = nn.Sequential(*chains[0], nn.Linear(8, 8), nn.Tanh(), *chains[1])
     net = revcompile.petrafy(model, 4, torch.randn(3, 8))
@@ -42,7 +38,6 @@ def test_rounded_buffers_are_no_error() -> None:
 
 
 def test_rounded_small_inputs_are_no_error(recwarn: pytest.WarningsRecorder) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(9, 8), *(Residual(nn.Linear(8, 8)) for _ in range(4)), nn.Linear(8, 2)
     )

@@ -1,11 +1,10 @@
 """Which weights passes use: the latest, stashed or predicted ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
+from helpers import cases
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import Plain, batches, feed, fresh, momentum, same, settings_of, weights
@@ -59,13 +58,11 @@ def transcribed(
     return other.parameters()
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "in_flight_per_stage", "accumulation_steps"),
-    [
-        ("skips", "petra", 2, 1),
-        ("skips", "features_replay", 1, 3),
-        ("words", "petra", 1, 1),  # has tied weights
-    ],
+@cases(
+    "name, method, in_flight_per_stage, accumulation_steps",
+    ("skips", "petra", 2, 1),
+    ("skips", "features_replay", 1, 3),
+    ("words", "petra", 1, 1),  # has tied weights,
 )
 def test_predicted_weights_are_used_forward(
     name: str, method: str, in_flight_per_stage: float, accumulation_steps: int

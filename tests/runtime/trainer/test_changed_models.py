@@ -1,13 +1,12 @@
 """A staged model that is changed after petrafy: stages follow the change, or name and refuse it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import refuses
 from torch import Tensor, nn
-from training import Net, batches, feed, fresh, plain_sgd, trained, trainer_of
+from training import Net, batches, drained, feed, fresh, plain_sgd, trained, trainer_of
 
 import revcompile
 from revcompile.errors import InputError, RevcompileWarning, TrainerStoppedError
@@ -20,8 +19,7 @@ def staged() -> revcompile.StagedModel:
 def test_a_change_before_there_is_a_trainer_is_refused() -> None:
     net = staged()
     net.model.register_forward_pre_hook(print)
-    with pytest.raises(InputError, match="the model was reg"):
-        trainer_of(net)
+    refuses(InputError, "the model was reg", trainer_of, net)
 
 
 def test_changes_in_every_step_pause_capturing() -> None:
@@ -61,8 +59,7 @@ def test_what_layers_change_themselves_is_no_change_of_settings() -> None:
     assert net.model.get_submodule("blocks.1.up").longest == 12
     feed(trainer, data)
     net.model.get_submodule("blocks.1.up").longest = 3
-    with pytest.raises(InputError, match=r"blocks\.1\.up\.longest was 12 and is 3 now"):
-        trainer.flush()
+    refuses(InputError, r"blocks\.1\.up\.longest was 12 and is 3 now", trainer.flush)
 
 
 # -- hooks on layers ------------------------------------------------------------------------------
@@ -78,8 +75,7 @@ def test_hooks_of_layers_run_once_for_each_micro_batch(method: str, backend: str
     seen: list[str] = []
     up = net.model.get_submodule("blocks.1.up")
     up.register_forward_hook(lambda *_: seen.append("forward"))
-    for batch in data:
-        trainer.step(*batch)
+    feed(trainer, data)
     assert seen == ["forward"] * 4
     up.register_full_backward_hook(lambda *_: seen.append("backward"))
     trainer.flush()
@@ -100,12 +96,10 @@ def test_a_new_trainer_takes_over() -> None:
     state = first.state_dict()
     calls = (lambda: first.load_state_dict(state), lambda: first.evaluate(data))
     for use in (lambda: first.step(*data[0]), first.flush, *calls):
-        with pytest.raises(TrainerStoppedError, match=r"net\.trainer.* called again"):
-            use()
+        refuses(TrainerStoppedError, r"net\.trainer.* called again", use)
     second.load_state_dict(state)
     second.flush()
-    with pytest.raises(TrainerStoppedError, match=r"net\.trainer.* called again"):
-        first.state_dict()
+    refuses(TrainerStoppedError, r"net\.trainer.* called again", first.state_dict)
 
 
 def test_a_closed_trainer_cannot_be_used() -> None:
@@ -115,8 +109,7 @@ def test_a_closed_trainer_cannot_be_used() -> None:
     trainer.close()
     trainer.close()
     for use in (lambda: trainer.step(*data[0]), trainer.flush, lambda: trainer.evaluate(data)):
-        with pytest.raises(TrainerStoppedError, match=r"trainer\.close\(\) has ended"):
-            use()
+        refuses(TrainerStoppedError, r"trainer\.close\(\) has ended", use)
     feed(trainer_of(net), data)
 
 
@@ -125,16 +118,14 @@ def test_weights_loaded_into_a_drained_pipeline_are_trained(tmp_path: Path) -> N
     net, twin = fresh(Net), fresh(Net)
     file, data = net.save_weights(tmp_path / "weights.safetensors"), batches(6)
     trainer = trainer_of(net, plain_sgd, method="pipedream")
-    feed(trainer, data)
-    trainer.flush()
+    drained(trainer, data)
     net.load_weights(file)
     other = trainer_of(twin, plain_sgd, method="pipedream")
     other._schedule.injected = trainer.microbatches_seen  # dropout is drawn by number
     for each in (trainer, other):
-        feed(each, data)
-        each.flush()
-    for name, p in other.named_parameters():
-        torch.testing.assert_close(dict(trainer.named_parameters())[name], p, rtol=0, atol=0)
+        drained(each, data)
+    found = [dict(each.named_parameters()) for each in (trainer, other)]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_the_mean_loss_is_of_the_steps_since_the_last_call() -> None:

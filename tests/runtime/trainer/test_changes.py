@@ -4,8 +4,6 @@ The table of docs/captured.md. `Net` has layers of all kinds: some are called by
 are part of their programs, and one that is called holds others.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re
@@ -17,11 +15,12 @@ from typing import Any, Final
 import pytest
 import torch
 from distributed_worker import fed, final, launch, outcome
+from helpers import refuses
 from nets import Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from training import Batch, feed, fresh, momentum, plain_loop
+from training import Batch, drained, feed, fresh, momentum, plain_loop
 
 import revcompile
 from revcompile.errors import (
@@ -328,13 +327,11 @@ def test_with_nothing_in_flight(name: str, backend: str) -> None:
     undo = row.change(net.model, optimizers)
     if row.refused is not None:
         before = state(net.model)
-        with pytest.raises(row.error, match=row.refused):
-            feed(trainer, data(1, row.inputs))
+        refuses(row.error, row.refused, feed, trainer, data(1, row.inputs))
         assert_same(before, state(net.model))
         if undo is not None:
             undo()
-    feed(trainer, data(7, row.inputs if row.refused is None else same))
-    trainer.flush()
+    drained(trainer, data(7, row.inputs if row.refused is None else same))
     assert_same(state(net.model), plainly_trained(row), backend)
 
 
@@ -348,8 +345,7 @@ def trained(name: str | None, left_out: int = 0) -> dict[str, Tensor]:
     for _ in range(left_out):
         with pytest.raises(NonFiniteError):
             feed(trainer, data(1, lambda x: x * torch.nan))
-    feed(trainer, data(10, row.inputs))
-    trainer.flush()
+    drained(trainer, data(10, row.inputs))
     return state(net.model)
 
 
@@ -369,11 +365,9 @@ def test_in_flight(name: str, backend: str) -> None:
     else:
         before = state(net.model)
         for _ in range(2):
-            with pytest.raises(row.error, match=refusal):
-                feed(trainer, data(1, row.inputs))
+            refuses(row.error, refusal, feed, trainer, data(1, row.inputs))
         if row.refused_in_flight is not None:
-            with pytest.raises(row.error, match=refusal):
-                trainer.flush()
+            refuses(row.error, refusal, trainer.flush)
         if row.error is TrainerStoppedError:
             return  # it cannot be undone
         if not row.is_left_out:
@@ -393,8 +387,7 @@ def test_in_flight(name: str, backend: str) -> None:
 def test_after_a_flush(name: str, backend: str) -> None:
     """As a trainer that is built after the change, and goes on from the same state."""
     net, trainer, optimizers = made(backend, "petra")
-    feed(trainer, data(9))
-    trainer.flush()
+    drained(trainer, data(9))
     checkpoint = trainer.state_dict()
     model = copy.deepcopy(net.model)
     TABLE[name].change(net.model, optimizers)
@@ -404,8 +397,7 @@ def test_after_a_flush(name: str, backend: str) -> None:
     reference.load_state_dict(checkpoint)
     other.model.load_state_dict(weights)
     for each in (trainer, reference):
-        feed(each, data(10))
-        each.flush()
+        drained(each, data(10))
     assert_same(state(net.model), state(other.model), backend)
 
 
@@ -414,8 +406,7 @@ def test_a_step_puts_the_model_into_train_mode(backend: str) -> None:
     net, trainer, _ = made(backend, "petra")
     feed(trainer, data(9))
     net.model.eval()
-    feed(trainer, data(10))
-    trainer.flush()
+    drained(trainer, data(10))
     assert net.model.training
     assert_same(state(net.model), trained(None), backend)
 
@@ -425,8 +416,7 @@ def test_train_mode_ends_the_eval_mode_of_a_layer() -> None:
     norm = net.model.get_submodule("blocks.1.norm").eval()
     feed(trainer, data(9))
     net.model.eval()
-    with pytest.raises(InputError, match=r"blocks\.1\.norm\.training was False and is True"):
-        feed(trainer, data(1))
+    refuses(InputError, r"blocks\.1\.norm\.training was False and is True", feed, trainer, data(1))
     norm.eval()
     trainer.flush()
     net.model.eval()

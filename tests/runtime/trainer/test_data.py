@@ -1,11 +1,10 @@
 """Every rank reads the same order from one seed, its share of it, or nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
+from helpers import cases, refuses
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -65,8 +64,7 @@ def test_a_dataset_without_a_length_is_refused() -> None:
             return iter(())
 
     for data in (Stream(), DataLoader(Stream(), 4)):
-        with pytest.raises(InputError, match=r"got Stream\. Or iterate"):
-            trainer().loader(data, 4)
+        refuses(InputError, r"got Stream\. Or iterate", trainer().loader, data, 4)
 
 
 # -- loaders of the user's own --------------------------------------------------------------------
@@ -113,22 +111,19 @@ def test_copies_of_the_pipeline_share_a_dataloader() -> None:
     assert shares == [[[0.0, 2.0, 4.0, 6.0, 8.0]], [[1.0, 3.0, 5.0, 7.0, 9.0]]]
 
 
-@pytest.mark.parametrize(
-    ("data", "arguments", "said"),
-    [
-        (DataLoader(ROWS, 2, sampler=DistributedSampler(ROWS, 2, 0)), {}, "DistributedSampler"),
-        (DataLoader(ROWS, 2, sampler=Odd()), {}, "draws by a Odd, .*trainer.step checks"),
-        (DataLoader(ROWS, 2, sampler=RandomSampler(ROWS, True, 6)), {}, "by a RandomSampler"),
-        (DataLoader(ROWS, 2, sampler=RandomSampler(ROWS, num_samples=4)), {}, "by a RandomSampler"),
-        (DataLoader(ROWS, batch_sampler=[[0], [1]]), {}, "draws by a list"),
-        (ROWS, {}, "give batch_size="),
-        (ROWS, {"batch_size": 0}, "batch_size=0; expected a whole number, at least 1"),
-        (ROWS, {"batch_size": 2, "skip": -1}, "skip=-1"),
-        (ROWS, {"batch_size": 2, "shuffle": True}, "shuffle= is what the trainer chooses"),
-        (ROWS, {"batch_size": 2, "wrong": 1}, "DataLoader refuses its options: .*wrong"),
-        (iter([1]), {"batch_size": 2}, "expected a dataset .*got list_iterator"),
-    ],
+@cases(
+    "data, arguments, said",
+    (DataLoader(ROWS, 2, sampler=DistributedSampler(ROWS, 2, 0)), {}, "DistributedSampler"),
+    (DataLoader(ROWS, 2, sampler=Odd()), {}, "draws by a Odd, .*trainer.step checks"),
+    (DataLoader(ROWS, 2, sampler=RandomSampler(ROWS, True, 6)), {}, "by a RandomSampler"),
+    (DataLoader(ROWS, 2, sampler=RandomSampler(ROWS, num_samples=4)), {}, "by a RandomSampler"),
+    (DataLoader(ROWS, batch_sampler=[[0], [1]]), {}, "draws by a list"),
+    (ROWS, {}, "give batch_size="),
+    (ROWS, {"batch_size": 0}, "batch_size=0; expected a whole number, at least 1"),
+    (ROWS, {"batch_size": 2, "skip": -1}, "skip=-1"),
+    (ROWS, {"batch_size": 2, "shuffle": True}, "shuffle= is what the trainer chooses"),
+    (ROWS, {"batch_size": 2, "wrong": 1}, "DataLoader refuses its options: .*wrong"),
+    (iter([1]), {"batch_size": 2}, "expected a dataset .*got list_iterator"),
 )
 def test_what_ranks_cannot_share_is_refused(data: Any, arguments: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        trainer().loader(data, **arguments)
+    refuses(InputError, said, trainer().loader, data, **arguments)

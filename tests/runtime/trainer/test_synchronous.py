@@ -1,23 +1,11 @@
 """A start without delay: the first updates are those of 1F1B, then training is continuous."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import pytest
 import torch
+from helpers import cases
 from torch.nn import functional as F
-from training import (
-    Net,
-    batches,
-    feed,
-    fresh,
-    momentum,
-    same,
-    settings_of,
-    through_a_file,
-    weights,
-)
+from training import Net, batches, feed, fresh, momentum, same, settings_of, through_a_file, weights
 
 from revcompile.optim import ErrorFeedback
 from revcompile.schedule import Keep, Method, Order, Weights, actions
@@ -36,15 +24,13 @@ def test_the_lists_of_both_phases() -> None:
     assert second == ("RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2 RX3 F3 B3 SDX3 U3")
 
 
-@pytest.mark.parametrize(
-    ("kind", "accumulation_steps"), [("latest", 1), ("stashed", 3), ("predicted", 1)]
-)
+@cases("kind, accumulation_steps", ("latest", 1), ("stashed", 3), ("predicted", 1))
 def test_first_updates_are_those_of_1f1b(kind: str, accumulation_steps: int) -> None:
     """To the bit of the same programs; then as if training had begun with these weights."""
     options: Any = {"accumulation_steps": accumulation_steps, "clip_grad_norm": 0.5}
     first = DATA[: 3 * accumulation_steps]
-    drained, plain, net, later = (fresh(Net, 3) for _ in range(4))
-    reference = drained.trainer(ahead, F.cross_entropy, method=DRAINED, **settings_of(**options))
+    locked, plain, net, later = (fresh(Net, 3) for _ in range(4))
+    reference = locked.trainer(ahead, F.cross_entropy, method=DRAINED, **settings_of(**options))
     trainer = net.trainer(
         ahead, F.cross_entropy, weights=kind, **settings_of(**options, synchronous_updates=3)
     )
@@ -53,11 +39,10 @@ def test_first_updates_are_those_of_1f1b(kind: str, accumulation_steps: int) -> 
     assert trainer._schedule.updates == (3,) * 3
     assert not any(trainer._schedule.outstanding)
     assert metrics[0].delays == (0,) * 3 and metrics[-1].delays == trainer.delays
-    assert same(weights(net), weights(drained))
+    assert same(weights(net), weights(locked))
     if kind == "latest":
         feed(plain.trainer(ahead, F.cross_entropy, method="1f1b", **settings_of(**options)), first)
-        for name, value in weights(plain).items():
-            torch.testing.assert_close(value, weights(net)[name], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(weights(plain), weights(net), rtol=1e-10, atol=1e-10)
     other = later.trainer(ahead, F.cross_entropy, weights=kind, **settings_of(**options))
     reference.flush()  # tied weights arrive
     other.load_state_dict(through_a_file(reference.state_dict()))

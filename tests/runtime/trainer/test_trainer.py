@@ -1,7 +1,5 @@
 """The trainer as its users meet it: any optimizer, any inputs and loss, any model."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re
@@ -11,27 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import training
 from helpers import refilling, worst
 from nets import Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import (
-    METHODS,
-    SCHEDULES,
-    Batch,
-    Net,
-    Plain,
-    batches,
-    feed,
-    fresh,
-    momentum,
-    plain_loop,
-    plain_sgd,
-    same,
-    seeded,
-    trainer_of,
-    weights,
-)
+from training import Plain, batches, feed, fresh, plain_sgd, same, seeded, trainer_of, weights
 
 import revcompile
 
@@ -52,8 +35,12 @@ def test_clipping_groups_and_schedules_are_those_of_a_plain_loop(method: str) ->
     net = fresh(Plain)
     model = net.to_module()
     mine = optimizer(groups(list(model.named_parameters())))
-    clipped = {"clip": 0.05, "accumulation_steps": 2, "schedule": SCHEDULES["one cycle"](mine)}
-    expected = plain_loop(model, mine, batches(8), **clipped)
+    clipped = {
+        "clip": 0.05,
+        "accumulation_steps": 2,
+        "schedule": training.SCHEDULES["one cycle"](mine),
+    }
+    expected = training.plain_loop(model, mine, batches(8), **clipped)
     trainer = trainer_of(
         net,
         optimizer,
@@ -61,7 +48,7 @@ def test_clipping_groups_and_schedules_are_those_of_a_plain_loop(method: str) ->
         accumulation_steps=2,
         clip_grad_norm=0.05,
         param_groups=groups,
-        lr_schedule=SCHEDULES["one cycle"],
+        lr_schedule=training.SCHEDULES["one cycle"],
     )
     feed(trainer, batches(8))
     assert worst(expected, weights(net))[0] < 1e-10
@@ -106,7 +93,7 @@ def words_loss(output: dict[str, Any], target: dict[str, Any]) -> Tensor:
     return main + F.mse_loss(output["aux"][0], target["aux"]["values"])
 
 
-def words_batch(index: int, size: int = 3) -> Batch:
+def words_batch(index: int, size: int = 3) -> training.Batch:
     generator = torch.Generator().manual_seed(index)
     inputs = {
         "words": torch.randint(0, 11, (size, 4), generator=generator),
@@ -119,7 +106,7 @@ def words_batch(index: int, size: int = 3) -> Batch:
     return inputs, target
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", training.METHODS)
 def test_pytrees_in_and_out(method: str) -> None:
     """With a standing optimizer every method's gradient is autograd's."""
     inputs, _ = words_batch(0)
@@ -143,7 +130,9 @@ def test_pytrees_in_and_out(method: str) -> None:
     assert trainer.evaluate(data).samples == sum(len(t["labels"]) for _, t in data)
 
 
-@pytest.mark.parametrize("settings", [*({"method": m} for m in METHODS), {"backend": "static"}])
+@pytest.mark.parametrize(
+    "settings", [*({"method": m} for m in training.METHODS), {"backend": "static"}]
+)
 def test_callers_may_write_to_batches_and_outputs(settings: dict[str, Any]) -> None:
     """Also by numpy, unseen by autograd. The mask is an input of the last stage and an output."""
     inputs, _ = words_batch(0)
@@ -165,7 +154,7 @@ def test_callers_may_write_to_batches_and_outputs(settings: dict[str, Any]) -> N
 # -- precision ------------------------------------------------------------------------------------
 
 
-def gradient_of(net: revcompile.StagedModel, data: list[Batch], **settings: Any) -> Any:
+def gradient_of(net: revcompile.StagedModel, data: list[training.Batch], **settings: Any) -> Any:
     """The mean gradient over the data, from one update with a learning rate of 1."""
     before = {name: p.detach().clone() for name, p in net.model.named_parameters()}
 
@@ -275,13 +264,13 @@ def test_any_model_equals_a_plain_loop(make: Callable[[], nn.Module], method: st
     net = fresh(make, 3)
     model = net.to_module()
     trained = [p for p in model.parameters() if p.requires_grad]
-    expected = plain_loop(model, momentum(trained), batches(5))
+    expected = training.plain_loop(model, training.momentum(trained), batches(5))
     feed(trainer_of(net, method=method), batches(5))
     assert worst(expected, weights(net))[0] < 1e-9
 
 
 def test_nothing_reaches_the_users_model() -> None:
-    model = seeded(Net)
+    model = seeded(training.Net)
     model.last.eval()
     modes = [module.training for module in model.modules()]
     before = copy.deepcopy(model.state_dict())
@@ -305,8 +294,7 @@ def test_only_layers_that_are_in_eval_mode_by_themselves_stay_in_it(is_whole: bo
     trainer = trainer_of(net := revcompile.petrafy(model, 2, x), loss=F.mse_loss)
     feed(trainer, [(x, x)] * 2)
     trainer.evaluate([(x, x)])
-    feed(trainer, [(x, x)] * 2)
-    trainer.flush()
+    training.drained(trainer, [(x, x)] * 2)
     calls = [int(net.to_module().get_submodule(path).num_batches_tracked) for path in ("1", "3")]
     assert calls == ([4, 4] if is_whole else [0, 4])
 

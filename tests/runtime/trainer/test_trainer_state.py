@@ -1,7 +1,5 @@
 """Checkpoints and evaluation, which leave a training run as it was, and micro-batches left out."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -13,27 +11,11 @@ from typing import Any, Final
 
 import pytest
 import torch
-from helpers import worst
+import training
+from helpers import cases, refuses, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import (
-    METHODS,
-    SCHEDULES,
-    Batch,
-    Net,
-    Plain,
-    Steep,
-    adam,
-    batches,
-    feed,
-    fresh,
-    momentum,
-    same,
-    several,
-    through_a_file,
-    trainer_of,
-    weights,
-)
+from training import SCHEDULES, adam, batches, drained, feed, fresh, same, trainer_of, weights
 
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
@@ -56,7 +38,7 @@ RESUMED: Final[dict[str, dict[str, Any]]] = {
     "predicted weights": {"weights": "predicted", "accumulation_steps": 4},
     "synchronous": {"weights": "predicted", "synchronous_updates": 3, "accumulation_steps": 3},
     "synchronous before": {"synchronous_updates": 2, "accumulation_steps": 3},
-    "several optimizers": {"optimizer": several, "lr_schedule": SCHEDULES["milestones"]},
+    "several optimizers": {"optimizer": training.several, "lr_schedule": SCHEDULES["milestones"]},
     "inputs in bfloat16": {"dtype": torch.float32, "kept_input_dtype": torch.bfloat16},
     "scaled": {"dtype": torch.float32, **SCALED},
     "scaled, accumulated": {"dtype": torch.float32, "accumulation_steps": 3, **SCALED},
@@ -67,7 +49,7 @@ RESUMED: Final[dict[str, dict[str, Any]]] = {
     "captured, predicted": {"backend": "static", "weights": "predicted"},
     "captured, bfloat16": {
         **{"backend": "static", "dtype": torch.float32},
-        **{"kept_input_dtype": torch.bfloat16, "optimizer": several},
+        **{"kept_input_dtype": torch.bfloat16, "optimizer": training.several},
     },
 }
 
@@ -89,9 +71,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str) -> None:
     losses = feed(trainer, data[:at])
     assert trainer._runner.is_active == is_captured
     live = trainer.state_dict()
-    state = through_a_file(live)
-    losses += feed(trainer, data[at:])
-    trainer.flush()
+    state = training.through_a_file(live)
+    losses += drained(trainer, data[at:])
     assert same(live, state)  # nor does it change when training goes on
 
     resumed = fresh(dtype=dtype)
@@ -106,7 +87,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str) -> None:
     assert same(again.state_dict(), trainer.state_dict())
 
 
-class SharedByAll(Plain):
+class SharedByAll(training.Plain):
     """A layer of every stage, also of those in the middle."""
 
     def __init__(self) -> None:
@@ -114,9 +95,8 @@ class SharedByAll(Plain):
         self.layers = nn.ModuleList([self.layers[0]] * 4)
 
 
-@pytest.mark.parametrize(
-    ("choice", "synchronous_updates"),
-    [("latest", 0), ("stashed", 0), ("predicted", 0), ("predicted", 2)],
+@cases(
+    "choice, synchronous_updates", ("latest", 0), ("stashed", 0), ("predicted", 0), ("predicted", 2)
 )
 def test_a_shared_weight_on_its_way_arrives_once(choice: str, synchronous_updates: int) -> None:
     """What a stage makes of a new value depends on the value before it, which is saved too."""
@@ -157,13 +137,12 @@ def test_a_flushed_state_moves_to_other_stages(stages: int, schedule: str) -> No
         "lr_schedule": SCHEDULES[schedule],
         "param_groups": groups,
     }
-    whole, moved = fresh(Plain, 4), fresh(Plain, stages)
+    whole, moved = fresh(training.Plain, 4), fresh(training.Plain, stages)
     trainer = trainer_of(whole, adam, **settings)
-    feed(trainer, batches(5))
-    trainer.flush()
+    drained(trainer, batches(5))
     again = trainer_of(moved, adam, **settings)
     feed(again, batches(1, seed=3))
-    again.load_state_dict(through_a_file(trainer.state_dict()))
+    again.load_state_dict(training.through_a_file(trainer.state_dict()))
     assert again._schedule.updates == (3,) * stages
     for one in (trainer, again):
         feed(one, batches(6, seed=2))
@@ -191,7 +170,7 @@ def test_what_modules_add_to_their_state_comes_back(tmp_path: Path) -> None:
     feed(one, batches(3))
     last = [net.model.get_submodule("2") for net in nets]
     last[0].note = 3  # type: ignore[assignment]
-    other.load_state_dict(through_a_file(one.state_dict()))
+    other.load_state_dict(training.through_a_file(one.state_dict()))
     assert last[1].note == 3
     assert same(nets[0].model.state_dict(), nets[1].model.state_dict())
     one.save(tmp_path)
@@ -201,19 +180,17 @@ def test_what_modules_add_to_their_state_comes_back(tmp_path: Path) -> None:
         assert last[1].note == 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "count"),
-    [
-        ({"method": "petra"}, 2),
-        ({"method": "backprop", "accumulation_steps": 3}, 2),  # gradients that are not applied yet
-        ({"method": "dni"}, 1),  # a gradient_predictor that has not learned from it yet
-        ({"method": "backprop"}, 1),  # tied weights on their way
-    ],
+@cases(
+    "settings, count",
+    ({"method": "petra"}, 2),
+    ({"method": "backprop", "accumulation_steps": 3}, 2),  # gradients that are not applied yet
+    ({"method": "dni"}, 1),  # a gradient_predictor that has not learned from it yet
+    ({"method": "backprop"}, 1),  # tied weights on their way,
 )
 def test_an_unfinished_state_stays_with_its_stages(settings: dict[str, Any], count: int) -> None:
-    trainer = trainer_of(fresh(Net, 4), **settings)
+    trainer = trainer_of(fresh(training.Net, 4), **settings)
     feed(trainer, batches(count))
-    net = fresh(Net, 2)
+    net = fresh(training.Net, 2)
     other = trainer_of(net, **settings)
     before = other.state_dict()
     with pytest.raises(InputError, match=re.escape("call flush() before state_dict()")):
@@ -243,8 +220,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         (with_adam, "stage 0 has torch.optim.sgd.SGD, but .* has no 'dampening'"),
         (more, r"stage 0 has .*SGD, but .* \(it has 'amsgrad'\)"),
     ]:
-        with pytest.raises(InputError, match=said):
-            trainer.load_state_dict(bad)
+        refuses(InputError, said, trainer.load_state_dict, bad)
         assert same(trainer.state_dict(), state)
     feed(trainer, batches(3, seed=2))
 
@@ -252,7 +228,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 # -- evaluation -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", training.METHODS)
 def test_evaluation_does_not_disturb_training(method: str) -> None:
     looked_at, left_alone = fresh(), fresh()
     a, b = (trainer_of(net, method=method, accumulation_steps=2) for net in (looked_at, left_alone))
@@ -312,7 +288,7 @@ class WithAuxiliary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.aux = Plain(), nn.Linear(5, 3)
+        self.body, self.aux = training.Plain(), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Any:
         out = self.body(x)
@@ -339,8 +315,7 @@ def test_an_output_that_the_loss_does_not_read() -> None:
     net = fresh(WithAuxiliary, 3)
     before = weights(net)
     trainer = trainer_of(net, loss=lambda output, target: F.cross_entropy(output[1], target))
-    feed(trainer, batches(4))
-    trainer.flush()
+    drained(trainer, batches(4))
     changed = {n for n, value in weights(net).items() if not torch.equal(value, before[n])}
     assert changed == {"aux.weight", "aux.bias"}
 
@@ -407,7 +382,7 @@ def test_throughput_is_of_training_alone(tmp_path: Path, monkeypatch: pytest.Mon
 
 # -- bad input ------------------------------------------------------------------------------------
 
-BAD_STEPS: Final[dict[str, tuple[Callable[[Any, Any], Batch], str]]] = {
+BAD_STEPS: Final[dict[str, tuple[Callable[[Any, Any], training.Batch], str]]] = {
     "a target that does not fit": (
         lambda x, y: (x, y[:2]),
         r"loss, micro-batch 4: it raised .*\n  output: float64\[4, 3\]\n  target: int64\[2\]",
@@ -424,7 +399,7 @@ BAD_STEPS: Final[dict[str, tuple[Callable[[Any, Any], Batch], str]]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", training.METHODS)
 def test_a_bad_step_counts_and_is_left_out(method: str) -> None:
     """However it is bad, training goes on as if its data were not finite."""
     settings = {"method": method, "accumulation_steps": 2, "lr_schedule": SCHEDULES["cosine"]}
@@ -456,12 +431,11 @@ def test_a_bad_step_of_stages_that_predict_gradients() -> None:
     assert not torch.equal(dict(trainer.named_parameters())["stem.weight"], before)
     (note,) = raised.value.__notes__
     assert note.startswith("Micro-batch 4 counts, and stages before the error have trained on it")
-    losses = feed(trainer, batches(6, seed=2))
-    trainer.flush()
+    losses = drained(trainer, batches(6, seed=2))
     assert all(map(math.isfinite, losses)) and set(trainer._schedule.updates) == {11}
 
 
-@pytest.mark.parametrize("method", [*METHODS, "dni"])
+@pytest.mark.parametrize("method", [*training.METHODS, "dni"])
 def test_a_micro_batch_that_is_not_finite_counts_and_is_left_out(method: str) -> None:
     net = fresh()
     settings = {"accumulation_steps": 2, "lr_schedule": SCHEDULES["cosine"]}
@@ -471,8 +445,7 @@ def test_a_micro_batch_that_is_not_finite_counts_and_is_left_out(method: str) ->
     for index, number in enumerate((torch.nan, torch.inf), 4):
         with pytest.raises(NonFiniteError, match=f"micro-batch {index}: .* was left out"):
             trainer.step(torch.full_like(x, number), y)
-    losses += feed(trainer, batches(6, seed=2))
-    trainer.flush()
+    losses += drained(trainer, batches(6, seed=2))
     assert trainer.microbatches_seen == 12
     assert set(trainer._schedule.updates) == {6}
     for executor in trainer._executors:  # schedules go on with an update that is left out
@@ -497,9 +470,9 @@ def test_a_bad_step_moves_no_statistics(method: str) -> None:
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
 def test_an_update_is_the_mean_over_what_is_not_left_out(accumulation_steps: int) -> None:
     data = [(x, y) for x, y in batches(12) if len(x) == 4][:6]
-    net = fresh(Plain)
+    net = fresh(training.Plain)
     model = copy.deepcopy(net.to_module())
-    optimizer = momentum(model.parameters())
+    optimizer = training.momentum(model.parameters())
     for first in range(0, 6, accumulation_steps):
         good = [n for n in range(first, first + accumulation_steps) if n != 3]
         for n in good:
@@ -514,16 +487,16 @@ def test_an_update_is_the_mean_over_what_is_not_left_out(accumulation_steps: int
     assert worst(dict(model.state_dict()), dict(net.to_module().state_dict()))[0] < 1e-12
 
 
-class SteepFirst(Net):
+class SteepFirst(training.Net):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = Steep(5, 6)
+        self.stem = training.Steep(5, 6)
 
 
-class SteepLast(Plain):
+class SteepLast(training.Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.last = Steep(3, 3)
+        self.last = training.Steep(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(super().forward(x) * x.mean(1, keepdim=True))
