@@ -13,15 +13,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from inspect import getdoc  # `inspect` is a command here
 from typing import Any, Final
 
 from revcompile import __version__
 from revcompile.cli.options import COMMANDS
-from revcompile.cli.output import Answer
 from revcompile.errors import InputError, RevcompileError
 
-__all__ = ["main"]
+__all__ = ["Answer", "main"]
 
 _EPILOG: Final = """\
 exit codes: 0 done; 1 negative result (nothing reversible, nothing fits) or failed run; 2 invalid
@@ -37,6 +37,15 @@ examples:
   revcompile plan vit_large_patch16_224 --devices 8 --link 100Gbps
   revcompile inspect my_package.models:make_net --stages 4 --input 3,64,64
 """
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command answers: text to read, the same as plain values, and the exit code."""
+
+    text: object
+    facts: dict[str, Any]
+    code: int = 0
 
 
 class _Help(argparse.HelpFormatter):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from revcompile.cli import Answer
 from revcompile.cli.models import load, rewired
-from revcompile.cli.output import Answer
 from revcompile.compiler.cost import segment_costs
 from revcompile.inspect.tables import summary_text
 from revcompile.ir.types import Opaque

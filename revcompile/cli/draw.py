@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from revcompile.cli import Answer
 from revcompile.cli.models import load, staged
-from revcompile.cli.output import Answer
 from revcompile.errors import InputError
 
 

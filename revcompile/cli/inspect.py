@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from typing import Final
 
+from revcompile.cli import Answer
 from revcompile.cli.models import load, staged
-from revcompile.cli.output import Answer
 from revcompile.errors import InputError
 from revcompile.inspect.code import CompiledStage
 from revcompile.staged import StagedModel

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from revcompile.arguments import check_device
+from revcompile.cli import Answer
 from revcompile.cli.live_storages import LiveStorages
 from revcompile.cli.models import load, rewired
-from revcompile.cli.output import Answer
 from revcompile.units import format_size
 
 _BAR = 30

@@ -6,18 +6,19 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from revcompile.arguments import check_device, new_file
+from revcompile.cli import Answer
 from revcompile.cli.models import load
-from revcompile.cli.output import Answer
 from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import Pieces, one_stream
 from revcompile.compiler.rewire import rewire
 from revcompile.errors import InputError
-from revcompile.inspect.drawing import draw_frontier
+from revcompile.inspect import drawing
 from revcompile.inspect.formatting import amount, plural, size
 from revcompile.inspect.tables import render, table_of
 from revcompile.ir.policy import Policy
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> Answer:
     if path is not None:
         points = {row.method: (row.memory, row.throughput) for row in rows}
         curve = [(row.memory, row.throughput) for row in planner.frontier()]
-        draw_frontier(path, title, assumed, points, curve)
+        drawn = partial(drawing.frontier_svg, title, assumed, points, curve)
+        drawing.write("--plot", path, {".svg": drawn})
     idle = args.devices - planner.stages * planner.replicas
     notes = [f"idle: {plural(idle, 'device')}", ""] if idle else []
     text = _table(title, rows, "", assumed, "", *notes, advice)

@@ -1,10 +1,10 @@
-"""Dataflow of a captured graph: ancestors (as bit sets), regions, gradients, random numbers."""
+"""Dataflow of a captured graph (ancestors as bit sets, regions), and of the pieces made of it."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -12,7 +12,16 @@ from torch import fx, nn
 from revcompile.ir.module_tree import parameters_of
 from revcompile.ir.ops import FACTORIES, op_name
 from revcompile.ir.random_numbers import draws_random
-from revcompile.ir.types import TYPE, VALUE, TensorType, types_in
+from revcompile.ir.reached import reached
+from revcompile.ir.types import (
+    TYPE,
+    VALUE,
+    Coupling,
+    Rewired,
+    Segment,
+    TensorType,
+    types_in,
+)
 
 _ADDS: Final = frozenset(
     {operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
@@ -46,15 +55,20 @@ def cuts_gradient(node: fx.Node) -> bool:
     return node.op != "call_module" and (name in ("detach", "detach_") or name in FACTORIES)
 
 
+def operands(node: fx.Node) -> tuple[Any, ...]:
+    """What a sum or product is of, by position or keyword."""
+    return *node.args, *(node.kwargs[name] for name in ("input", "other") if name in node.kwargs)
+
+
 def is_add(node: fx.Node) -> bool:
     """Is the node a plain sum of two tensors of its own shape and type?"""
     by_function = node.op == "call_function" and node.target in _ADDS
     by_method = node.op == "call_method" and node.target in ("add", "add_")
-    if not (by_function or by_method) or len(node.args) != 2 or node.kwargs.get("alpha", 1) != 1:
+    if not (by_function or by_method) or node.kwargs.get("alpha", 1) != 1:
         return False
-    kind = tensor_type(node)
+    kind, given = tensor_type(node), operands(node)
     return kind is not None and all(
-        isinstance(arg, fx.Node) and tensor_type(arg) == kind for arg in node.args
+        isinstance(arg, fx.Node) and tensor_type(arg) == kind for arg in given
     )
 
 
@@ -124,12 +138,11 @@ class Flow:
 
     def sources(self, node: fx.Node) -> set[fx.Node]:
         """A recomputable value with everything it is computed from."""
-        reached, work = {node}, [node]
-        while work:
-            new = [source for source in work.pop().all_input_nodes if source not in reached]
-            reached.update(new)
-            work += [source for source in new if source not in self.plain]
-        return reached
+
+        def sources(of: fx.Node) -> list[fx.Node]:
+            return of.all_input_nodes if of is node or of not in self.plain else []
+
+        return {*reached([node], sources)}
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
         """Is `on` a tensor ancestor of `node`?"""
@@ -159,21 +172,14 @@ class Flow:
         Recomputable values, sizes of values inside and all items of structured values inside belong
         to the region; everything else that does not depend on `x` is a side value.
         """
-        inside: set[fx.Node] = set()
-        sides: dict[fx.Node, None] = {}
-        work = [end for end in ends if end is not x]
-        seen = set(work)
-        while work:
-            node = work.pop()
-            if not self._belongs(node, x):
-                sides[node] = None
-                continue
-            inside.add(node)
-            for other in (*node.all_input_nodes, *self.items(node)):
-                if other is not x and other not in seen:
-                    seen.add(other)
-                    work.append(other)
-        return inside, sorted(sides)
+
+        def following(node: fx.Node) -> list[fx.Node]:
+            others = [*node.all_input_nodes, *self.items(node)] if self._belongs(node, x) else []
+            return [other for other in others if other is not x]
+
+        found = reached([end for end in ends if end is not x], following)
+        inside = {node for node in found if self._belongs(node, x)}
+        return inside, sorted(found.keys() - inside)
 
     def _belongs(self, node: fx.Node, x: fx.Node) -> bool:
         """Is a value computed from `x`, or a size from `x` and values after it alone?"""
@@ -207,3 +213,22 @@ class Flow:
     def users(self, node: fx.Node) -> list[fx.Node]:
         """Users that read the value itself, not only its size."""
         return [u for u in node.users if u not in self.plain]
+
+
+def live_at_cuts(rewired: Rewired, pieces: Sequence[Segment]) -> list[tuple[str, ...]]:
+    """The live values at every cut: entry `i` lists what is alive before piece `i`.
+
+    Streams come first, then grids. The last entry holds the model's results.
+    """
+    last_use = {name: index for index, piece in enumerate(pieces) for name in piece.inputs}
+    last_use |= dict.fromkeys(rewired.body.returned, len(pieces))
+    couplings = [piece for piece in pieces if isinstance(piece, Coupling)]
+    grids = {piece.grid for piece in couplings}
+    streams = {name for piece in couplings for name in (*piece.streams_in, *piece.streams_out)}
+    alive: dict[str, None] = dict.fromkeys(rewired.signature.placeholders)
+    cuts = [tuple(alive)]
+    for index, piece in enumerate(pieces):
+        alive |= dict.fromkeys(piece.outputs)
+        alive = {name: None for name in alive if last_use.get(name, -1) > index}
+        cuts.append(tuple(sorted(alive, key=lambda n: 0 if n in streams else 1 + (n not in grids))))
+    return cuts

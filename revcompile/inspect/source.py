@@ -8,6 +8,7 @@ import operator
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,14 +19,13 @@ from revcompile.inspect.formatting import common_start
 from revcompile.ir import coupling_ops, ops
 from revcompile.ir.coupling_ops import HELPERS
 from revcompile.ir.program import GraphFunction, Partition, StageProgram, commented, legal
-from revcompile.ir.python_code import path_expression
+from revcompile.ir.python_code import path_expression, python_code
 from revcompile.ir.types import PATH, TYPE, Coupling, TensorType
 
 _NN_FUNCTION: Final = re.compile(r"\btorch\._C\._nn\.(\w+)")
 _WORD: Final = re.compile(r"(?<![\w.\"'])[A-Za-z_]\w*")
 _GRID: Final = "unit of the fixed-point grid of a and b, or None"
 _INLINED: Final = "revcompile_inlined_"
-_PATH: Final = "revcompile_path_"
 
 
 def code_text(partition: Partition, program: StageProgram) -> str:
@@ -105,11 +105,7 @@ class Listing:
     def function(self, function: GraphFunction) -> str:
         """The text of a function."""
         graph, names = _readable(function.graph, function.arguments), dict[str, str]()
-        for place, node in enumerate(graph.nodes):
-            if node.op in ("call_module", "get_attr"):
-                names[f"{_PATH}{place}"] = module_path(self.root, str(node.target))
-                node.target = f"{_PATH}{place}"
-        code = graph.python_code("self")
+        code = python_code(graph, partial(module_path, self.root))
         text = _NN_FUNCTION.sub(_functional, code.src.strip())
         used = set(_WORD.findall(text))
         for alias, value in code.globals.items():
@@ -219,10 +215,6 @@ class _Tidy(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.names.get(node.id, node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        self.generic_visit(node)
-        return self.names.get(node.attr, node) if node.attr.startswith(_PATH) else node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)

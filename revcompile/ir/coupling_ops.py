@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, Final, TypeVar
@@ -25,6 +25,7 @@ from torch.overrides import has_torch_function
 from revcompile.errors import InputError
 from revcompile.ir import ops
 from revcompile.ir.module_tree import is_cast
+from revcompile.ir.reached import reached
 from revcompile.kernels import fixed_point
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.batch_norm import bn_relu
@@ -42,6 +43,7 @@ _CALLED: Final = (ops.__name__, __name__, fixed_point.__name__)
 _WORD: Final = (1 << 64) - 1
 _engine: Final = torch.autograd.Variable._execution_engine
 _Gradient = TypeVar("_Gradient", Tensor, Tensor | None)
+_Set = TypeVar("_Set")
 
 
 def recording(on: bool) -> None:
@@ -231,27 +233,31 @@ _checked: Final[ContextVar[str | None]] = ContextVar("_checked", default=None)
 
 
 @contextmanager
-def refusing_other_leaves(name: str) -> Iterator[None]:
+def _set_to(variable: ContextVar[_Set], value: _Set) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def refusing_other_leaves(name: str) -> AbstractContextManager[None]:
     """Raise where what is differentiated inside has other leaves than its inputs and parameters.
 
     Their gradients would be lost. `name` says where that is.
     """
-    token = _checked.set(name)
-    try:
-        yield
-    finally:
-        _checked.reset(token)
+    return _set_to(_checked, name)
 
 
 def refuse_other_leaves(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Raise if what `outputs` were computed from requires a gradient and is not among `inputs`."""
-    known = {id(tensor) for tensor in inputs}
-    seen, todo = {tensor.grad_fn for tensor in inputs}, [tensor.grad_fn for tensor in outputs]
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    known, ends = {id(tensor) for tensor in inputs}, {None, *(t.grad_fn for t in inputs)}
+    starts: list[Any] = [t.grad_fn for t in outputs if t.grad_fn not in ends]
+
+    def before(node: Any) -> list[Any]:
+        return [source for source, _ in node.next_functions if source not in ends]
+
+    for node in reached(starts, before):
         found = node.variable if type(node).__name__ == "AccumulateGrad" else None
         if found is not None and id(found) not in known:
             raise InputError(
@@ -260,20 +266,14 @@ def refuse_other_leaves(name: str, outputs: Sequence[Tensor], inputs: Sequence[T
                 "attribute or a global, and its gradient would be lost. Register it as a parameter "
                 "of a layer, pass it to the model as an argument, or detach it"
             )
-        todo += [following for following, _ in node.next_functions]
 
 
 _retains: Final[ContextVar[bool]] = ContextVar("_retains", default=False)
 
 
-@contextmanager
-def retaining() -> Iterator[None]:
+def retaining() -> AbstractContextManager[None]:
     """Have autograd graphs stay that are differentiated inside."""
-    token = _retains.set(True)
-    try:
-        yield
-    finally:
-        _retains.reset(token)
+    return _set_to(_retains, True)
 
 
 def laid_out_like(value: Tensor, gradient: _Gradient) -> _Gradient:
@@ -403,14 +403,9 @@ def is_seeded_elsewhere() -> bool:
     return _seeder.get() is not _seed_default
 
 
-@contextmanager
-def seeding(seeder: Seeder) -> Iterator[None]:
+def seeding(seeder: Seeder) -> AbstractContextManager[None]:
     """Have `seeder(key, place)` called by `reseed`: a captured step seeds its own generators."""
-    token = _seeder.set(seeder)
-    try:
-        yield
-    finally:
-        _seeder.reset(token)
+    return _set_to(_seeder, seeder)
 
 
 # -- calls of higher order -------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from revcompile.ir.ops import attribute, op_name
+from revcompile.ir.reached import reached
 from revcompile.kernels.repeatable import Repeated
 
 NORMS: Final = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -102,11 +103,8 @@ class TreeReads:
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters that the graphs compute with, each once."""
-        return tuple(
-            dict.fromkeys(
-                tensor for _, tensor in self.tensors() if isinstance(tensor, nn.Parameter)
-            )
-        )
+        tensors = (tensor for _, tensor in self.tensors())
+        return tuple(dict.fromkeys(t for t in tensors if isinstance(t, nn.Parameter)))
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -151,13 +149,9 @@ def convolves(graph: fx.Graph, root: nn.Module) -> bool:
 def repeated_layers(graph: fx.Graph, root: nn.Module) -> Repeated:
     """Layers of a branch that may choose another kernel when they run again."""
     calls = graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
-    masks = [node.kwargs.get("attn_mask", (*node.args, None, None)[3]) for node in calls]
-    waiting = [mask for mask in masks if isinstance(mask, fx.Node)]
-    sources: dict[fx.Node, None] = {}
-    while waiting:
-        node = waiting.pop()
-        waiting += [source for source in node.all_input_nodes if source not in sources]
-        sources[node] = None
+    masks = [node.kwargs.get("attn_mask", (*node.args, *[None] * 4)[3]) for node in calls]
+    masks = [mask for mask in masks if isinstance(mask, fx.Node)]
+    sources = reached(masks, lambda node: node.all_input_nodes)
     return Repeated(convolves(graph, root), any(parameters_of(node, root) for node in sources))
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.ir.module_tree import child_path
-from revcompile.ir.snapshot import INTERNAL, Change, Kind, Presence, Reading, frozen
+from revcompile.ir.snapshot import INTERNAL, Kind, Presence, Reading, TreeSnapshot, frozen
 
 Names = Mapping[str, frozenset[str]]
 """Of attributes, by the path of the module."""
@@ -43,7 +43,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
-class PlainAttributes:
+class PlainAttributes(TreeSnapshot):
     """Attributes of some modules as they are now, and their first change.
 
     Args:
@@ -56,19 +56,10 @@ class PlainAttributes:
     def __init__(self, root: nn.Module, plain: Names, asked: Names, kind: type | None) -> None:
         modules = dict(root.named_modules(remove_duplicate=False))
         self._modules = {path: modules[path] for path in (*plain, *asked) if path in modules}
-        self._plain, self._asked, self._kind = plain, asked, kind
-        self._before = self._now()
+        self._plain, self._asked, self._class = plain, asked, kind
+        super().__init__((), (Kind.SETTING,))
 
-    def first_change(self) -> Change | None:
-        """The first difference, or None."""
-        if self._before.is_same():
-            return None
-        now = self._now()
-        change = next(self._before.changes(now, Kind.SETTING), None)
-        self._before = self._before if change else now
-        return change
-
-    def _now(self) -> Reading:
+    def _read(self, kind: Kind) -> Reading:
         reading = _Reading()
         for path, module in self._modules.items():
             plain = self._plain.get(path, frozenset())
@@ -76,8 +67,8 @@ class PlainAttributes:
                 reading.add_attribute(module, name, child_path(path, name))
             for name in sorted(self._asked.get(path, frozenset()) - plain):
                 reading.add_presence(module, name, child_path(path, name))
-            for kind in ((not path and self._kind) or type(module)).__mro__:
-                reading.add_class(kind, path)
+            for base in ((not path and self._class) or type(module)).__mro__:
+                reading.add_class(base, path)
         return reading.finish()
 
 

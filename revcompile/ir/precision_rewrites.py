@@ -112,7 +112,7 @@ def _is_only_read_cast(node: fx.Node, root: nn.Module) -> bool:
     readers = [user for user in node.users if not _reads_metadata(user)]
     return bool(readers) and all(
         casts_input(user, node, root)
-        or (_only_moves_elements(user) and user.args[0] is node and _is_only_read_cast(user, root))
+        or (_only_moves_elements(user) and node in user.args[:1] and _is_only_read_cast(user, root))
         for user in readers
     )
 

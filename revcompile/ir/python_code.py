@@ -5,7 +5,6 @@ A compiled graph is a function of `(root, *inputs)`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -33,40 +32,28 @@ def path_expression(path: str, of: str = "self") -> str:
         if name.isidentifier() and not keyword.iskeyword(name):
             of = f"{of}.{name}"
         else:
-            quoted = repr(name) if _needs_escapes(name) else f'"{name}"'
+            is_plain = '"' not in name and repr(name) == f"'{name}'"
+            quoted = f'"{name}"' if is_plain else repr(name)
             of = f"getattr({of}, {quoted})"
     return of
 
 
-def _needs_escapes(name: str) -> bool:
-    return '"' in name or repr(name) != f"'{name}'"
+def python_code(graph: fx.Graph, expression: Callable[[str], str] = path_expression) -> PythonCode:
+    """The code of a graph as a function `forward(self, ...)`; `expression` prints paths.
 
-
-def python_code(graph: fx.Graph) -> PythonCode:
-    """The code of a graph as a function `forward(self, ...)`.
-
-    FX prints names that are keywords, or contain quotes, as they are: paths with such names are
-    printed as stand-ins first.
+    FX prints names that are keywords, or contain quotes, as they are: all paths are printed as
+    stand-ins first.
     """
-    reads = [str(n.target) for n in graph.nodes if n.op in ("call_module", "get_attr")]
-    odd = [path for path in dict.fromkeys(reads) if any(map(_is_misprinted, path.split(".")))]
-    if not odd:
-        return graph.python_code("self")
-    stand_ins = {path: f"{_STAND_IN}{index}" for index, path in enumerate(odd)}
-    printed = copy.deepcopy(graph)
+    printed, paths = copied(graph), list[str]()
     for node in printed.nodes:
         if node.op in ("call_module", "get_attr"):
-            node.target = stand_ins.get(str(node.target), node.target)
+            paths.append(str(node.target))
+            node.target = f"{_STAND_IN}{len(paths) - 1}"
     code = printed.python_code("self")
-    expressions = [path_expression(path) for path in odd]
     pattern = rf"\bself\.{_STAND_IN}(\d+)\b"
     return dataclasses.replace(
-        code, src=re.sub(pattern, lambda found: expressions[int(found[1])], code.src)
+        code, src=re.sub(pattern, lambda found: expression(paths[int(found[1])]), code.src)
     )
-
-
-def _is_misprinted(name: str) -> bool:
-    return keyword.iskeyword(name) or _needs_escapes(name)
 
 
 def source_of(graph: fx.Graph) -> str:

@@ -417,13 +417,15 @@ class Rewired:
     @functools.cached_property
     def stored(self) -> tuple[tuple[str, str], ...]:
         """Attributes in which leaf modules of branches leave tensors: path of the module, name."""
-        bodies = [body for body in (self.body, self.eval_body) if body is not None]
-        couplings = [s for body in bodies for s in body.segments if isinstance(s, Coupling)]
+        couplings = (s for s in self._segments if isinstance(s, Coupling))
         nodes = (node for coupling in couplings for node in coupling.branch.nodes)
         return tuple(dict.fromkeys(entry for node in nodes for entry in node.meta.get(STORES, ())))
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
         """The graphs of all segments, of both modes."""
-        bodies = [body for body in (self.body, self.eval_body) if body is not None]
-        return tuple(segment.graph for body in bodies for segment in body.segments)
+        return tuple(segment.graph for segment in self._segments)
+
+    @property
+    def _segments(self) -> tuple[Segment, ...]:
+        return (*self.body.segments, *(self.eval_body.segments if self.eval_body else ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +214,8 @@ class StageReport:
         path = new_file("net.draw_schedule", path, "timeline.svg")
         costs, name = drawing.costs_of(self._partition), self._partition.rewired.name
         methods = drawing.beside_others(self.method)
-        return drawing.draw_schedule(
-            costs, path, methods, accumulation_steps=accumulation_steps, title=name
-        )
+        svg = partial(drawing.timeline_svg, costs, methods, accumulation_steps, name)
+        return drawing.write("net.draw_schedule", path, {".svg": svg})
 
     def _repr_html_(self) -> str:
         return drawing.fragment(self._view("net")[0])

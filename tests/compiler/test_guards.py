@@ -64,6 +64,33 @@ def test_a_size_that_steers_python_is_captured_anew(steer: Any) -> None:
     assert net(short).shape == model(short).shape
 
 
+class Sums(nn.Module):
+    """Sizes of two values steer Python; in messages the values have the same name."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = x.relu(), y.relu()
+        return a.sum(1) * sum(range(a.shape[1])) + b.sum(1) * sum(range(b.shape[1]))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Sums(), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z: Tensor = self.inner(x, y)
+        return z[:, None] + torch.tanh(self.head(z[:, None]))
+
+
+def test_sizes_of_two_inputs_that_were_equal_are_both_checked() -> None:
+    model, x, y = TwoInputs(), torch.rand(2, 5), torch.rand(2, 7)
+    net, reference = (
+        revcompile.reversify(model, example, policy="same_parameters", check="off")
+        for example in ((x, x), (x, y))
+    )
+    assert torch.equal(net(x, y), reference(x, y))
+
+
 ON_BATCH = [
     lambda self, x, h: h * 2 if x.shape[0] > 5 else h,
     lambda self, x, h: h * 2 if x.shape[0] in {7, 9} else h,

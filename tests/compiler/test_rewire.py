@@ -1,6 +1,7 @@
 """rewire: the paper's counts, weights that carry over, and values that are what they were."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,6 +98,11 @@ def _slopes() -> nn.Module:
     return module_of(lambda self, x: F.prelu(x, self.slopes), slopes=nn.Parameter(torch.rand(8)))
 
 
+class _Keyword(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(input=x)
+
+
 class _Masked(nn.Conv2d):
     """The convolution of PixelCNN."""
 
@@ -157,6 +163,11 @@ ENDS = {
         [_conv(channels=3), _slopes()],
         _conv(),
         [_slopes(), _conv()],
+    ),
+    "activation of a keyword": lambda: (
+        [_conv(channels=3), _Keyword()],
+        _conv(),
+        [_Keyword(), _conv()],
     ),
     "masked convolution": lambda: ([_conv(_Masked, 3)], _conv(), [_conv(_Masked)]),
     "norm with a buffer": lambda: (
@@ -232,6 +243,34 @@ def test_a_net_of_dense_layers_takes_inputs_of_any_rank() -> None:
     x = torch.randn(3, 5, 4)
     torch.testing.assert_close(net(x), net(x.flatten(0, 1)).view(3, 5, 5))
     torch.testing.assert_close(net(x[0, 0]), net(x[0])[0])
+
+
+class _Sided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def run(self, x: Tensor, side: Tensor) -> Tensor:
+        x = x + torch.tanh(self.f(x)) * side
+        return x + torch.tanh(self.g(x)) * side
+
+
+NAMED: dict[str, Callable[..., Tensor]] = {
+    "b": lambda self, x, b: self.run(x, b),
+    "x_a": lambda self, x, x_a: self.run(x, x_a),
+    "add_b": lambda self, x, add_b: self.run(x, add_b),
+    "key": lambda self, x, key: self.run(x, key),
+    "self_": lambda self, x, self_: self.run(x, self_),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_arguments_may_be_called_like_streams(name: str) -> None:
+    model = type("Named", (_Sided,), {"forward": NAMED[name]})()
+    example = torch.randn(3, 4), torch.randn(3, 4)
+    net = revcompile.reversify(model, example, policy="pretrained").eval()
+    torch.testing.assert_close(net(*example), model.eval()(*example))
+    assert revcompile.petrafy(model, 2, example, policy="same_parameters").num_stages == 2
 
 
 def test_a_layer_whose_weight_is_read_elsewhere_keeps_its_width() -> None:

@@ -13,7 +13,7 @@ from drawn import Compiled, compiled, groups, parsed, shown
 from helpers import refuses
 
 from revcompile.errors import InputError
-from revcompile.inspect.drawing import draw, draw_schedule
+from revcompile.inspect.drawing import draw, write
 from revcompile.inspect.drawing.graph import HEIGHT, drawn_graph, layout
 from revcompile.inspect.drawing.page import embedded, page
 from revcompile.inspect.drawing.timeline import timeline_svg
@@ -73,8 +73,14 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
     net = compiled("tower", 3)
     with pytest.raises(InputError, match=r"ends in \.png.*\.svg or \.html"):
         draw(net.picture(), tmp_path / "net.png")
-    with pytest.raises(InputError, match=r"ends in nothing.*\.svg"):
-        draw_schedule(Costs.uniform(2), tmp_path / "timeline")
+    refuses(
+        InputError,
+        r"ends in nothing.*\.svg",
+        write,
+        "draw_schedule",
+        tmp_path / "timeline",
+        {".svg": str},
+    )
     refuses(InputError, "nothing to draw", timeline_svg, Costs.uniform(2, 0, 0))
 
 

@@ -173,6 +173,10 @@ class _Doubled(nn.LayerNorm):
         return 2 * super().forward(input)
 
 
+def _reshaped(x: Tensor) -> Tensor:
+    return torch.reshape(input=x, shape=(2, 4, 8))
+
+
 sdpa = F.scaled_dot_product_attention
 READERS: list[tuple[str, Callable[..., Tensor], bool]] = [
     ("linear", lambda self, x: self.layer(x), True),
@@ -186,6 +190,7 @@ READERS: list[tuple[str, Callable[..., Tensor], bool]] = [
     ("itself", lambda self, x: sdpa(x, x, x), False),
     ("its shape too", lambda self, x: self.layer(x).view(x.shape[0], x.size(1), -1), True),
     ("rearranged", lambda self, x: self.layer(x.view(-1, 8)).view(2, 4, 8), True),
+    ("rearranged, by keywords", lambda self, x: self.layer(_reshaped(x)), False),
     ("computed with", lambda self, x: self.layer(x.exp()), False),
     ("read in both ways", lambda self, x: self.layer(x) * x, False),
     ("given back", lambda self, x: x, False),

@@ -94,8 +94,7 @@ class _AsInThePaper(MemoryModel):
 
     def needed(self, stage: int) -> set[str]:
         is_free = self.is_first_input_free and stage == 0
-        names = self._needed(stage, stage + 1)
-        return {name for name in names if not is_free or self._made[name] >= 0}
+        return set() if is_free else self._needed(stage, stage + 1)
 
     def _kept(self, index: int, names: Iterable[str]) -> int:
         return super()._kept(index, self.needed(index).intersection(names))

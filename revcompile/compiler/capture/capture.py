@@ -36,8 +36,9 @@ from revcompile.compiler.capture.functional import (
 from revcompile.compiler.capture.guards import make_guards
 from revcompile.compiler.capture.isolation import (
     copy_model,
-    foreign_rng,
+    foreign_rng_state,
     register_constant,
+    restore_foreign_rng,
     set_mode,
 )
 from revcompile.compiler.capture.leaf_modules import (
@@ -304,7 +305,7 @@ def trace(
             constants get equal names.
     """
     made = model, example, mode, frozenset(leaf_paths), {} if constants is None else constants
-    restore = foreign_rng()
+    state = foreign_rng_state()
     try:
         return Tracer(*made).run(fake)
     except SuspectedDraw:
@@ -313,7 +314,7 @@ def trace(
                 return Tracer(*made, has_drawn).run(fake)
             finally:
                 if has_drawn():
-                    restore()
+                    restore_foreign_rng(state)
 
 
 # -- other readings of the example ----------------------------------------------------------------

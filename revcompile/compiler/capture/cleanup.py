@@ -36,7 +36,7 @@ def detach_no_grad(graph: fx.Graph) -> None:
             continue
         if is_effect(node):
             for source in node.all_input_nodes:
-                if source is not node.args[0] and isinstance(source.meta[TYPE], TensorType):
+                if source not in node.args[:1] and isinstance(source.meta[TYPE], TensorType):
                     _detach(graph, source, node, [node])
         outside = [u for u in node.users if not u.meta.get(NO_GRAD)]
         if outside and node.op != "get_attr" and isinstance(node.meta[TYPE], TensorType):
@@ -77,7 +77,8 @@ def uncut_parts(node: fx.Node) -> list[fx.Node]:
     A block may keep its residual stream as the first channels of a wider value (DPN).
     """
     args: Any = node.args
-    if node.target is not operator.getitem or args[0].target is not torch.cat:
+    is_slice = node.target is operator.getitem and args[0].target is torch.cat
+    if not is_slice or not args[0].args:
         return []
     whole, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
     parts, dim = (*whole.args, whole.kwargs.get("dim", 0))[:2]

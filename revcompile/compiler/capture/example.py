@@ -277,5 +277,6 @@ def _label(signature: inspect.Signature, path: tuple[Any, ...]) -> str:
 def _names(labels: tuple[str, ...]) -> tuple[str, ...]:
     """A name for each placeholder that a graph will keep (`input` would become `input_1`)."""
     scratch = fx.Graph()
+    scratch.placeholder("self")  # the model, in generated code
     words = ("".join(c if c.isalnum() else "_" for c in label) for label in labels)
     return tuple(scratch.placeholder(word.strip("_") or "x").name for word in words)

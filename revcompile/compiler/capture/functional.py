@@ -38,7 +38,6 @@ from revcompile.compiler.capture.memory import (
     MOVES,
     STORAGES,
     WRITES,
-    Location,
     eliminate_dead_code,
     is_effect,
     is_structured,
@@ -95,8 +94,6 @@ class _Value:
 
     node: fx.Node
     new: fx.Node
-    storages: frozenset[int]
-    location: Location | None
     names: list[_Value]
     """All values that are the same tensor."""
 
@@ -154,8 +151,7 @@ class _Functional:
         """Note that a new node has an original one's value."""
         source = other_name_of(node, self.root)
         names = [] if source is None else self.values[source].names
-        storages = node.meta.get(STORAGES, frozenset())
-        self.values[node] = value = _Value(node, new, storages, location_of(node), names)
+        self.values[node] = value = _Value(node, new, names)
         names.append(value)
         return value
 
@@ -163,7 +159,7 @@ class _Functional:
 
     def _write(self, target: _Value, new: fx.Node, node: fx.Node) -> None:
         """Give the target, under all its names, new contents."""
-        self._refuse_other_readers(node, target.storages, target)
+        self._refuse_other_readers(node, _storages(target.node), target)
         for value in target.names:
             value.new = new
 
@@ -172,7 +168,7 @@ class _Functional:
     ) -> None:
         """Refuse a write to memory that other values than the target share, and are read later."""
         for name, value in self.values.items():
-            if value.storages.isdisjoint(storages) or (target and value in target.names):
+            if _storages(value.node).isdisjoint(storages) or (target and value in target.names):
                 continue
             late = [u for u in name.users if u > node and _reads(u)]
             late = late[: late.index(end)] if (end := _assignment(node, name, late)) else late
@@ -187,12 +183,13 @@ class _Functional:
         """An in-place function, method or operator."""
         argument, call = written_argument(node), out_of_place_call(node)
         target = self.values[argument] if argument is not None else None
-        if target is None or target.location is None or call is None:
+        before = None if target is None else location_of(target.node)
+        if target is None or before is None or call is None:
             raise NotFunctional(f"{node.name} writes in place and has no out-of-place form", [node])
-        if not node.meta.get(WRITES, frozenset()) <= target.storages:
+        if not node.meta.get(WRITES, frozenset()) <= _storages(target.node):
             raise NotFunctional(f"{node.name} writes into more than one tensor", [node])
         after = location_of(node)
-        changes_shape = after is not None and after.layout != target.location.layout
+        changes_shape = after is not None and after.layout != before.layout
         if changes_shape or "out" in node.kwargs:
             reason = f"{node.name} changes {target.node.name} as a whole; assign its result instead"
             raise NotFunctional(reason, [node, target.node])

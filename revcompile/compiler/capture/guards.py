@@ -35,7 +35,9 @@ from revcompile.ir.guards import (
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.ops import op_name
 from revcompile.ir.plain_attributes import Names, attributes_of
-from revcompile.ir.types import PATH
+from revcompile.ir.reached import reached
+from revcompile.ir.signature import Signature
+from revcompile.ir.types import PATH, TYPE, types_in
 
 
 class ReadKind(enum.Enum):
@@ -55,8 +57,10 @@ class PythonRead:
     value: Any
     kind: ReadKind
     source: str
-    by_torch: bool
+    by_torch: bool = False
     """Was it torch's own code that read it?"""
+    grown: Any = None
+    """The value for one sample more, if it is computed from the batch size."""
 
 
 _CHOOSES_KERNELS: Final = DEVICE_ATTRIBUTES | {"requires_grad", "is_nested", "is_sparse", "layout"}
@@ -69,24 +73,18 @@ _ARITIES: Final = frozenset(
 
 
 def size_guards(
-    reads: Iterable[PythonRead], values: Mapping[fx.Node, Any], labels: Mapping[str, str]
+    reads: Iterable[PythonRead], values: Mapping[fx.Node, Any], signature: Signature
 ) -> SizeGuards:
     """Guards on what Python has read of inputs, of values inside the network, and of parameters.
 
-    `values` are the nodes' values at the first batch size, `labels` the arguments' names as a
-    user writes them.
+    `values` are the nodes' values at the first batch size.
     """
-    printer, facts = ExpressionPrinter(labels), dict[fx.Node, _Facts]()
+    facts: dict[fx.Node, _Facts] = {}
     for node in values:
         facts[node] = _facts(node, values, facts)
-    needed: dict[tuple[str, str], tuple[PythonRead, str]] = {}
-    for read in reads:
-        if _is_needed(read, values[read.node], facts[read.node]):
-            text = printer.show(read.node)
-            text = f"len({text})" if read.kind is ReadKind.LENGTH else text
-            needed.setdefault((text, repr(read.value)), (read, text))
+    needed = [read for read in reads if _is_needed(read, values[read.node], facts[read.node])]
     # a size inside is wrong, or cannot be computed, because of one of the inputs
-    return _with_graph(sorted(needed.values(), key=lambda each: facts[each[0].node].looks_inside))
+    return guarded(sorted(needed, key=lambda read: facts[read.node].looks_inside), signature)
 
 
 @dataclass(frozen=True)
@@ -122,27 +120,6 @@ def _is_needed(read: PythonRead, value: Any, facts: _Facts) -> bool:
     return not tensors_in(value) or op_name(read.node) in _ARITIES
 
 
-def copied_for_guards(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy without outputs, and the copies of the nodes.
-
-    A device is read of the model's first input: all have the same.
-    """
-    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    copy.graph_copy(graph, copies)
-    first = next(iter(copy.find_nodes(op="placeholder")))
-    for node in copy.nodes:
-        if _attribute_read(node) in DEVICE_ATTRIBUTES:
-            node.args = (first, *node.args[1:])
-    return copy, copies
-
-
-def finished(graph: fx.Graph, outputs: Iterable[fx.Node]) -> fx.Graph:
-    """The graph with these outputs, and nothing that they are not computed from."""
-    graph.output(tuple(outputs))
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    return graph
-
-
 def _attribute_read(node: fx.Node) -> str | None:
     if node.op == "call_method" and node.target == "get_device":
         return "get_device"
@@ -150,19 +127,44 @@ def _attribute_read(node: fx.Node) -> str | None:
     return str(node.args[1]) if is_read else None
 
 
-def _with_graph(group: list[tuple[PythonRead, str]]) -> SizeGuards:
-    if not group:
+def guarded(reads: Iterable[PythonRead], signature: Signature) -> SizeGuards:
+    """Guards on values of one graph, with a graph that computes them.
+
+    Equal reads of the same tensors become one guard. Their texts may be equal for other tensors,
+    too, as they abbreviate values inside the network.
+    """
+
+    def is_tensor(node: fx.Node) -> bool:
+        return bool(types_in(node.meta.get(TYPE)))
+
+    def sources(node: fx.Node) -> list[fx.Node]:
+        return [] if is_tensor(node) else node.all_input_nodes
+
+    printer = ExpressionPrinter(dict(zip(signature.placeholders, signature.labels, strict=True)))
+    guards: dict[Any, tuple[PythonRead, SizeGuard]] = {}
+    for read in reads:
+        text = printer.show(read.node)
+        text = f"len({text})" if read.kind is ReadKind.LENGTH else text
+        guard = SizeGuard(text, read.value, read.source, read.grown)
+        tensors = frozenset(filter(is_tensor, reached([read.node], sources)))
+        guards.setdefault((text, repr(read.value), tensors), (read, guard))
+    if not guards:
         return SizeGuards()
-    graph, copies = copied_for_guards(group[0][0].node.graph)
-    outputs = [copies[read.node] for read, _ in group]
-    for place, (read, _) in enumerate(group):
+    used = [read for read, _ in guards.values()]
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(used[0].node.graph, copies)
+    first = next(iter(graph.find_nodes(op="placeholder")))
+    for node in graph.nodes:
+        if _attribute_read(node) in DEVICE_ATTRIBUTES:  # all inputs have the same device
+            node.args = (first, *node.args[1:])
+    outputs = [copies[read.node] for read in used]
+    for place, read in enumerate(used):
         if read.kind is ReadKind.LENGTH:
             outputs[place] = graph.call_function(len, (outputs[place],))
-    return SizeGuards(
-        tuple(SizeGuard(text, read.value, read.source) for read, text in group),
-        finished(graph, outputs),
-        frozenset(i for i, (r, _) in enumerate(group) if r.kind is ReadKind.CONTENTS),
-    )
+    graph.output(tuple(outputs))
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    contents = (place for place, read in enumerate(used) if read.kind is ReadKind.CONTENTS)
+    return SizeGuards(tuple(guard for _, guard in guards.values()), graph, frozenset(contents))
 
 
 class Traced(Protocol):
@@ -297,13 +299,12 @@ def _attributes(
 
 def _methods_of_forward(kind: type) -> frozenset[str]:
     """Names of methods that its `forward` calls: an instance may be given others."""
-    codes, found, todo = _codes_of(kind), {"forward"}, ["forward"]
-    while todo:
-        reads = {name for code in codes[todo.pop()] for name in code.co_names}
-        new = (reads & codes.keys()) - found
-        found |= new
-        todo += new
-    return frozenset(found - {"forward"})
+    codes = _codes_of(kind)
+
+    def called(method: str) -> set[str]:
+        return {name for code in codes[method] for name in code.co_names} & codes.keys()
+
+    return frozenset(reached(["forward"], called)) - {"forward"}
 
 
 def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:
@@ -319,19 +320,16 @@ def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:
 def _codes_of(kind: type) -> dict[str, list[types.CodeType]]:
     """The bytecode of the methods of a class and of those they override, by name."""
     codes: dict[str, list[types.CodeType]] = {"forward": []}
+
+    def inner(code: types.CodeType) -> list[types.CodeType]:
+        return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
     own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
     for base in own:
         for name, value in vars(base).items():
             if isinstance(value, types.FunctionType):
-                codes.setdefault(name, []).extend(_nested(inspect.unwrap(value).__code__))
+                codes.setdefault(name, []).extend(reached([inspect.unwrap(value).__code__], inner))
     return codes
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
 
 
 def _loads(code: types.CodeType) -> Iterator[tuple[str, str]]:

@@ -85,26 +85,22 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Restore the generators of torch, Python and NumPy at the end."""
-    restore = foreign_rng()
+    state = foreign_rng_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        restore()
+        restore_foreign_rng(state)
 
 
-def foreign_rng() -> Callable[[], None]:
-    """A function that gives the generators of Python and NumPy the state that they have now."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
-
-    def restore() -> None:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-
-    return restore
+def restore_foreign_rng(state: tuple[Any, ...]) -> None:
+    """Give the generators of Python and NumPy a state that they had (`foreign_rng_state`)."""
+    of_python, kind, keys, *rest = state
+    random.setstate(of_python)
+    if kind is not None:
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
 
 
 # -- attributes and buffers -----------------------------------------------------------------------

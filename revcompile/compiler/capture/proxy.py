@@ -70,10 +70,6 @@ class ShapedTracer(fx.Tracer):
         if not self.evaluating:
             self._reads.append(PythonRead(node, value, reading, user_line(), is_torch_code()))
 
-    def leave_out(self, draw: fx.Node) -> None:
-        """Note that a random number was drawn, and decided nothing."""
-        self.draws.add(draw.meta[SOURCE])
-
     def reads_types(self) -> bool:
         """Whether the running code gets dtypes as plain values."""
         return self._path in self._reading_types
@@ -145,7 +141,7 @@ class ShapedProxy:
         if isinstance(known.first, torch.Tensor):
             decided = decided_draw(self.node)
             if decided is not None:
-                self.tracer.leave_out(decided[1])
+                self.tracer.draws.add(decided[1].meta[SOURCE])
                 return decided[0]
             known = Values(*(self.tracer.fold(self.node, which).tolist() for which in (0, 1)))
             reading = ReadKind.CONTENTS

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set, ValuesView
 from typing import Any, Final, cast
 
 import torch
@@ -26,14 +26,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.memory import tensors_in
 
-_CONTAINERS: Final[tuple[type, ...]] = (
-    tuple,
-    list,
-    set,
-    frozenset,
-    type({}.items()),
-    type({}.values()),
-)
+_CONTAINERS: Final = (tuple, list, Set, ValuesView)
 
 
 def is_structure(value: Any) -> bool:

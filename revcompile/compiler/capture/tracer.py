@@ -13,7 +13,7 @@ guards. `interception.py` has how the tracer is called.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Number
 from typing import Any, Final
@@ -84,6 +84,7 @@ from revcompile.ir.guards import ModeGuards, autocast_state
 from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import attribute, called
 from revcompile.ir.plain_attributes import PLAIN, attributes_of
+from revcompile.ir.reached import reached
 from revcompile.ir.types import PATH, SOURCE, STORES, TYPE, VALUE
 
 CONSTANT_PREFIX: Final = "revcompile_constant_"
@@ -145,14 +146,13 @@ class Tracer(ShapedTracer):
 
     def _guards(self) -> ModeGuards:
         firsts = {node: values.first for node, values in self.values.items()}
-        signature = self._example.signature
-        labels = dict(zip(signature.placeholders, signature.labels, strict=True))
+        sizes = size_guards(self._reads, firsts, self._example.signature)
         modes = {
             path: module.training
             for path, module in self.root.named_modules()
             if (path, "training") in self.asked
         }
-        return ModeGuards((size_guards(self._reads, firsts, labels),), modes)
+        return ModeGuards((sizes,), modes)
 
     # -- arguments and results ----------------------------------------------------------------
 
@@ -405,25 +405,17 @@ class Tracer(ShapedTracer):
 
     def _note_leaked(self, module: nn.Module) -> None:
         """Note attributes that hold tensors computed from the inputs or from parameters."""
+
+        def tensors(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+            return [node for node in nodes if tensors_in(self.values[node].first)]
+
         for name, value in attributes_of(module).items():
             entries = value.items() if type(value) is dict else [(None, value)]
             for key, held in entries:
-                if any(map(self._is_computed, _nodes_in(held))):
+                sources = reached(tensors(_nodes_in(held)), lambda n: tensors(n.all_input_nodes))
+                parameters = (isinstance(self.values[n].first, nn.Parameter) for n in sources)
+                if any(n.op == "placeholder" for n in sources) or any(parameters):
                     self.leaked.add((self._path, name, key))
-
-    def _is_computed(self, node: fx.Node) -> bool:
-        """Is a value computed from inputs or parameters, not from sizes alone?"""
-        open_ends, seen = [node], set[fx.Node]()
-        while open_ends:
-            source = open_ends.pop()
-            value = self.values[source].first
-            if source in seen or not tensors_in(value):
-                continue
-            seen.add(source)
-            if source.op == "placeholder" or isinstance(value, nn.Parameter):
-                return True
-            open_ends += source.all_input_nodes
-        return False
 
     def _refuse_foreign_rng(self) -> None:
         if self._has_drawn is None and foreign_rng_state() != self._foreign_rng:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from revcompile.compiler.capture.fake_values import NEEDS_DATA, FakeMode, fake_copy
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng, set_mode
+from revcompile.compiler.capture.memory import storage_of
 from revcompile.compiler.cost.run_pieces import PieceCall, run_pieces, submodules_only
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import device_of_model, parameters_read
@@ -71,7 +72,7 @@ def _counted(
     copy = copy_model(original) if fake is None else fake_copy(original, fake, real)
     root = set_mode(copy, original, training=True)
     # kept, as a storage that is freed could give its address to another
-    of_model = {_storage(t): t for t in (*copy.parameters(), *copy.buffers())}
+    of_model = {storage_of(t): t for t in (*copy.parameters(), *copy.buffers())}
     costs: list[Cost] = []
     counted: set[int] = set()
     saved_before: dict[int, int] = {}
@@ -83,7 +84,7 @@ def _counted(
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if (key := _storage(tensor)) not in of_model:
+            if (key := storage_of(tensor)) not in of_model:
                 saved[key] = storage.nbytes()
                 alive.append(storage)
             return tensor
@@ -96,7 +97,7 @@ def _counted(
         work = counter.flops + FLOPS_PER_BYTE * counter.moved
         new = [p for p in parameters_read(piece.graph, root) if id(p) not in counted]
         counted.update(map(id, new))
-        made = {_storage(t): t.untyped_storage() for t in outputs if isinstance(t, Tensor)}
+        made = {storage_of(t): t.untyped_storage() for t in outputs if isinstance(t, Tensor)}
         unsaved = made.keys() - saved.keys() - of_model.keys()
         costs.append(
             Cost(
@@ -126,11 +127,6 @@ def _counted(
     return tuple(costs)
 
 
-def _storage(tensor: Tensor) -> int:
-    """The identity of a tensor's storage; views of it have the same."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 class _Counter(TorchDispatchMode):
     """FLOPs by torch's own formulas, and the bytes that operators read and write.
 
@@ -154,7 +150,7 @@ class _Counter(TorchDispatchMode):
             moved = sum(
                 leaf.numel() * leaf.itemsize
                 for leaf in pytree.tree_leaves((args, out))
-                if isinstance(leaf, Tensor) and _storage(leaf) not in self.of_model
+                if isinstance(leaf, Tensor) and storage_of(leaf) not in self.of_model
             )
             self.moved += moved
             self.largest = max(self.largest, moved)

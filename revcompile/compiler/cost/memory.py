@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from revcompile.compiler.dataflow import live_at_cuts
 from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
 from revcompile.ir.module_tree import parameters_read
 from revcompile.ir.program import Partition, StageMemory
@@ -87,16 +88,12 @@ class MemoryModel:
             replace(cost.at(batch), trained=trained)
             for cost, trained in zip(costs, _trained(partition, pieces), strict=True)
         ]
-        made = [(name, i) for i, piece in enumerate(self.pieces) for name in piece.outputs]
-        read = [(name, i) for i, piece in enumerate(self.pieces) for name in piece.inputs]
-        self._made = dict.fromkeys((name for name, _ in read), -1) | dict(made)
-        """The piece that makes each value; -1 for the model's own inputs."""
-        # A value nobody reads is a result, or read by pieces that are not in this row.
-        self._last_read = dict.fromkeys((name for name, _ in made), len(self.pieces)) | dict(read)
-        low = workload.buffer_bytes
-        self._size = {name: size_at(types.get(name), batch) for name in self._made}
-        self._kept_size = {name: size_at(types.get(name), batch, low) for name in self._made}
-        self._crossing = [self._alive_before(cut) for cut in range(len(self.pieces) + 1)]
+        low, live = workload.buffer_bytes, live_at_cuts(partition.rewired, self.pieces)
+        self._size = {name: size_at(kind, batch) for name, kind in types.items()}
+        self._kept_size = {name: size_at(kind, batch, low) for name, kind in types.items()}
+        self._crossing = [self._sum(alive) for alive in live]
+        self._sent = [*map(frozenset[str], live[:-1]), frozenset[str]()]
+        """The values that a stage sends on that ends before each piece, or behind the last."""
         # Layers that rewiring has widened make more than the types in their graph say.
         self._largest_op = [
             max(_operands(piece, batch), cost.passing)
@@ -181,7 +178,7 @@ class MemoryModel:
     def _kept(self, index: int, names: Iterable[str]) -> int:
         """Inputs of one micro-batch in full precision, and of the others as they are buffered."""
         names = set(names)
-        others = (self._window(index) - 1) * sum(self._kept_size[name] for name in names)
+        others = (self._window(index) - 1) * sum(self._kept_size.get(name, 0) for name in names)
         return self._sum(names) + others
 
     def _graph(self, start: int, end: int) -> int:
@@ -235,16 +232,14 @@ class MemoryModel:
     # -- values that enter a range of pieces ------------------------------------------------------
 
     def _sum(self, names: Iterable[str]) -> int:
-        return sum(self._size[name] for name in names)
-
-    def _alive_before(self, cut: int) -> int:
-        alive = (name for name, made in self._made.items() if made < cut <= self._last_read[name])
-        return self._sum(alive)
+        """Grids are one number each, and have no size here."""
+        return sum(self._size.get(name, 0) for name in names)
 
     def _inputs(self, start: int, end: int) -> set[str]:
         """What the pieces read of values made before them."""
-        read = (name for piece in self.pieces[start:end] for name in piece.inputs)
-        return {name for name in read if self._made[name] < start}
+        pieces = self.pieces[start:end]
+        read = {name for piece in pieces for name in piece.inputs}
+        return read.difference(*(piece.outputs for piece in pieces))
 
     def _needed(self, start: int, end: int) -> set[str]:
         """Of that, what their gradients depend on if they are differentiated as one.
@@ -270,7 +265,7 @@ class MemoryModel:
         names = {name for coupling in couplings for name in coupling.sides}
         for reversible, begin, behind in self._runs(start, end):
             names -= set() if reversible else self._inputs(begin, behind)
-        return {name for name in names if self._last_read[name] < end}
+        return names - self._sent[end]
 
     def _runs(self, start: int, end: int) -> Iterator[tuple[bool, int, int]]:
         """Maximal runs of couplings and of opaque pieces: (reversible, start, end)."""

@@ -1,11 +1,11 @@
 """find, second half: conflicts between residual blocks.
 
-Each pass takes the blocks and returns those that remain, and a refusal for each of the others.
+Each pass takes the blocks and returns those that remain. It refuses the others with a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -15,7 +15,9 @@ from torch import fx, nn
 from revcompile.compiler.dataflow import Flow
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
-from revcompile.ir.types import VALUE, Refusal, Residual, ResidualKind
+from revcompile.ir.types import VALUE, Residual, ResidualKind
+
+Refuse = Callable[[Residual, str], None]
 
 _ACTIVATIONS: Final = frozenset(
     (
@@ -53,23 +55,22 @@ def is_flat_at_zero(node: fx.Node, root: nn.Module) -> bool:
     return op_name(node) in ("relu", "relu_", "relu6")
 
 
-def resolve_nesting(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+def resolve_nesting(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[Residual]:
     """Of blocks inside blocks keep the inner ones if they are a chain, else the outer one."""
     kept: list[Residual] = []
-    dropped: list[Refusal] = []
     for block in residuals:  # inner blocks end before the block around them
         region = {*block.branch, *block.shortcut}
         inner = [r for r in kept if r.total in region]
         reversible = [r for r in inner if not r.is_projected]
         is_chain = len(reversible) >= _MIN_INNER_BLOCKS and _mostly(flow, block, reversible)
         if reversible and (is_chain or block.is_projected):
-            reason = f"holds {len(reversible)} residual blocks of its own, which are used instead"
-            dropped.append(Refusal(block.path, block.total, reason))
+            count = len(reversible)
+            refuse(block, f"holds {count} residual blocks of its own, which are used instead")
             continue
-        kept = [r for r in kept if r not in inner]
-        dropped += [Refusal(r.path, r.total, f"part of the branch of {block.path}") for r in inner]
-        kept.append(block)
-    return kept, dropped
+        for each in inner:
+            refuse(each, f"part of the branch of {block.path}")
+        kept = [*(r for r in kept if r not in inner), block]
+    return kept
 
 
 def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
@@ -81,9 +82,7 @@ def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
     return sum(map(size, inner)) >= _INNER_SHARE * size(outer)
 
 
-def absorb_activations(
-    flow: Flow, residuals: list[Residual]
-) -> tuple[list[Residual], list[Refusal]]:
+def absorb_activations(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[Residual]:
     """Make the activation after the sum of a post-activation block part of the block.
 
     The activation after the last sum of a pre-activation network belongs to the head. It is part of
@@ -103,17 +102,16 @@ def absorb_activations(
                     kind = ResidualKind.POST_ACTIVATION
                 block = replace(block, kind=kind, out=post.name, post=(post.name,))
         result.append(block)
-    return result, []
+    return result
 
 
-def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+def drop_useless(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[Residual]:
     """Drop projected blocks without a reversible neighbour: they have no streams to pass on."""
     by_x: dict[str, list[Residual]] = {}
     for block in residuals:
         by_x.setdefault(block.x, []).append(block)
     streams: set[str] = set()
     kept: list[Residual] = []
-    dropped: list[Refusal] = []
 
     def feeds_coupling(block: Residual) -> bool:
         return any(
@@ -122,47 +120,42 @@ def drop_useless(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual],
 
     for block in residuals:
         if block.is_projected and block.x not in streams and not feeds_coupling(block):
-            reason = "a projected shortcut next to no reversible block"
-            dropped.append(Refusal(block.path, block.total, reason))
+            refuse(block, "a projected shortcut next to no reversible block")
             continue
         streams.add(block.out)
         kept.append(block)
-    return kept, dropped
+    return kept
 
 
-def drop_overlapping(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+def drop_overlapping(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[Residual]:
     """Of blocks that share a computation keep the first: nothing is computed twice.
 
     A second stream that starts inside a block, or a skip across its end, makes such blocks.
     """
     owner: dict[str, Residual] = {}
     kept: list[Residual] = []
-    dropped: list[Refusal] = []
     for block in residuals:
         computed = [node.name for node in _computed(flow, block)]
         shared = next((name for name in computed if name in owner), None)
         if shared is not None:
             other = owner[shared].path or "another block"
-            reason = f"shares {shared} with {other}, and a value belongs to one block only"
-            dropped.append(Refusal(block.path, block.total, reason))
+            refuse(block, f"shares {shared} with {other}, and a value belongs to one block only")
             continue
         owner |= dict.fromkeys(computed, block)
         kept.append(block)
-    return kept, dropped
+    return kept
 
 
-def drop_cyclic(flow: Flow, residuals: list[Residual]) -> tuple[list[Residual], list[Refusal]]:
+def drop_cyclic(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[Residual]:
     """Drop blocks that wait for each other: each reads values inside the other's branch."""
-    dropped: list[Refusal] = []
     while True:
         components = nx.strongly_connected_components(contracted(flow, residuals))
         cycle = next((nodes for nodes in components if len(nodes) > 1), None)
         if cycle is None:
-            return residuals, dropped
+            return residuals
         blocks = [block for block in residuals if flow.by_name[block.out] in cycle]
         last = max(reversed(blocks), key=lambda block: bool(block.extras))
-        reason = "blocks read each other's branches, so none can come first"
-        dropped.append(Refusal(last.path, last.total, reason))
+        refuse(last, "blocks read each other's branches, so none can come first")
         residuals = [block for block in residuals if block is not last]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from revcompile.compiler.capture.decisions import decision
-from revcompile.compiler.dataflow import Flow, cuts_gradient, is_add, tensor_type
+from revcompile.compiler.dataflow import Flow, cuts_gradient, is_add, operands, tensor_type
 from revcompile.compiler.find.conflicts import (
     absorb_activations,
     drop_cyclic,
@@ -23,6 +23,7 @@ from revcompile.compiler.find.conflicts import (
     drop_useless,
     resolve_nesting,
 )
+from revcompile.ir.reached import reached
 from revcompile.ir.types import PATH, VALUE, Captured, Refusal, Residual, ResidualKind
 
 _MULTIPLY: Final = frozenset({operator.mul, torch.mul, torch.ops.aten.mul.Tensor})
@@ -59,9 +60,12 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
             residuals.append(result)
         else:
             refusals.append(result)
+
+    def refuse(block: Residual, reason: str) -> None:
+        refusals.append(Refusal(block.path, block.total, reason))
+
     for conflict_pass in _CONFLICT_PASSES:
-        residuals, dropped = conflict_pass(flow, residuals)
-        refusals += dropped
+        residuals = conflict_pass(flow, residuals, refuse)
     return Found(tuple(residuals), tuple(refusals))
 
 
@@ -78,8 +82,7 @@ def _terms(flow: Flow, total: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     """The summands of a nested sum, and the additions that join them."""
     terms: list[fx.Node] = []
     adds = {total}
-    for arg in total.args[:2]:
-        assert isinstance(arg, fx.Node)
+    for arg in operands(total):
         if is_add(arg) and _is_inner_add(flow, arg):
             inner, more = _terms(flow, arg)
             terms += inner
@@ -127,7 +130,7 @@ def _scaled_source(flow: Flow, term: fx.Node) -> tuple[fx.Node, fx.Node | float]
     multiplies = term.op == "call_function" and term.target in _MULTIPLY
     if not multiplies and not (term.op == "call_method" and term.target == "mul"):
         return None
-    left, right = term.args[:2]
+    left, right = operands(term)[:2]
     for x, factor in ((left, right), (right, left)):
         if not isinstance(x, fx.Node) or x in flow.constant:
             continue
@@ -244,18 +247,14 @@ def _metadata(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
     A mask is filled with the smallest number of the keys' type: the mask comes from outside, the
     type from inside.
     """
-    between: set[fx.Node] = set()
-    work = [node]
-    while work:
-        node = work.pop()
-        if not all(user in inside or user in between for user in node.users):
-            return set()
-        between.add(node)
-        sources = [source for source in node.all_input_nodes if source not in inside]
-        if not all(source in flow.plain for source in sources):
-            return set()
-        work += sources
-    return between
+
+    def sources(of: fx.Node) -> list[fx.Node]:
+        return [n for n in of.all_input_nodes if n not in inside] if of in flow.plain else []
+
+    between = {*reached([node], sources)}
+    users = (user for one in between for user in one.users)
+    is_own = between <= flow.plain and all(user in inside or user in between for user in users)
+    return between if is_own else set()
 
 
 def _exclusive(

@@ -33,7 +33,7 @@ class Value:
 
     name: str
     role: str = ""
-    """kept, returned, entered, arranged, branch, leaf, graph, gradient, shapes, sign or lost."""
+    """key, kept, returned, entered, arranged, branch, leaf, graph, gradient, shapes, sign, lost."""
     number: int = 0
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Value:
         return f"{self.name} {self.role}" if self.role in ("graph", "shapes", "lost") else self.name
 
 
-KEY: Final = Value("key")
+KEY: Final = Value("key", "key")
 """What random seeds are made of."""
 
 

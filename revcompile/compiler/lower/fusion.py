@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -39,7 +40,7 @@ class Fusion:
     """
 
     def __init__(self, compile: Callable[[Any], Callable[..., Any]] | None = None) -> None:
-        self._compile = compile or _torch_compile
+        self._compile = compile or partial(torch.compile, dynamic=False, fullgraph=True)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._numbers: dict[tuple[float, torch.device], Tensor] = {}
         self._round_to_grid = self._compile(_round_to_grid)
@@ -141,11 +142,6 @@ def _round_to_grid(
     """On the grid, and the same in the dtype in which a branch reads it."""
     x = (x.float() + grid) - grid
     return x, None if dtype is None else x.to(dtype)
-
-
-def _torch_compile(function: Any) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True)
-    return compiled
 
 
 LeafOp = Callable[[Any], Any]

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from revcompile.ir import coupling_ops
-from revcompile.ir.python_code import source_of
+from revcompile.ir.python_code import copied, source_of
 
 _STATELESS: Final = (
     nn.AdaptiveAvgPool2d,
@@ -362,22 +362,19 @@ def _is_entering(stream: Any) -> bool:
 
 
 def _graph_with_add(region: FusionRegion, output: int) -> fx.Graph:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    outputs = graph.graph_copy(region.graph, copies)
-    assert isinstance(outputs, tuple)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    graph = copied(region.graph)
+    placeholders, end = graph.find_nodes(op="placeholder"), graph.output_node()
     with graph.inserting_after(placeholders[len(region.inputs) - 1]):  # in reverse
         total = graph.placeholder("total")
         sign = graph.placeholder("sign")
         grid = graph.placeholder("grid")
         entry = graph.placeholder("entry")
         stream = graph.placeholder("stream")
-    results = list(outputs)
-    results[output] = graph.call_function(
-        _add_on_grid, (results[output], stream, entry, grid, sign, total)
-    )
-    graph.output(tuple(results))
+    results: Any = list(end.args[0])  # type: ignore[arg-type]
+    given = results[output], stream, entry, grid, sign, total
+    with graph.inserting_before(end):
+        results[output] = graph.call_function(_add_on_grid, given)
+    end.args = (tuple(results),)
     return graph
 
 

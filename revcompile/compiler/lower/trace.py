@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from revcompile.compiler.lower.code import KEY, Printed, Value
+from revcompile.compiler.lower.code import Printed, Value
 from revcompile.ir import coupling_ops
 from revcompile.ir.coupling_ops import COMPOSED, HELPERS, PURE
 from revcompile.ir.program import GraphFunction, Partition, legal
@@ -169,7 +169,7 @@ class _Trace:
             node._rename(_node_name(value))
             self.unnamed.remove(node)
         # Couplings rebuild the entered value, which may be rounded.
-        if value.role in ("", "kept", "returned", "entered") and value != KEY:
+        if value.role in ("", "kept", "returned", "entered"):
             node.meta[LIVE_VALUES] = (*node.meta.get(LIVE_VALUES, ()), value.name)
 
 

@@ -19,6 +19,7 @@ from revcompile.compiler.lower.code import GRADS, KEY, Program, Statement, Value
 from revcompile.ir import coupling_ops
 from revcompile.ir.module_tree import convolves, has_batch_norm, parameter_names
 from revcompile.ir.program import GraphFunction, Part, Partition, Role, Unit, legal
+from revcompile.ir.python_code import copied
 from revcompile.ir.random_numbers import random_reads
 from revcompile.ir.types import Coupling, Segment, TensorType
 from revcompile.schedule import Keep
@@ -71,31 +72,20 @@ def _draws(piece: Segment, root: nn.Module) -> bool:
 
 def _prepared(graph: fx.Graph, root: nn.Module, casts: Mapping[int, torch.dtype]) -> fx.Graph:
     """The graph with inputs cast, and with batch norms called by `call_norm`."""
-    prepared = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for place, node in enumerate(graph.find_nodes(op="placeholder")):
-        copies[node] = prepared.node_copy(node)
-        if place in casts:
-            copies[node] = prepared.call_method("to", (copies[node], casts[place]))
-    for node in graph.nodes:
-        if node in copies:
-            continue
-        if node.op == "call_module" and has_batch_norm(root.get_submodule(str(node.target))):
-            copies[node] = _norm_call(prepared, node, copies)
-        else:
-            copies[node] = prepared.node_copy(node, copies.__getitem__)
+    prepared = copied(graph)
+    placeholders = prepared.find_nodes(op="placeholder")
+    for place, dtype in casts.items():
+        with prepared.inserting_after(placeholders[-1]):
+            cast = prepared.call_method("to", (placeholders[place], dtype))
+        placeholders[place].replace_all_uses_with(cast, lambda user, cast=cast: user is not cast)
+    for node in prepared.find_nodes(op="call_module"):
+        target = str(node.target)
+        if has_batch_norm(root.get_submodule(target)):
+            with prepared.inserting_before(node):
+                layer = prepared.create_node("get_attr", target, name=legal(f"{target}_layer"))
+            node.op, node.target = "call_function", coupling_ops.call_norm
+            node.args = (layer, *node.args)
     return prepared
-
-
-def _norm_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    target = str(node.target)
-    layer = graph.create_node("get_attr", target, name=legal(f"{target}_layer"))
-    args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-    called = graph.create_node(
-        "call_function", coupling_ops.call_norm, (layer, *args), kwargs, name=node.name
-    )
-    called.meta = dict(node.meta)
-    return called
 
 
 class StageUnits:

@@ -17,12 +17,14 @@ from typing import Any, Final
 import networkx as nx
 
 from revcompile.compiler.cost import CostSource, MemoryModel, Workload, piece_costs, sum_costs
+from revcompile.compiler.cost.memory import size_at
+from revcompile.compiler.dataflow import live_at_cuts
 from revcompile.compiler.partition.balance import balance, largest
 from revcompile.compiler.partition.pieces import split_pieces, whole_pieces
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import parameter_names
 from revcompile.ir.program import Part, Partition
-from revcompile.ir.types import Cost, Coupling, Live, Rewired, Segment, TensorType
+from revcompile.ir.types import Cost, Rewired, Segment
 from revcompile.schedule import Keep, Tie
 from revcompile.units import format_size
 
@@ -126,7 +128,8 @@ class _Row:
     @functools.cached_property
     def traffic(self) -> Sequence[float]:
         """Bytes that a stage sends which ends before each piece; nothing behind the last."""
-        return [*(bytes_sent(live, self.types) for live in self.live[:-1]), 0.0]
+        batch = self.rewired.batch
+        return [*(bytes_sent(live, self.types, batch) for live in self.live[:-1]), 0.0]
 
     @functools.cached_property
     def shared(self) -> Mapping[str, tuple[int, ...]]:
@@ -246,36 +249,9 @@ def _ties(row: _Row, ends: Sequence[int]) -> dict[Tie, tuple[str, ...]]:
 # -- what crosses a cut ---------------------------------------------------------------------------
 
 
-def live_at_cuts(rewired: Rewired, pieces: Sequence[Segment]) -> list[tuple[str, ...]]:
-    """The live values at every cut: entry `i` lists what is alive before piece `i`.
-
-    Streams come first, then grids. The last entry holds the model's results.
-    """
-    last_use: dict[str, int] = {}
-    for index, piece in enumerate(pieces):
-        for name in piece.inputs:
-            last_use[name] = index
-    for leaf in rewired.body.result:
-        if isinstance(leaf, Live):
-            last_use[leaf.name] = len(pieces)
-    couplings = [piece for piece in pieces if isinstance(piece, Coupling)]
-    grids = {piece.grid for piece in couplings}
-    streams = {name for piece in couplings for name in (*piece.streams_in, *piece.streams_out)}
-    alive: dict[str, None] = dict.fromkeys(rewired.signature.placeholders)
-    cuts = [tuple(alive)]
-    for index, piece in enumerate(pieces):
-        alive |= dict.fromkeys(piece.outputs)
-        alive = {name: None for name in alive if last_use.get(name, -1) > index}
-        cuts.append(tuple(sorted(alive, key=lambda n: 0 if n in streams else 1 + (n not in grids))))
-    return cuts
-
-
-def bytes_sent(
-    names: Sequence[str], types: Mapping[str, Any], microbatch_size: int | None = None
-) -> int:
-    """Bytes of live values at a batch size, or at the example's."""
-    kinds = (types.get(name) for name in names)
-    return sum(kind.nbytes(microbatch_size) for kind in kinds if isinstance(kind, TensorType))
+def bytes_sent(names: Sequence[str], types: Mapping[str, Any], microbatch_size: int) -> int:
+    """Bytes of live values at a batch size."""
+    return sum(size_at(types.get(name), microbatch_size) for name in names)
 
 
 def shared_parameters(rewired: Rewired, pieces: Sequence[Segment]) -> dict[str, tuple[int, ...]]:

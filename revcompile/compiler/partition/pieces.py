@@ -191,14 +191,10 @@ class _Split:
         return self.live[node]
 
     def _part(self, index: int, group: list[fx.Node], outputs: dict[str, fx.Node]) -> Opaque:
-        region = Region(self.flow)
-
-        def outside(node: fx.Node) -> fx.Node:
-            return region.input(self._name(node), like=node)
-
+        region = Region(self.flow, lambda own, node: own.input(self._name(node), like=node))
         for node in group:
-            region.copy(node, outside)
-        graph = region.finish(tuple(region.value(node, outside) for node in outputs.values()))
+            region.copy(node)
+        graph = region.finish(tuple(map(region.value, outputs.values())))
         name, inputs = self._part_name(index, group), tuple(region.inputs)
         return Opaque(name, inputs, tuple(outputs), graph, self.segment.reason)
 

@@ -10,7 +10,7 @@ read the pair fused into one value.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +135,7 @@ class Placement:
         averaged: bool,
     ) -> None:
         self.flow, self.averaged = blocks.flow, averaged
-        self.regions = [Region(self.flow) for _ in range(len(blocks.ordered) + 1)]
+        self.regions = [Region(self.flow, self._outside) for _ in range(len(blocks.ordered) + 1)]
         self.types: dict[str, object] = {}
         """Of all live values."""
         self._blocks, self._split, self._concatenated = blocks, split, concatenated
@@ -155,13 +155,20 @@ class Placement:
             x, rearrange = self._blocks.rearranged[x]
         if x not in self._pairs:
             self._enter(x)
-        return Streams(self._pairs[x], rearrange, (f"{block.out}_a", f"{block.out}_b"))
+        return Streams(self._pairs[x], rearrange, self._new_pair(block.out))
+
+    def _new_pair(self, name: str) -> Pair:
+        """The names of a value's streams, which no captured value has."""
+        first, second = f"{name}_a", f"{name}_b"
+        while first in self.flow.by_name or second in self.flow.by_name:
+            first, second = f"{first}_", f"{second}_"
+        return first, second
 
     def _enter(self, x: fx.Node) -> None:
         """Split a value twice as wide, or begin with `(x, x)`."""
         region = self.regions[self._levels[x]]
-        pair = (f"{x.name}_a", f"{x.name}_b")
-        value = region.value(x, lambda n: self._outside(region, n))
+        pair = self._new_pair(x.name)
+        value = region.value(x)
         if x in self._split:
             halves = region.call(torch.chunk, value, 2, self._split[x], like=x)
             halves.meta[TYPE] = (x.meta.get(TYPE),) * 2
@@ -201,8 +208,7 @@ class Placement:
             else:
                 level = max(map(self._level, node.all_input_nodes), default=0)
                 region = self.regions[level]
-                copy = region.copy(node, lambda n: self._outside(region, n))
-                region.defined[node.name] = copy
+                region.defined[node.name] = region.copy(node)
                 self._note(node, level)
 
     def _place_size(self, node: fx.Node) -> None:
@@ -229,21 +235,14 @@ class Placement:
         """A size from the batch size alone, as seen at two batch sizes."""
         region, beyond = self.regions[0], None
         if values[0] != values[1]:
-            source = self._batched_input()
-            kind: Any = tensor_type(source)
+            inputs = self.flow.graph.find_nodes(op="placeholder")
+            kinds: Any = ((node, tensor_type(node)) for node in inputs)
+            source, kind = next((n, t) for n, t in kinds if t and t.batch_dim is not None)
             dim = kind.batch_dim
             seen = dim, kind.shape[dim], kind.per_sample[dim]
             batched = region.input(source.name, like=source)
             beyond = region.call(samples_beyond, batched, *seen, like=like)
         return region.call(grown_size, *values, beyond or 0, like=like)
-
-    def _batched_input(self) -> fx.Node:
-        """An input that grows with the batch."""
-        for node in self.flow.nodes:
-            kind = tensor_type(node)
-            if node.op == "placeholder" and kind is not None and kind.batch_dim is not None:
-                return node
-        raise AssertionError("a size depends on the batch, but no input does")
 
     def _level(self, node: fx.Node) -> int:
         """The first region in which the value exists."""
@@ -256,13 +255,13 @@ class Placement:
         node = self._blocks.same_shape(node)
         if node in self._pairs:
             return region.input(self._pairs[node][1], like=node)
-        return region.value(node, lambda n: self._outside(region, n))
+        return region.value(node)
 
     # -- reading values of other regions ------------------------------------------------------
 
-    def side_reader(self, region: Region) -> Callable[[fx.Node], fx.Node]:
-        """Side values of a block."""
-        return lambda node: region.input(self._live(node), like=node)
+    def side(self, region: Region, node: fx.Node) -> fx.Node:
+        """A side value of a block."""
+        return region.input(self._live(node), like=node)
 
     def result(self, leaf: object) -> object:
         """Where one of the model's flat outputs is found."""
@@ -270,10 +269,9 @@ class Placement:
 
     def _outside(self, region: Region, node: fx.Node) -> fx.Node:
         """A value of another region, as this region reads it."""
-        is_pair = node in self._pairs and not self.averaged
-        if is_pair and region is not self.regions[self._level(node)]:
+        if node in self._pairs and not self.averaged:
             return self._fused(region, node)  # two live values, not three, are kept until then
-        return region.input(self._live(node), like=node)
+        return self.side(region, node)
 
     def _live(self, node: fx.Node) -> str:
         """The live value; that of two streams is fused in their own region."""
@@ -282,7 +280,7 @@ class Placement:
         if node in self._pairs and self.averaged:
             return self._pairs[node][1]
         region = self.regions[self._level(node)]
-        fused = region.value(node, lambda n: self._fused(region, n))
+        fused = region.value(node)
         name = next((k for k, v in region.defined.items() if v is fused), f"{node.name}_fused")
         region.defined[name] = fused
         self.types[name] = node.meta.get(TYPE)

@@ -57,26 +57,25 @@ def build_rearrange(flow: Flow, source: fx.Node, result: fx.Node) -> Rearrange |
     inside, sides = flow.region(source, [result])
     if any(side not in flow.plain for side in sides):
         return None
-    forward = Region(flow)
+    forward = Region(flow, _nothing_else)
     stream = forward.input("stream", like=source)
     forward.bind(source, stream)
     for side in sides:
         forward.bind(side, forward.input(side.name, like=side))
     shapes = []
     for step in sorted(inside):
-        new = forward.copy(step, _nothing_else)
+        new = forward.copy(step)
         if step in steps:
             assert isinstance(new.args[0], fx.Node)
             shapes.append(forward.call(getattr, new.args[0], "shape", like=step))
-    arranged = forward.value(result, _nothing_else)
-    forward.graph.output((arranged, tuple(shapes)))
+    forward.graph.output((forward.value(result), tuple(shapes)))
     inverse = _inverse(flow, steps)
     if inverse is None:
         return None
     return Rearrange(forward.graph, inverse, tuple(side.name for side in sides))
 
 
-def _nothing_else(node: fx.Node) -> fx.Node:
+def _nothing_else(region: Region, node: fx.Node) -> fx.Node:
     raise AssertionError(f"a rearrangement reads {node.name}")
 
 

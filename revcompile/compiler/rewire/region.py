@@ -15,10 +15,15 @@ ORIGIN = "revcompile_origin"
 
 
 class Region:
-    """A graph under construction. Values that it does not compute become inputs when read."""
+    """A graph under construction.
 
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
+    Args:
+        flow: The captured graph.
+        outside: How this region reads a captured value that it does not compute.
+    """
+
+    def __init__(self, flow: Flow, outside: Callable[[Region, fx.Node], fx.Node]) -> None:
+        self.flow, self._outside = flow, outside
         self.graph = fx.Graph()
         self.inputs: dict[str, fx.Node] = {}
         self.defined: dict[str, fx.Node] = {}
@@ -46,22 +51,21 @@ class Region:
         """Is the captured value computed or bound here?"""
         return original in self._copies
 
-    def value(self, original: fx.Node, outside: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """A captured value inside this region; values of other regions come from `outside`.
+    def value(self, original: fx.Node) -> fx.Node:
+        """A captured value inside this region.
 
         Parameters and values computed from them alone are computed again in each region.
         """
-        if original in self._copies:
-            return self._copies[original]
-        if original in self.flow.constant:
-            return self.copy(original, outside)
-        self._copies[original] = outside(original)
+        if original not in self._copies and original in self.flow.constant:
+            return self.copy(original)
+        if original not in self._copies:
+            self._copies[original] = self._outside(self, original)
         return self._copies[original]
 
-    def copy(self, original: fx.Node, outside: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    def copy(self, original: fx.Node) -> fx.Node:
         """Compute a captured node here."""
         for source in original.all_input_nodes:
-            self.value(source, outside)
+            self.value(source)
         return self.copy_size(original, self._copies.__getitem__)
 
     def copy_size(self, original: fx.Node, sized: Callable[[fx.Node], fx.Node]) -> fx.Node:

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.functional import forbid_inplace
-from revcompile.compiler.capture.guards import ExpressionPrinter, copied_for_guards, finished
+from revcompile.compiler.capture.guards import PythonRead, ReadKind, guarded
 from revcompile.compiler.dataflow import Flow
 from revcompile.compiler.find.residual import Found, find
 from revcompile.compiler.rewire.module_editor import ModuleEditor, own_copy
@@ -22,7 +22,7 @@ from revcompile.compiler.rewire.placement import Blocks, Placement
 from revcompile.compiler.rewire.region import ORIGIN, Region
 from revcompile.compiler.rewire.segments import coupling, transition
 from revcompile.compiler.rewire.stream_ends import enter_widened, leave_concatenated
-from revcompile.ir.guards import Guards, SizeGuard, SizeGuards
+from revcompile.ir.guards import Guards
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import (
     PATH,
@@ -249,7 +249,7 @@ def _guards_with(
     guards = captured.guards
     if not train and not evaluation:
         return guards
-    written = [_size_guards(captured, nodes) for nodes in (train, evaluation)]
+    written = [guarded(map(_written, nodes), captured.signature) for nodes in (train, evaluation)]
     return replace(
         guards,
         train=replace(guards.train, sizes=(*guards.train.sizes, written[0])),
@@ -258,14 +258,7 @@ def _guards_with(
     )
 
 
-def _size_guards(captured: Captured, nodes: Sequence[fx.Node]) -> SizeGuards:
-    if not nodes:
-        return SizeGuards()
-    signature = captured.signature
-    printer = ExpressionPrinter(dict(zip(signature.placeholders, signature.labels, strict=True)))
-    graph, copies = copied_for_guards(nodes[0].graph)
-    guards = (
-        SizeGuard(printer.show(n), n.meta[VALUE][0], str(n.meta.get(SOURCE, "?")), n.meta[VALUE][1])
-        for n in nodes
-    )
-    return SizeGuards(tuple(guards), finished(graph, [copies[node] for node in nodes]))
+def _written(node: fx.Node) -> PythonRead:
+    """The condition under which a size is the function of the batch size that replaced it."""
+    size, grown = node.meta[VALUE]
+    return PythonRead(node, size, ReadKind.VALUE, str(node.meta.get(SOURCE, "?")), grown=grown)

@@ -6,7 +6,7 @@ P(x) + F(x)    `transition`    (a, b) -> (s(b), P(a) + F(b))   two streams of an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import fx
@@ -19,6 +19,9 @@ from revcompile.compiler.rewire.region import Region
 from revcompile.ir.module_tree import NORMS, called_module
 from revcompile.ir.types import Coupling, Opaque, Residual
 
+_STREAM: Final = ""
+"""The stream that a branch reads, among its inputs by the names of live values."""
+
 
 def coupling(
     name: str, block: Residual, streams: Streams, place: Placement, editor: ModuleEditor
@@ -29,27 +32,27 @@ def coupling(
     """
     flow = place.flow
     x = flow.by_name[block.x]
-    region = Region(flow)
+    region = Region(flow, place.side)
     b = region.keep = region.input("b", like=x)
+    region.inputs = {_STREAM: b}  # a live value may be called b
     region.bind(x, b)
-    value = place.side_reader(region)
     _revive_zero_init(flow, block, editor)
-    _copy_all(region, block.branch, value)
-    terms = [region.value(flow.by_name[term], value) for term in block.terms]
+    _copy_all(region, block.branch)
+    terms = [region.value(flow.by_name[term]) for term in block.terms]
     addend = terms[0]
     for term in terms[1:]:
         addend = region.call(torch.add, addend, term, like=x)
     if not block.shortcut_term:
         addend = region.call(torch.sub, addend, b, like=x)
-    addend = _post(region, block, addend, value)
-    extras = [region.value(flow.by_name[extra], value) for extra in block.extras]
+    addend = _post(region, block, addend)
+    extras = [region.value(flow.by_name[extra]) for extra in block.extras]
     branch = region.finish((addend, *extras) if extras else addend)
     return Coupling(
         name=name,
         kind=block.kind,
         streams_in=streams.before,
         streams_out=streams.after,
-        sides=tuple(side for side in region.inputs if side != "b"),
+        sides=tuple(side for side in region.inputs if side != _STREAM),
         branch=branch,
         rearrange=streams.rearrange,
         extras=block.extras,
@@ -67,20 +70,15 @@ def transition(
     """
     flow = place.flow
     x, total = flow.by_name[block.x], flow.by_name[block.total]
-    region = Region(flow)
+    region = Region(flow, place.side)
     a, b = (region.input(s, like=x) for s in streams.before)
-    value = place.side_reader(region)
     region.bind(x, b)
     _revive_zero_init(flow, block, editor)
-    _copy_all(region, block.branch, value)
+    _copy_all(region, block.branch)
     shaped = _first_shaped(flow, block)
-    if shaped is not None:
-        first = region.value(shaped, value)
-    else:
-        first = _project(region, block, b, value, editor)
-    branch = region.value(flow.by_name[block.terms[0]], value)
-    branch = _post(region, block, branch, value)
-    second = region.call(torch.add, _project(region, block, a, value), branch, like=total)
+    first = _project(region, block, b, editor) if shaped is None else region.value(shaped)
+    branch = _post(region, block, region.value(flow.by_name[block.terms[0]]))
+    second = region.call(torch.add, _project(region, block, a), branch, like=total)
     return Opaque(
         name=name,
         inputs=tuple(region.inputs),
@@ -90,20 +88,18 @@ def transition(
     )
 
 
-def _copy_all(region: Region, names: tuple[str, ...], value: Callable[[fx.Node], fx.Node]) -> None:
+def _copy_all(region: Region, names: tuple[str, ...]) -> None:
     flow = region.flow
     for node in flow.in_order(names):
         if node not in flow.constant and not region.has(node):
-            region.copy(node, value)
+            region.copy(node)
 
 
-def _post(
-    region: Region, block: Residual, addend: fx.Node, value: Callable[[fx.Node], fx.Node]
-) -> fx.Node:
+def _post(region: Region, block: Residual, addend: fx.Node) -> fx.Node:
     """Apply the activation that followed the sum."""
     region.bind(region.flow.by_name[block.total], addend)
     for name in block.post:
-        addend = region.copy(region.flow.by_name[name], value)
+        addend = region.copy(region.flow.by_name[name])
     return addend
 
 
@@ -124,7 +120,6 @@ def _project(
     region: Region,
     block: Residual,
     stream: fx.Node,
-    value: Callable[[fx.Node], fx.Node],
     copying: ModuleEditor | None = None,
 ) -> fx.Node:
     """P on one stream; with an editor, a copy of P whose parameters start equal."""
@@ -132,7 +127,7 @@ def _project(
     local: dict[fx.Node, fx.Node] = {flow.by_name[block.x]: stream}
 
     def source(node: fx.Node) -> fx.Node:
-        return local[node] if node in local else region.value(node, value)
+        return local[node] if node in local else region.value(node)
 
     for node in flow.in_order(block.shortcut):
         if node in flow.constant:

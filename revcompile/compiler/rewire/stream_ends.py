@@ -45,10 +45,7 @@ def enter_widened(flow: Flow, editor: ModuleEditor, x: fx.Node) -> int | None:
         elif not _is_channelwise(flow, node) or _rank(node) != _rank(x):
             return None
         is_elementwise = is_elementwise and _is_elementwise(flow, node)
-        source = node.args[0]
-        if not isinstance(source, fx.Node):
-            return None
-        node = source
+        node = node.all_input_nodes[0]
     layer = editor.root.get_submodule(str(node.target))
     if isinstance(layer, nn.Linear) and not is_elementwise:  # its outputs are the last dimension
         return None
@@ -92,10 +89,7 @@ def _double_consumer(flow: Flow, editor: ModuleEditor, node: fx.Node) -> bool:
             return False
         node = users[0]
     layer = editor.root.get_submodule(str(node.target))
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node):
-        return False
-    if isinstance(layer, nn.Linear) and _rank(source) != 2:
+    if isinstance(layer, nn.Linear) and _rank(node.all_input_nodes[0]) != 2:
         return False
     for norm in norms:
         editor.change(norm, "widen_norm")

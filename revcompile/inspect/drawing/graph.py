@@ -16,12 +16,11 @@ from typing import Any, Final
 
 import networkx as nx
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from revcompile.inspect.drawing.svg import width_of
 from revcompile.inspect.formatting import common_start, listed
 from revcompile.ir.coupling_ops import call_norm, plus
-from revcompile.ir.types import PATH, TYPE, TensorType
+from revcompile.ir.types import PATH, TYPE, TensorType, types_in
 
 MOST: Final = 24
 """Vertices that are still readable at a glance."""
@@ -109,14 +108,10 @@ def _tensors(graph: fx.Graph) -> dict[fx.Node, bool]:
         elif node.op == "get_attr" or node.target is builtins.getattr:
             tensors[node] = False
         elif node.op == "placeholder" or TYPE in node.meta:
-            tensors[node] = _has_tensor(node.meta.get(TYPE))
+            tensors[node] = bool(types_in(node.meta.get(TYPE)))
         else:
             tensors[node] = any(tensors[source] for source in node.all_input_nodes)
     return tensors
-
-
-def _has_tensor(kind: Any) -> bool:
-    return any(isinstance(leaf, TensorType) for leaf in pytree.tree_leaves(kind))
 
 
 def _runs(nodes: Sequence[fx.Node], most: int) -> list[list[fx.Node]]:
@@ -160,7 +155,7 @@ def _vertex(run: Sequence[fx.Node]) -> Vertex:
         label = str(first.target)
     elif first.target is call_norm:  # its first argument is the layer
         kind, label = "module", str(path)
-    about = (first.name, label, operation(first), path, type_ if _has_tensor(type_) else None)
+    about = (first.name, label, operation(first), path, type_ if types_in(type_) else None)
     return Vertex(label, kind, "\n".join(dict.fromkeys(str(a) for a in about if a)), nodes)
 
 

@@ -108,7 +108,6 @@ def _own(costs: Costs, method: Method) -> Costs:
 def timeline_svg(
     costs: Costs,
     methods: Mapping[str, Method] = METHODS,
-    *,
     accumulation_steps: int | None = None,
     title: str | None = None,
 ) -> str:

@@ -125,7 +125,8 @@ class Positions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer, bias in zip(self.qkv, self.bias, strict=True):
             q, k, v = layer(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4).unbind()
-            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None] * 2)
+            mask = bias[None] * 2
+            y = nn.functional.scaled_dot_product_attention(query=q, key=k, value=v, attn_mask=mask)
             x = x + y.transpose(1, 2).flatten(2)
         return x
 
