@@ -258,6 +258,7 @@ class _Sided(nn.Module):
 NAMED: dict[str, Callable[..., Tensor]] = {
     "b": lambda self, x, b: self.run(x, b),
     "x_a": lambda self, x, x_a: self.run(x, x_a),
+    "x_a_grid": lambda self, x, x_a_grid: self.run(x, x_a_grid),
     "add_b": lambda self, x, add_b: self.run(x, add_b),
     "key": lambda self, x, key: self.run(x, key),
     "self_": lambda self, x, self_: self.run(x, self_),

@@ -22,6 +22,7 @@ from revcompile.ir.types import TYPE, Body, Captured, Coupling, Opaque, Rewired,
 def whole_pieces(body: Body) -> tuple[Segment, ...]:
     """Every segment as one piece; couplings of one chain share a grid."""
     grids: dict[tuple[str, str], str] = {}
+    taken = set(body.types)
     pieces: list[Segment] = []
     continued = {s.streams_in for s in body.segments if isinstance(s, Coupling)}
     for segment in body.segments:
@@ -34,8 +35,9 @@ def whole_pieces(body: Body) -> tuple[Segment, ...]:
             pieces.append(_block_alone(segment))
             continue
         grid = f"{segment.streams_in[0]}_grid" if opens else grids[segment.streams_in]
-        if opens and grid in grids.values():  # two chains start from one pair of streams
-            grid = f"{segment.streams_out[0]}_grid"
+        while opens and grid in taken:  # by an argument, or by a chain of the same streams
+            grid = f"{grid}_"
+        taken.add(grid)
         grids[segment.streams_out] = grid
         pieces.append(replace(segment, grid=grid, opens=opens))
     return tuple(pieces)
