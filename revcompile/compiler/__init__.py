@@ -5,5 +5,5 @@ find        Captured -> Found            its residual blocks
 rewire      Captured, Found -> Rewired   two streams: couplings and opaque segments
 partition   Rewired -> Partition         stages, balanced by `cost`
 lower       Partition -> StagePrograms   generated code for each stage
-verify      between the passes: is the result complete, and does every gradient arrive?
+verify      between the passes: checks that every value is computed once, before it is read
 """

@@ -39,12 +39,12 @@ def tensor_type(node: fx.Node) -> TensorType | None:
 
 
 def is_plain(node: fx.Node) -> bool:
-    """Is the value not a tensor (a size, a flag, a device)?"""
+    """Whether the value is not a tensor but, for example, a size, a flag or a device."""
     return node.op not in ("placeholder", "output") and not types_in(node.meta.get(TYPE))
 
 
 def cuts_gradient(node: fx.Node) -> bool:
-    """Does no gradient go back from the node's value to its inputs?"""
+    """Whether no gradient flows from the node's value back to its inputs."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     if not any(kind.differentiable for kind in types_in(node.meta.get(TYPE))):
@@ -56,12 +56,12 @@ def cuts_gradient(node: fx.Node) -> bool:
 
 
 def operands(node: fx.Node) -> tuple[Any, ...]:
-    """What a sum or product is of, by position or keyword."""
+    """The operands of a sum or product, given by position or keyword."""
     return *node.args, *(node.kwargs[name] for name in ("input", "other") if name in node.kwargs)
 
 
 def is_add(node: fx.Node) -> bool:
-    """Is the node a plain sum of two tensors of its own shape and type?"""
+    """Whether the node is a plain sum of two tensors that have its own shape and type."""
     by_function = node.op == "call_function" and node.target in _ADDS
     by_method = node.op == "call_method" and node.target in ("add", "add_")
     if not (by_function or by_method) or node.kwargs.get("alpha", 1) != 1:
@@ -102,7 +102,7 @@ class Flow:
             self._visit(node, starts)
 
     def _starts(self) -> int:
-        """The last values that both summands of an addition come from: where blocks may start."""
+        """A bit set: the last common ancestor of each sum's operands, where a block may start."""
         with_self = {n: mask | 1 << self.index[n] for n, mask in self._ancestors.items()}
         inputs = sum(with_self[n] for n in self.graph.find_nodes(op="placeholder"))
         fed = sum(1 << self.index[n] for n, mask in with_self.items() if mask & inputs)
@@ -133,7 +133,7 @@ class Flow:
             self.derived.add(node)
 
     def recomputable(self, node: fx.Node) -> bool:
-        """Can the value be computed again wherever it is needed: from parameters and sizes?"""
+        """Whether the value can be recomputed wherever it is needed, from parameters and sizes."""
         return node in self.constant or node in self.derived
 
     def sources(self, node: fx.Node) -> set[fx.Node]:
@@ -145,18 +145,18 @@ class Flow:
         return {*reached([node], sources)}
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
-        """Is `on` a tensor ancestor of `node`?"""
+        """Whether `on` is a tensor ancestor of `node`."""
         return bool(self._ancestors[node] >> self.index[on] & 1)
 
     def needs(self, node: fx.Node, x: fx.Node) -> bool:
-        """Does the node depend on `x`, or on a type or device that is known only after `x`?
+        """Whether the node depends on `x`, or on a type or device that is known only after `x`.
 
-        In T5 the first block makes a bias for all of them on the device of its scores.
+        In T5, for example, the first block makes a bias for all blocks on the device of its scores.
         """
         return self.depends(node, x) or bool(self._metadata[node] >> self.index[x] & 1)
 
     def latest_common_ancestor(self, a: fx.Node, b: fx.Node) -> fx.Node | None:
-        """The last value, not recomputable, that both nodes are computed from."""
+        """The last value that both nodes are computed from and that is not recomputable."""
         mask = self._ancestors[a] & self._ancestors[b]
         while mask:
             last = mask.bit_length() - 1
@@ -182,7 +182,7 @@ class Flow:
         return inside, sorted(found.keys() - inside)
 
     def _belongs(self, node: fx.Node, x: fx.Node) -> bool:
-        """Is a value computed from `x`, or a size from `x` and values after it alone?"""
+        """Whether a node belongs to the region after `x`. A size does if all of its inputs do."""
         if node in self.plain and not self.recomputable(node):
             return all(source is x or self._belongs(source, x) for source in node.all_input_nodes)
         return self.recomputable(node) or self.needs(node, x)
@@ -197,7 +197,7 @@ class Flow:
         return sum(self.is_weighted(n) for n in nodes)
 
     def is_weighted(self, node: fx.Node) -> bool:
-        """Does the node multiply by a weight matrix or kernel?"""
+        """Whether the node multiplies by a weight matrix or kernel."""
         if node.op == "call_module":
             return any(p.dim() >= 2 for p in parameters_of(node, self.root))
         return node.op == "call_function" and op_name(node) in _WEIGHTED_FUNCTIONS

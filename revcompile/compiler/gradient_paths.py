@@ -1,4 +1,4 @@
-"""Which parameters that are trained have a gradient path to a value.
+"""Gradient paths: which parameters are trained, and which live values depend on none of them.
 
 A path goes through every node that computes floating-point or complex numbers from others (through
 tuples, dicts and leaf modules too); it ends at `detach`, integers and sizes.
@@ -18,7 +18,7 @@ from revcompile.ir.program import Partition
 from revcompile.ir.types import Coupling, Rewired, Segment, TensorType
 
 _ENDS: Final = object()
-"""Stands for everything that is trained, or for all results."""
+"""A node of the path graph: all results or, in `frozen_values`, everything that is trained."""
 
 
 def trained_parameters(rewired: Rewired) -> list[str]:
@@ -38,9 +38,9 @@ def trained_parameters(rewired: Rewired) -> list[str]:
 
 
 def frozen_values(partition: Partition) -> frozenset[str]:
-    """Live values that no parameter with `requires_grad` is a source of.
+    """Live values that are computed without any parameter that has `requires_grad`.
 
-    Behind a batch norm there is none: its statistics move in the backward pass.
+    Values computed from a batch norm are not frozen: its statistics move in the backward pass.
     """
     root, pieces = partition.rewired.root, [p for part in partition.parts for p in part.pieces]
     graph = _paths(pieces, root)
@@ -55,7 +55,7 @@ def frozen_values(partition: Partition) -> frozenset[str]:
 
 
 def _paths(segments: Iterable[Segment], root: nn.Module) -> nx.DiGraph[Hashable]:
-    """From ids of parameters and names of live values, through nodes, to names of live values."""
+    """Paths from parameters (by id) and live values (by name), through nodes, to live values."""
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
     for segment in segments:
         inputs, outputs = segment.inputs, segment.outputs

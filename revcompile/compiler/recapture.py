@@ -32,7 +32,7 @@ from revcompile.ir.types import Captured, Rewired
 
 
 class Recompiler:
-    """Captures and rewires a model for a new call, over the parameters it has already."""
+    """Captures and rewires a model again for a new call, with the parameters it already has."""
 
     def __init__(self, model: nn.Module, captured: Captured, policy: Policy) -> None:
         self._skeleton = meta_copy(model)
@@ -62,11 +62,11 @@ class Recompiler:
             net: the running model; its attributes, modes, types and device count.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
-            fixed_batch: for the batch size of this call alone. A batch of one is captured as one
-                of two otherwise, but Python may compare it with a size that is always 1.
+            fixed_batch: capture for the batch size of this call alone. Otherwise a batch of one is
+                captured as a batch of two, but Python may compare it with a size that is always 1.
 
         Raises:
-            InputError: for these arguments the rewired model has parameters of other shapes.
+            InputError: rewired for these arguments, the model has parameters of other shapes.
         """
         device, model = device_of_model(net), self._with_state_of(net)
         constants = {
@@ -115,9 +115,9 @@ class Recompiler:
     def _twin(
         self, net: nn.Module, make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> tuple[nn.Module, dict[str, nn.Module]]:
-        """The original in the modes of `net`, whose modules are returned too.
+        """A copy of the original model in the modes of `net`, and the modules of `net` by path.
 
-        `make` gives its tensors, from those of the skeleton and those that `net` has now.
+        `make` computes each tensor of the copy from the skeleton's tensor and that of `net`.
         """
         state, memo = _tensors(net), dict[int, Any]()
         for name, tensor in _tensors(self._skeleton).items():
@@ -137,7 +137,7 @@ class Recompiler:
 
         model, modules = self._twin(net, empty)
         for path, module in model.named_modules():
-            if path and type(modules.get(path)) is not type(module):  # replaced: an adapter
+            if path and type(modules.get(path)) is not type(module):  # e.g. an adapter replaced it
                 modules.pop(path, None)
         memo = {id(modules[path]): own for path, own in model.named_modules() if path in modules}
         for path, module in model.named_modules():
@@ -155,9 +155,9 @@ class Recompiler:
 def _copy_attributes(
     module: nn.Module, twin: nn.Module, kept: Collection[str], memo: dict[int, Any]
 ) -> None:
-    """Give a twin copies of plain attributes; what several modules hold stays one object.
+    """Copy plain attributes of a module to its twin; objects that modules share stay shared.
 
-    It keeps those that forward passes of the original set, and under names of the module's own.
+    For the names in `kept` the twin keeps its own attributes.
     """
     own, copies = attributes_of(module), attributes_of(twin)
     for name in {**own, **copies}:
@@ -198,7 +198,7 @@ def _adopt_constants(net: nn.Module, root: nn.Module, device: torch.device) -> N
 
 def _refuse_other_parameters(net: nn.Module, root: nn.Module) -> None:
     modules = dict(net.named_modules()), dict(root.named_modules())
-    # What replaced a layer (an adapter around it) is called in its place, with its own parameters.
+    # A module that replaced a layer (an adapter) is called in its place, with its own parameters.
     replaced = tuple(
         f"{path}."
         for path, module in modules[1].items()

@@ -1,4 +1,4 @@
-"""Checks between passes: what one pass hands on must satisfy the rules of the next.
+"""Checks between passes: the result of one pass must satisfy the rules of the next.
 
 All violations are collected before an error is raised.
 """
@@ -16,7 +16,7 @@ from revcompile.ir.types import Captured, Coupling, Rewired, Segment
 
 
 def verify_rewired(captured: Captured, rewired: Rewired) -> None:
-    """Every captured value is computed once, and read only after that."""
+    """Check that every captured value is computed once, and read only after that."""
     problems = _computed_once(captured, rewired)
     bodies = {"the model": rewired.body, "the model in eval mode": rewired.eval_body}
     for where, body in bodies.items():
@@ -65,7 +65,7 @@ def _defined_before_use(
 
 
 def verify_partition(partition: Partition) -> None:
-    """Each stage computes what it sends from what it is sent, and the last one the results."""
+    """Check that each stage can compute its outputs from its inputs, and the last the results."""
     problems, (*_, last) = list[str](), partition.parts
     for part in partition.parts:
         results = partition.rewired.body.returned if part is last else ()

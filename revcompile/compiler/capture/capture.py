@@ -2,10 +2,10 @@
 
 make_example         arguments bound, flattened, at two batch sizes           example.py
 trace                a raw graph for train mode and one for eval mode         tracer.py
-functionalize        writes to memory become new values, identities go        functional.py
-forbid_inplace       layers with inplace=True that others would see           functional.py
+functionalize        writes become new values, identities are removed         functional.py
+forbid_inplace       inplace=False where a write would have other readers     functional.py
 merge_modes          one graph for both modes, where their structure agrees   modes.py
-make_guards          conditions under which the graph is the model            guards.py
+make_guards          conditions under which the graph equals the model        guards.py
 check_capture        the graph is run against the model                       check.py
 """
 
@@ -131,7 +131,7 @@ def _checked(
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    """A copy is compiled, and copies of parameters have no hooks."""
+    """Refuse hooks of parameters: a copy of the model is compiled, and its parameters have none."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise InputError(
@@ -148,10 +148,10 @@ def capture_once(
     device: torch.device | None = None,
     constants: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[Captured, Example]:
-    """Capture without a check; returns the example too, which may have to be read otherwise.
+    """Capture without a check; also returns the example, whose batch sizes may have to change.
 
     Args:
-        model: the model; on the meta device, with `device`, it is traced as if it were there.
+        model: the model; if it is on the meta device, it is traced as if it were on `device`.
         example: the example arguments.
         leaves: paths of leaf modules.
         device: see `model`.
@@ -191,7 +191,7 @@ class _Capture:
         self._model, self._example = model, example
         self._leaves, self._stateful = set(leaves), set[str]()
         self._reasons: dict[str, str] = {}
-        """Why leaf modules are some that the user has not requested."""
+        """Why modules are leaf modules that the user has not requested, by path."""
         self._mode = FakeMode()
         self._fake = fake_copy(model, self._mode, device)
         self._constants = dict(constants)
@@ -233,7 +233,7 @@ class _Capture:
         self._reasons[path] = str(error)
 
     def _leaked(self, traced: Sequence[Tracer]) -> list[tuple[str, str, Any]]:
-        """Attributes in which forward passes leave tensors; leaf modules set theirs themselves."""
+        """Attributes in which forward passes leave tensors, except those that leaf modules set."""
         inside = tuple(f"{path}." for path in self._leaves)
         found = sorted({entry for mode in traced for entry in mode.leaked}, key=repr)
         return [e for e in found if e[0] not in self._leaves and not e[0].startswith(inside)]
@@ -246,11 +246,12 @@ class _Capture:
             forbid_inplace(graph, root)
         first, second = traced
         leaked, in_training = self._leaked(traced), {entry[:2] for entry in first.leaked}
-        for path, name, key in leaked:  # not set by the graph: better none than an old one
+        for path, name, key in leaked:  # the graph does not set it: remove the old value
             own = vars(root.get_submodule(path))
             if key is not None and name in own:
                 own[name].pop(key, None)
-            # An empty dict would look as if there were none; a cache of eval mode begins as one.
+            # An emptied dict would look as if nothing had been stored. One that only eval mode
+            # fills stays: such a cache starts out empty.
             if key is None or ((path, name) in in_training and not own.get(name)):
                 own.pop(name, None)
         has_one_spec = first.out_spec == second.out_spec
@@ -293,7 +294,7 @@ def trace(
     leaf_paths: Iterable[str] = (),
     constants: dict[str, torch.Tensor] | None = None,
 ) -> Tracer:
-    """Trace a fake copy of a model in the mode that it is in; the tracer has all that it found.
+    """Trace a fake copy of a model in its current mode; returns the tracer, which has the results.
 
     Args:
         fake: the fake copy, on tensors of `mode`.
@@ -337,7 +338,7 @@ def _read_otherwise(
 
 
 def _fitting(model: nn.Module, example: Example) -> Example:
-    """The example, grown along a dimension along which the model lets it grow."""
+    """The example with a batch dimension along which the model accepts another size."""
     on_meta = any(t.is_meta for t in (*model.parameters(), *example.tensors(0)))
     error = why_it_fails(model, example, 0)
     if error is not None and example.single is not None:
@@ -345,7 +346,7 @@ def _fitting(model: nn.Module, example: Example) -> Example:
         example = replace(example, leaves=single, grown=single, batch=(1, 1), single=None)
         error = why_it_fails(model, example, 0)
     if error is not None:
-        if on_meta and "meta" in str(error).lower():  # it reads values, which there are none of
+        if on_meta and "meta" in str(error).lower():  # it reads values, but meta tensors have none
             return example
         raise InputError(
             f"capture: {type(model).__name__} fails on the example inputs themselves "

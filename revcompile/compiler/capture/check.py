@@ -1,8 +1,8 @@
 """Run a capture against the original: tracing can go wrong silently.
 
 `full` compares outputs, gradients of parameters and inputs, and buffers, at two batch sizes and
-two seeds, in both modes; `fast` only outputs at the second batch size, in training mode, and in
-eval mode where the graph chooses by the mode.
+two seeds, in both modes. `fast` compares only outputs and buffers, at the second batch size, in
+training mode and, if the graph depends on the mode, in eval mode.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Trial:
     training: bool
     deep: bool
     grad: bool = False
-    """With gradients on, though they are not compared."""
+    """Whether gradients are enabled although they are not compared."""
 
 
 Flags = dict[str, set[str]]
@@ -58,13 +58,13 @@ def check_capture(
     level: Check,
     flags: Flags,
 ) -> str | None:
-    """What differs between the model and its capture, or None. `flags` collects those it reads."""
+    """How the capture differs from the model, or None. `flags` collects flags that were read."""
     on_meta = any(t.is_meta for t in (*model.parameters(), *example.tensors(0)))
     if level is Check.OFF or on_meta:
         return None
     for trial in _trials(captured, level):
-        # in both: a leaf module may draw, to decide something, on a line that decides nothing in
-        # another instance of its class
+        # In both runs: a leaf module may run such a line too, and its draw may decide something,
+        # although in another instance of the class it decides nothing.
         with DrawsLeftOut(captured.draws):
             problem = _compare_once(model, captured, example, trial, flags)
         if problem is not None:
@@ -104,7 +104,7 @@ def _compare_once(
                 f"({example}) in {mode} mode: {error}"
             ) from error
         return _compare_once(model, captured, example, replace(trial, which=0), flags)
-    if flags and not trial.grad:  # the graph may be the model only with gradients
+    if flags and not trial.grad:  # the graph may equal the model only with gradients
         return _compare_once(model, captured, example, replace(trial, grad=True), flags)
     try:
         actual = _run_captured(model, captured, example, trial)
@@ -118,8 +118,8 @@ def _compare_once(
 def run_graph(graph: fx.Graph, root: nn.Module, inputs: list[torch.Tensor]) -> Any:
     """Run a graph over a root module without registering anything on it.
 
-    Fails if a node writes to a value that has other readers: where values are copied (between
-    stages, for one), they would not see what was written.
+    Fails if a node writes to a value that has other readers: where values are copied (for example
+    between stages), these readers would not see the write.
     """
     return _PureInterpreter(root, graph=graph).run(*inputs)
 
@@ -173,11 +173,11 @@ def _run(
     """Outputs and buffers by name; in a deep trial also gradients of inputs and parameters."""
     inputs = [t.detach().clone() for t in example.tensors(trial.which)]
     for tensor in inputs if trial.deep else ():
-        # a mask of -inf has no gradient, and torch may not even read one that is causal
+        # a mask with -inf has no gradient, and torch may not even read a causal mask
         tensor.requires_grad_(tensor.is_floating_point() and bool(tensor.isfinite().all()))
     with preserve_rng(), torch.set_grad_enabled(trial.deep or trial.grad):
         seed_all(trial.seed)
-        # models may write to their inputs, which must not be leaves of autograd then
+        # models may write to their inputs, which then must not be leaves of autograd
         output = call(module, [t * 1 if t.requires_grad else t.clone() for t in inputs])
         flat = tensors_in(output)
         results: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(flat)}

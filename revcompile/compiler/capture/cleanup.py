@@ -53,15 +53,16 @@ def _detach(graph: fx.Graph, node: fx.Node, before: fx.Node, users: list[fx.Node
 
 
 def passed_on(node: fx.Node, root: nn.Module) -> fx.Node | None:
-    """What a node only passes on, which would hide where a residual block begins.
+    """The input of a node that only passes it on, or None.
 
-    Such nodes are `nn.Identity`, and the 0 to which Python's `sum` adds its first summand.
+    Such nodes are `nn.Identity`, and the addition to 0 with which Python's `sum` starts. They would
+    hide where a residual block begins.
     """
     module = called_module(node, root)
     if type(module) is nn.Identity and len(node.args) == 1:
         is_passed = not (module._forward_hooks or module._forward_pre_hooks)
     elif node.target is operator.add and type(node.args[0]) is int and node.args[0] == 0:
-        is_returned = any(user.op == "output" for user in node.users)  # it must be a copy
+        is_returned = any(user.op == "output" for user in node.users)  # results must be copies
         is_passed = not is_returned and isinstance(node.meta.get(TYPE), TensorType)
     else:
         return None
@@ -72,7 +73,7 @@ def passed_on(node: fx.Node, root: nn.Module) -> fx.Node | None:
 
 
 def uncut_parts(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a slice of their concatenation consists of; none if it cuts one of them.
+    """The whole tensors that a slice of a `torch.cat` consists of; none if it cuts one of them.
 
     A block may keep its residual stream as the first channels of a wider value (DPN).
     """

@@ -1,8 +1,8 @@
 """Discrete operations: results that jump where their inputs change by a rounding error.
 
 A reversible block's input is reconstructed up to rounding errors. For a continuous branch (ReLU,
-max pooling, clamp) that is precise enough. One that routes by `topk`, sorts, compares or rounds may
-decide differently at a tie, and a router whose weights start as zeros has nothing but ties.
+max pooling, clamp) that is precise enough. A branch that routes by `topk`, sorts, compares or
+rounds may decide differently at a tie. A router whose weights start as zeros has only ties.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _JUMPS: Final = frozenset((
     "hardshrink", "heaviside", "mod", "remainder", "round", "sgn", "sign", "signbit",
     "threshold", "trunc", "fake_quantize_per_tensor_affine", "rint",
 ))
-"""Functions from numbers to numbers that jump."""
+"""Functions from numbers to numbers that are not continuous."""
 
 _PICKS: Final = frozenset((
     "argmax", "argmin", "argsort", "argwhere", "bucketize", "eq", "ge", "gt", "histc",

@@ -25,7 +25,7 @@ class Example:
     """Example arguments, flattened, at two batch sizes."""
 
     signature: Signature
-    """The calling convention, but for the structure of results."""
+    """The calling convention, except the structure of results."""
     leaves: tuple[Any, ...]
     grown: tuple[Any, ...]
     batch: tuple[int, int]
@@ -107,7 +107,7 @@ def make_example(
 
 
 _CACHE: Final = "use_cache"
-"""The argument by which models of transformers are told to return keys and values."""
+"""The argument that tells transformer models to return keys and values."""
 
 
 def _caches(model: nn.Module) -> bool:
@@ -115,9 +115,9 @@ def _caches(model: nn.Module) -> bool:
 
 
 def _without_cache(model: nn.Module, signature: inspect.Signature) -> inspect.Signature:
-    """The signature of a forward that does not cache keys and values unless it is told to.
+    """The signature of the forward, with caching of keys and values off by default.
 
-    A cache is for generation, and no value that a graph can return.
+    A cache is for generation, and a graph cannot return one.
     """
     if not _caches(model):
         return signature
@@ -132,7 +132,7 @@ def _without_cache(model: nn.Module, signature: inspect.Signature) -> inspect.Si
 
 
 def with_other_batch_dims(example: Example) -> Iterator[Example]:
-    """The example with another dimension as the batch; at last, with none."""
+    """The example with other batch dimensions; at last, with a fixed batch size."""
     leaves = example.leaves
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     for dim in (0, 1):
@@ -157,7 +157,7 @@ def with_other_batch_sizes(example: Example) -> Iterator[Example]:
 
 
 def _resized(leaves: Sequence[Any], chosen: Sequence[int], dim: int, size: int) -> list[Any]:
-    """The leaves with so many samples along a dimension of the chosen ones."""
+    """The leaves, the chosen ones with `size` samples along a dimension."""
     resized = list(leaves)
     for i in chosen:
         samples = torch.arange(size, device=leaves[i].device) % leaves[i].shape[dim]
@@ -198,7 +198,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _held_module(value: Any, modules: Container[nn.Module]) -> nn.Module | None:
-    """One of the modules that a function refers to. Deep copies of the function do so, too."""
+    """One of the modules that a function refers to; deep copies of the function refer to it too."""
     work, seen = [(value, False)], set[int]()
     while work:
         value, is_shared = work.pop()

@@ -39,10 +39,10 @@ _BATCH_NORM: Final = torch.ops.aten.native_batch_norm.default
 
 
 class FakeMode(FakeTensorMode):
-    """torch's mode for fake tensors, with a shorter way to the results of a batch norm.
+    """torch's mode for fake tensors, with a shortcut to the results of a batch norm.
 
-    torch evaluates twenty operations for each shape that it has not seen yet, which is most of the
-    time in which a convolutional network is captured.
+    For each new shape torch would evaluate twenty operations: most of the time that it takes to
+    capture a convolutional network.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class FakeMode(FakeTensorMode):
 
 
 def _is_plain_batch_norm(args: Sequence[Any], mode: FakeTensorMode) -> bool:
-    """Whether its results have the strides of its input: sizes of 1 leave those open."""
+    """Whether the results have the strides of the input, which sizes of 1 would make ambiguous."""
     x, tensors, training = args[0], args[:5], args[5]
     is_fake = all(t is None or (isinstance(t, FakeTensor) and t.fake_mode is mode) for t in tensors)
     if not is_fake or x.dim() < 2 or 1 in x.shape or not (training or args[3] is not None):
@@ -105,7 +105,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 def empty_like_on(
     tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """An empty tensor of the same shape and strides on another device; a parameter for one."""
+    """An empty tensor of the same shape and strides on a device; a parameter if `tensor` is one."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, tensor.requires_grad)
@@ -145,7 +145,7 @@ def type_of_values(first: Any, second: Any, batch: tuple[int, int]) -> Any:
 
 
 def size_of_values(first: Any, second: Any, batch: tuple[int, int]) -> tuple[Any, Any] | None:
-    """A number or a shape, at the first batch size and at one more."""
+    """A number or a shape, at the first batch size and for one sample more; else None."""
     grown = batch[1] - batch[0] or 1
     if type(first) is int and type(second) is int:
         return first, first + (second - first) // grown

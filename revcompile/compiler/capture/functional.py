@@ -1,21 +1,21 @@
 """functionalize: a graph that computes the same without writing to the memory of its values.
 
-Where values are in memory is known from tracing (`memory.py`). The graph is copied node by node. A
-write gives all names of the value a new node:
+Tracing has found where values are in memory (`memory.py`). The graph is copied node by node. After
+a write, all names of the value refer to a new node:
 
     y = x * 2
     z = layer(y)       a dropout in eval mode: another name of y
     y.mul_(3)          y' = y.mul(3)
     z.sum()            reads y'
 
-A write that is seen through another view of the memory is refused, `NotFunctional` names the nodes:
+A write that another view of the memory would see is refused; `NotFunctional` names the nodes:
 
     v = y[:, :2]
     v.mul_(3)
     y.sum()            but y[:, :2] *= 3 is fine: Python assigns the part to y
 
-So is one that changes the shape of a tensor in place. The module around becomes a leaf module.
-Parameters, buffers and constants are written by leaf modules alone (see `tracer.py`).
+A write that changes the shape of a tensor in place is refused, too. The enclosing module becomes a
+leaf module. Only leaf modules write to parameters, buffers and constants (see `tracer.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from revcompile.ir.ops import (
 from revcompile.ir.types import PATH, SOURCE, TYPE, VALUE, TensorType
 
 _NORMS: Final = frozenset(("batch_norm", "native_batch_norm", "cudnn_batch_norm"))
-"""Functions that move running statistics: `F.batch_norm`, and those of torch's that it calls."""
+"""Functions that move running statistics: `F.batch_norm`, and torch's functions that it calls."""
 
 
 class NotFunctional(Exception):
@@ -166,7 +166,7 @@ class _Functional:
     def _refuse_other_readers(
         self, node: fx.Node, storages: Collection[int], target: _Value | None = None
     ) -> None:
-        """Refuse a write to memory that other values than the target share, and are read later."""
+        """Refuse a write to memory of values, other than the target, that are read later."""
         for name, value in self.values.items():
             if _storages(value.node).isdisjoint(storages) or (target and value in target.names):
                 continue
@@ -218,7 +218,7 @@ class _Functional:
     def _refuse_reads_of_moving_state(self) -> None:
         """Refuse other readers of tensors that a leaf module or a batch norm function writes.
 
-        They would read before or after that, and in another stage a copy of their own.
+        They might read before or after the write; in another stage they would read a copy.
         """
         calls = [n for n in self.original.nodes if n.op == "call_module" or any(_statistics(n))]
         for node in calls:
@@ -322,7 +322,7 @@ _OTHER_MEANING: Final = frozenset(
         *("bernoulli", "fill", "normal"),
     )
 )
-"""Methods that are something else, or have another type, without the underscore."""
+"""Methods that do something else, or return another type, without the underscore."""
 
 
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
@@ -362,7 +362,7 @@ def out_of_place_call(node: fx.Node) -> Call | None:
 
 
 def promotes(target: Any, node: fx.Node) -> bool:
-    """Would the out-of-place form have another type than the target?"""
+    """Whether the out-of-place form would have another type than the target."""
 
     def empty(n: Any) -> torch.Tensor | None:
         known = n.meta.get(TYPE) if isinstance(n, fx.Node) else None

@@ -58,13 +58,13 @@ class PythonRead:
     kind: ReadKind
     source: str
     by_torch: bool = False
-    """Was it torch's own code that read it?"""
+    """Whether torch's own code has read it."""
     grown: Any = None
     """The value for one sample more, if it is computed from the batch size."""
 
 
 _CHOOSES_KERNELS: Final = DEVICE_ATTRIBUTES | {"requires_grad", "is_nested", "is_sparse", "layout"}
-"""What torch's own layers read to choose between kernels that compute the same."""
+"""Attributes that torch's own layers read to choose between kernels that compute the same."""
 
 _ARITIES: Final = frozenset(
     ("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit")
@@ -83,7 +83,7 @@ def size_guards(
     for node in values:
         facts[node] = _facts(node, values, facts)
     needed = [read for read in reads if _is_needed(read, values[read.node], facts[read.node])]
-    # a size inside is wrong, or cannot be computed, because of one of the inputs
+    # inputs first: a size inside is wrong, or cannot be computed, because of one of the inputs
     return guarded(sorted(needed, key=lambda read: facts[read.node].looks_inside), signature)
 
 
@@ -99,7 +99,7 @@ class _Facts:
 def _facts(node: fx.Node, values: Mapping[fx.Node, Any], known: Mapping[fx.Node, _Facts]) -> _Facts:
     is_given = node.op in ("placeholder", "get_attr")
     name = _attribute_read(node)
-    is_device = name in DEVICE_ATTRIBUTES  # which guards read of an input
+    is_device = name in DEVICE_ATTRIBUTES  # guards read it from an input
     below = [known[source] for source in (() if is_device else node.all_input_nodes)]
     return _Facts(
         from_input=is_device or node.op == "placeholder" or any(f.from_input for f in below),
@@ -110,7 +110,7 @@ def _facts(node: fx.Node, values: Mapping[fx.Node, Any], known: Mapping[fx.Node,
 
 
 def _is_needed(read: PythonRead, value: Any, facts: _Facts) -> bool:
-    """Can the value differ in another call of the same network?"""
+    """Whether the value can differ in another call of the same network."""
     if read.by_torch and _CHOOSES_KERNELS & facts.attributes:
         return False
     if not facts.from_input:  # of a parameter or a buffer
@@ -130,8 +130,8 @@ def _attribute_read(node: fx.Node) -> str | None:
 def guarded(reads: Iterable[PythonRead], signature: Signature) -> SizeGuards:
     """Guards on values of one graph, with a graph that computes them.
 
-    Equal reads of the same tensors become one guard. Their texts may be equal for other tensors,
-    too, as they abbreviate values inside the network.
+    Equal reads of the same tensors become one guard. Reads of different tensors may have the same
+    text, which abbreviates values inside the network.
     """
 
     def is_tensor(node: fx.Node) -> bool:
@@ -168,7 +168,7 @@ def guarded(reads: Iterable[PythonRead], signature: Signature) -> SizeGuards:
 
 
 class Traced(Protocol):
-    """What guards need of the trace of one mode, see `tracer.Tracer`."""
+    """The part of a mode's trace that guards need, see `tracer.Tracer`."""
 
     guards: ModeGuards
     asked: set[tuple[str, str]]
@@ -182,7 +182,7 @@ class ExpressionPrinter:
         self._labels = labels
 
     def show(self, value: Any, inner: bool = False) -> str:
-        """The expression of a node or a constant; `inner` ones get parentheses."""
+        """The expression of a node or a constant; an operator that is `inner` gets parentheses."""
         if isinstance(value, slice):
             bounds = [value.start, value.stop] + ([value.step] if value.step is not None else [])
             return ":".join("" if b is None else self.show(b) for b in bounds)
@@ -214,7 +214,7 @@ class ExpressionPrinter:
         return f"{name}({', '.join(self.show(a, False) for a in args)})"
 
     def _operand(self, value: Any) -> str:
-        """What is before a dot; a value inside the network is shown with its module's path."""
+        """The text before a dot; a value inside the network is shown with its module's path."""
         is_call = isinstance(value, fx.Node) and value.op in ("call_function", "call_method")
         if is_call and value.target not in (getattr, operator.getitem) and value.meta.get(PATH):
             return f"{op_name(value)}(...) [in {value.meta[PATH]}]"
@@ -229,10 +229,10 @@ def make_guards(
     graphs: Sequence[fx.Graph],
     merged: fx.Graph | None,
 ) -> Guards:
-    """The guards of a capture, but for flags, from its two traces and what became of their graphs.
+    """The guards of a capture, except flags, from its two traces and the graphs made of them.
 
-    Where one graph serves both modes (`merged`), it reads modules' `training` flags as it runs, and
-    those need no guard; nor does the flag of the whole model, which chooses between the graphs.
+    A graph that serves both modes (`merged`) reads `training` flags of modules as it runs; these
+    need no guard. Nor does the flag of the whole model, which chooses between the graphs.
     """
     unguarded = {""} | (flags_selected(merged) if merged is not None else set())
     modes = [mode.guards for mode in traced]
@@ -257,10 +257,10 @@ def make_guards(
 def _attributes(
     model: nn.Module, traced: Sequence[Traced], graphs: Iterable[fx.Graph]
 ) -> tuple[Names, Names]:
-    """All plain attributes of the modules that graphs do not call, and names they were asked for.
+    """Plain attributes of modules that the graphs do not call, and names looked up on modules.
 
-    Those that they call read their own attributes; only what the code of other modules reads of
-    them is guarded, too (`self.drop.p`).
+    Modules that the graphs call read their own attributes when they run. Only attributes that the
+    code of other modules reads (`self.drop.p`) are guarded in them.
     """
     written = {pair for mode in traced for pair in mode.written}
     nodes = [node for graph in graphs for node in graph.nodes]
@@ -298,7 +298,7 @@ def _attributes(
 
 
 def _methods_of_forward(kind: type) -> frozenset[str]:
-    """Names of methods that its `forward` calls: an instance may be given others."""
+    """Names of the methods that a class's `forward` calls: an instance may override them."""
     codes = _codes_of(kind)
 
     def called(method: str) -> set[str]:
@@ -308,9 +308,9 @@ def _methods_of_forward(kind: type) -> frozenset[str]:
 
 
 def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:
-    """Attributes that the methods of a class read of what it has: `conv` and `padding`.
+    """Pairs of a member and an attribute of it that methods of a class read: `conv`, `padding`.
 
-    Bytecode says only the name of a variable or an attribute, and the name that is read of it.
+    Bytecode has only the name of a variable or an attribute, and the name that is read from it.
     """
     codes = (code for codes in _codes_of(kind).values() for code in codes)
     instructions = (each for code in codes for each in _loads(code))
@@ -333,7 +333,7 @@ def _codes_of(kind: type) -> dict[str, list[types.CodeType]]:
 
 
 def _loads(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """Names that follow each other: of a variable or an attribute, and of an attribute of it."""
+    """Pairs of names: of a variable or an attribute, and of the attribute that is read from it."""
     for before, now in pairwise(dis.get_instructions(code)):
         is_named = before.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR"))
         if is_named and now.opname in ("LOAD_ATTR", "LOAD_METHOD"):

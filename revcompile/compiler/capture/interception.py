@@ -4,8 +4,8 @@ Nothing that other threads could see is replaced:
 
     calls of modules            `_compiled_call_impl` of each module of the copy
     parameters and buffers      the dicts of the copy's modules give proxies
-    names that are asked for    `nn.Module.__getattr__` looks for them in those dicts
-    modes of modules            are taken away, so that it is asked for them too
+    names that are looked up    `nn.Module.__getattr__` searches those dicts
+    modes of modules            `training` is removed, so `nn.Module.__getattr__` is called for it
     functions of torch          a `TorchFunctionMode`, which belongs to one thread
     autograd functions          the proxies themselves, see `proxy.custom_function`
 """
@@ -124,7 +124,7 @@ def intercepted(root: nn.Module, tracer: ShapedTracer) -> Iterator[None]:
             if type(module).__getattr__ is nn.Module.__getattr__ and not is_leaf(module):
                 del own["training"]
             elif not is_leaf(module):
-                tracer.note_asked(module, "training")  # whether it is cannot be seen
+                tracer.note_asked(module, "training")  # reads of it cannot be seen
         yield
     finally:
         for module in modules:
@@ -137,7 +137,7 @@ def intercepted(root: nn.Module, tracer: ShapedTracer) -> Iterator[None]:
 
 @contextmanager
 def attempts_unlogged() -> Iterator[None]:
-    """Attempts to evaluate an operation may fail: torch logs that as an error."""
+    """Suppress torch's log of errors in this thread: attempts to evaluate an operation may fail."""
     logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
 
     def is_of_others(record: logging.LogRecord) -> bool:

@@ -41,14 +41,14 @@ def set_mode(twin: nn.Module, model: nn.Module, training: bool) -> nn.Module:
     modules = model.named_modules() if model.training else ()
     frozen = {path for path, module in modules if not module.training}
     if any(type(module).train is not nn.Module.train for module in twin.modules()):
-        twin.train(training)  # some empty their caches
+        twin.train(training)  # some `train` methods empty caches
     for path, module in twin.named_modules():
         module.training = training and path not in frozen
     return twin
 
 
 def register_constant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Make a tensor that tracing found a buffer of the copy, so that it moves with the module.
+    """Register a tensor that tracing found as a buffer of the copy: it then moves with the module.
 
     If it is a plain attribute of the model, the attribute becomes the buffer.
     """
@@ -110,7 +110,7 @@ def restore_foreign_rng(state: tuple[Any, ...]) -> None:
 def preserve_attributes(model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
     """Undo what forward passes do to the modules' attributes (caches, counters, buffers).
 
-    Yields a function that does so for one module and those inside it, before the end.
+    Yields a function that undoes them earlier, for one module and those inside it.
     """
     contents = Contents(model)
     try:
@@ -123,11 +123,11 @@ def preserve_attributes(model: nn.Module) -> Iterator[Callable[[nn.Module], None
 def preserve_model(model: nn.Module) -> Iterator[None]:
     """Restore random generators, and the model's buffers, mode and attributes, at the end.
 
-    Attributes of the model itself stay: those of a reversible module are our own.
+    Attributes of the root module are not restored: in a reversible module they are our own.
     """
     parts = [(part, Contents(part)) for part in model.children()]
     held, training = dict(model._buffers), model.training
-    # An alias shares the memory, which `buffer.data = ...` takes away from the buffer.
+    # The alias holds the memory, which `buffer.data = ...` would take away from the buffer.
     contents = [(b, b.detach(), b.detach().clone()) for b in model.buffers() if not b.is_meta]
     with preserve_rng():
         try:

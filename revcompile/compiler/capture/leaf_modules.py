@@ -37,12 +37,12 @@ _STOCHASTIC_DEPTH: Final = frozenset(
 )
 """Classes of timm, torchvision and others: identity in eval mode, a random mask in train mode.
 
-Leaf modules at any rate, so that their rate may be changed from 0 after the capture.
+They are always leaf modules: their drop rate may then be changed from 0 after the capture.
 """
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Is the module, or a class it derives from, a layer of torch.nn, or stochastic depth?"""
+    """Whether the module is, or derives from, a layer of torch.nn, or is stochastic depth."""
     if type(module).__name__ in _STOCHASTIC_DEPTH:
         return True
     is_layer = any(
@@ -82,7 +82,7 @@ def requested_leaves(
 def mode_dependent(model: nn.Module, train: fx.Graph, evaluation: fx.Graph) -> tuple[str, ...]:
     """Paths of the childless modules where the structures of two traces first differ.
 
-    All modules of the same class are returned with it: they would differ next.
+    All modules of the same class are returned, too: they would differ next.
     """
     for node in first_difference(train, evaluation):
         path = node.meta.get(PATH, "")
@@ -96,7 +96,8 @@ def mode_dependent(model: nn.Module, train: fx.Graph, evaluation: fx.Graph) -> t
 def innermost_module(nodes: tuple[fx.Node, ...], leaves: Collection[str]) -> str:
     """The path of the innermost module, not a leaf yet, whose forward made all the nodes.
 
-    As one call it writes to memory that nothing outside it can see. "" if it is the model itself.
+    Called as a leaf module, it writes to memory that nothing outside it can see. Returns "" if it
+    is the model itself.
     """
     paths = [str(node.meta.get(PATH, "")).split(".") for node in nodes]
     common = [a for a, *rest in zip(*paths, strict=False) if all(b == a for b in rest)]

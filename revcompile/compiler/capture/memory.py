@@ -35,7 +35,7 @@ MOVES: Final = "revcompile_moves"
 """`node.meta` key: paths of parameters and buffers that a leaf module writes to or replaces."""
 
 NO_GRAD: Final = "revcompile_no_grad"
-"""`node.meta` key: was the node traced while gradients were disabled?"""
+"""`node.meta` key: whether the node was traced while gradients were disabled."""
 
 INPLACE_OPERATORS: Final[dict[Any, Callable[..., Any]]] = {
     operator.iadd: operator.add,
@@ -69,7 +69,7 @@ class Location:
     tensor: int
 
     def same_elements(self, other: Location) -> bool:
-        """Do both name the same elements, at every batch size?"""
+        """Whether both name the same elements, at every batch size."""
         own = self.storage, self.layout, self.dtype
         return own == (other.storage, other.layout, other.dtype)
 
@@ -104,9 +104,9 @@ def watch_memory(node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[None]
 
 
 class _StateWatch(TorchDispatchMode):
-    """Notes storages that operations write to, also where no version tells.
+    """Notes storages that operations write to, even if no version counter changes.
 
-    Writes behind `.data` do not, nor do batch norms, which move running statistics in C++.
+    Writes through `.data` change none, nor do batch norms, which move running statistics in C++.
     """
 
     def __init__(self) -> None:
@@ -168,12 +168,12 @@ def location_of(node: fx.Node) -> Location | None:
 
 
 def is_structured(node: fx.Node) -> bool:
-    """Is the node's value a container of tensors?"""
+    """Whether the node's value is a container of tensors."""
     return isinstance(node.meta.get(TYPE), tuple)
 
 
 def other_name_of(node: fx.Node, root: nn.Module) -> fx.Node | None:
-    """The input of which the value of a node that writes nothing is another name, if it is."""
+    """The input that a node, which writes nothing, returns as its own value, if it does so."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
@@ -183,11 +183,11 @@ def other_name_of(node: fx.Node, root: nn.Module) -> fx.Node | None:
     if result is None or given is None or not result.same_elements(given):
         return None
     of_torch = type(root.get_submodule(str(node.target))).__module__.startswith("torch.nn")
-    return source if of_torch or result.tensor == given.tensor else None  # no layer detaches
+    return source if of_torch or result.tensor == given.tensor else None  # layers do not detach
 
 
 def _converts_to_itself(node: fx.Node) -> bool:
-    """Is it `x.to(x.dtype)`, `x.to(x)` or the like, which is `x` itself in every precision?"""
+    """Whether it is `x.to(x.dtype)`, `x.to(x)` or the like: `x` itself in any precision."""
     x, *rest = node.args
 
     def is_own(given: Any) -> bool:
@@ -203,7 +203,7 @@ def _converts_to_itself(node: fx.Node) -> bool:
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Does the node write to one of its inputs, or change it otherwise, as `detach_` does?"""
+    """Whether the node writes to one of its inputs, or changes it otherwise, as `detach_` does."""
     schema = getattr(node.target, "_schema", None)
     name = str(getattr(node.target, "__name__", node.target))
     is_seen = bool(node.meta.get(WRITES))
@@ -214,12 +214,12 @@ def is_effect(node: fx.Node) -> bool:
 
 
 def works_in_place(module: nn.Module) -> bool:
-    """Does the layer, or one inside it, have `inplace=True`?"""
+    """Whether the layer, or one inside it, has `inplace=True`."""
     return any(getattr(inner, "inplace", False) is True for inner in module.modules())
 
 
 def overwrites_unshared(node: fx.Node, root: nn.Module) -> bool:
-    """Is the layer's input new memory without other readers, so that it may be overwritten?"""
+    """Whether the layer's input is new memory without other readers, and may be overwritten."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or len(source.users) > 1:
         return False

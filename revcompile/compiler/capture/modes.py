@@ -45,7 +45,7 @@ def first_difference(train: fx.Graph, evaluation: fx.Graph) -> tuple[fx.Node, ..
 
 
 def _same_inputs(a: fx.Node, b: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool:
-    """Equal but for plain constants."""
+    """Whether the arguments of two nodes are equal, apart from plain constants."""
     (left_form, left), (right_form, right) = _flatten(a), _flatten(b)
     if left_form != right_form:
         return False
@@ -71,7 +71,7 @@ def _arguments(node: fx.Node) -> Any:
 
 
 def _owner(path: str, readers: Collection[str]) -> str:
-    """The module whose flag decided: the node's own, or the nearest one around it that read it."""
+    """The module whose flag decided: the node's own, or the nearest enclosing one that read its."""
     while path and path not in readers:
         path = path.rpartition(".")[0]
     return path

@@ -1,16 +1,16 @@
 """Proxies that know the value they represent at two batch sizes.
 
 A value that is equal at both may decide Python control flow (`if H % 7`, `range(depth)`,
-`len(xs)`): the graph is then the model only where it has that value again, and the tracer notes a
-guard (`ir/guards.py`). A value that differs stays symbolic, so that no batch size is baked in.
+`len(xs)`). The graph is then valid only for calls with that value, and the tracer notes a guard
+(`ir/guards.py`). A value that differs stays symbolic: no batch size is baked in.
 
     DataProxy      a tensor that is computed from inputs or parameters
     TensorProxy    a tensor that is computed from sizes alone
     NumberProxy    an int or a float
     ShapedProxy    any other value: a shape, a dtype, a tuple of tensors
 
-To `isinstance` each is the value it represents. Proxies of tensors are tensors to C++ code, too,
-which would read the memory of anything else that claims to be one.
+To `isinstance` a proxy has the type of the value it represents. Proxies of tensors are tensors to
+C++ code, too: it would read the memory of anything else that claims to be a tensor.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class ShapedTracer(fx.Tracer):
         self.draws: set[str] = set()
         """Lines that draw random numbers which decide nothing; the graph does not draw them."""
         self.asked: set[tuple[str, str]] = set()
-        """Paths of modules, and names that they were asked for and that are no attributes."""
+        """Names looked up on modules that are no plain attributes: module path, and name."""
         self._path = ""
-        """Of the module whose forward is running."""
+        """The path of the module whose forward is running."""
         self._reads: list[PythonRead] = []
         self._reading_types: set[str] = set()
 
@@ -75,13 +75,13 @@ class ShapedTracer(fx.Tracer):
         return self._path in self._reading_types
 
     def note_asked(self, module: nn.Module, name: str) -> None:
-        """The module was asked for a name that is no plain attribute, or for its mode."""
+        """Note that a module's mode, or a name that is no plain attribute, was looked up."""
         path = None if self.evaluating else (self.submodule_paths or {}).get(module)
         if path is not None:
             self.asked.add((path, name))
 
     def note_made(self, result: Any, given: Any) -> None:
-        """Note the new tensors among what a function returns that no proxy was given to."""
+        """Note the new tensors in the result of a function that was called without proxies."""
 
     def fold(self, node: fx.Node, which: int) -> Any:
         """The real value of a node that is computed from sizes alone."""
@@ -100,12 +100,12 @@ class ShapedTracer(fx.Tracer):
 
 _HASHED: Final = (int, float, bool, str, torch.Size, torch.dtype, torch.device)
 _COMPARED_BY_IDENTITY: Final = (torch.dtype, torch.layout)
-"""Types of which each value is one object, so that `x.dtype is torch.float16` is right.
+"""Types whose values are unique objects: `x.dtype is torch.float16` is correct.
 
-Where they are not compared by identity they stay symbolic: under autocast they differ at run time.
+In code without such comparisons they stay symbolic: under autocast they differ at run time.
 """
 _DETECTS_CAUSAL: Final = transformer._detect_is_causal_mask.__code__
-"""torch reads a mask's contents to see whether it is causal, which only makes it faster."""
+"""torch's function that reads a mask to see whether it is causal, only to be faster."""
 _SEEN_TYPES: Final = (bool, tuple, list, dict, torch.Size, torch.dtype)
 
 
@@ -161,14 +161,14 @@ class ShapedProxy:
             return value
         attribute = self._call(getattr, name)
         if isinstance(value, torch.dtype) and not value.is_floating_point:
-            return attribute.plain()  # autocast leaves it alone
+            return attribute.plain()  # autocast does not change it
         is_type = type(value) in _COMPARED_BY_IDENTITY
         if is_type and (self.tracer.reads_types() or compares_types_by_identity()):
             return attribute.plain()
         return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """`x.data = y` is no operation that a graph can hold."""
+        """Refuse `x.data = y`, which no graph can hold."""
         if hasattr(torch.Tensor, name):
             raise TraceError(_ASSIGNED.format(name))
         object.__setattr__(self, name, value)
@@ -179,7 +179,7 @@ class ShapedProxy:
     def __bool__(self) -> bool:
         if sys._getframe(1).f_code is _DETECTS_CAUSAL:
             return False
-        is_number = type(self.known.first) is int  # whether it is 0 counts, not which one it is
+        is_number = type(self.known.first) is int  # only whether it is 0 matters
         return bool(self._call(operator.ne, 0).plain() if is_number else self.plain())
 
     def __index__(self) -> int:
@@ -205,7 +205,7 @@ class ShapedProxy:
         return item in self.plain()
 
     def __hash__(self) -> int:
-        """By value where it is a plain one, so that `n in {8, 16}` compares values."""
+        """Hash plain values by value: `n in {8, 16}` then compares values."""
         return hash(self.plain()) if self._is_hashed() else id(self)
 
     def _is_hashed(self) -> bool:
@@ -272,10 +272,10 @@ for _function, _plain in INPLACE_OPERATORS.items():
 
 _INT: Final = type("Int", (int, torch.SymInt), {})
 _FLOAT: Final = type("Float", (float, torch.SymFloat), {})
-"""The classes that proxies of numbers seem to have.
+"""The classes that proxies of numbers claim to have.
 
-torch's C++ code takes an argument for a number without asking for its value only if it is
-symbolic; Python code expects an int or a float.
+torch's C++ code accepts a number without reading its value only if the number is symbolic; Python
+code expects an int or a float.
 """
 
 
@@ -288,7 +288,7 @@ class NumberProxy(ShapedProxy):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        """NumPy's functions of a number."""
+        """Trace a NumPy function of a number."""
         if method != "__call__":
             return NotImplemented
         return self.tracer.create_proxy("call_function", function, args, kwargs)
@@ -301,8 +301,8 @@ class NumberProxy(ShapedProxy):
 class TypeProxy(ShapedProxy):
     """The dtype of a tensor of floating-point numbers.
 
-    `torch.finfo` takes it for a dtype without looking, and reads the member below, which is never
-    set: as a dtype that is uint8, which it refuses. The tracer then gives out plain dtypes.
+    `torch.finfo` treats it as a dtype without a check. It reads the slot below, which is never set,
+    as uint8, which it refuses. The tracer then gives out plain dtypes.
     """
 
     __slots__ = ("_never_set",)
@@ -311,14 +311,14 @@ class TypeProxy(ShapedProxy):
 class TensorProxy(ShapedProxy, torch.Tensor):  # type: ignore[misc]
     """A tensor. The C++ object has its shape and type, and no memory.
 
-    It requires a gradient where the value does: `torch.autograd.Function.apply` is C++, and leaves
-    its mark in `grad_fn`.
+    A `DataProxy` of floating-point numbers requires a gradient: `torch.autograd.Function.apply`,
+    which is C++, then sets its `grad_fn` (see `custom_function`).
     """
 
     @staticmethod
     def __new__(cls, node: fx.Node, tracer: ShapedTracer) -> TensorProxy:
         fake = tracer.values[node].first
-        with torch._C.DisableTorchFunction():  # in the tracer's mode, this is no call of the model
+        with torch._C.DisableTorchFunction():  # the tracer's mode must not record this
             made: Any = torch.Tensor._make_wrapper_subclass(
                 cls,
                 fake.shape,
@@ -334,7 +334,7 @@ class TensorProxy(ShapedProxy, torch.Tensor):  # type: ignore[misc]
         return self.__getattr__(name)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_is_param":  # how `isinstance(x, nn.Parameter)` sees it
+        if name == "_is_param":  # `isinstance(x, nn.Parameter)` reads it
             return isinstance(self.known.first, nn.Parameter)
         return super().__getattr__(name)
 
@@ -350,9 +350,9 @@ class TensorProxy(ShapedProxy, torch.Tensor):  # type: ignore[misc]
 
 
 class DataProxy(TensorProxy, fx.Proxy):  # type: ignore[misc]
-    """A tensor whose contents no tracer knows.
+    """A tensor whose contents are unknown while tracing.
 
-    Libraries ask for proxies of `torch.fx` before they look at the contents of a tensor.
+    It is an `fx.Proxy`, which libraries check for before they read the contents of a tensor.
     """
 
     __init__ = ShapedProxy.__init__
@@ -374,7 +374,7 @@ def custom_function(proxy: ShapedProxy) -> str | None:
 
 
 def proxy_for(node: fx.Node, tracer: ShapedTracer, is_data: bool) -> ShapedProxy:
-    """A proxy of the class that its value asks for."""
+    """A proxy of the class that fits the node's value."""
     value = tracer.values[node].first
     if isinstance(value, torch.Tensor):
         return (DataProxy if is_data else TensorProxy)(node, tracer)

@@ -59,7 +59,7 @@ class SuspectedDraw(Exception):
 
 
 class NoDraws(TorchDispatchMode):
-    """Raises where torch draws random numbers in this thread; others share the generators."""
+    """Raises if torch draws random numbers in this thread; other threads may draw."""
 
     def __init__(self, reason: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -6,9 +6,9 @@
     w = torch.cat(parts)                  z = y + first
                                           w = torch.cat((first, second))
 
-Its items become nodes right behind the node that computes it, and Python gets a structure of their
-proxies. So every value that passes from one segment or stage to another is a tensor, which has a
-gradient of its own, or a plain value.
+The items of a structure become nodes right behind the node that computes it, and Python gets a
+structure of their proxies. So every value that passes from one segment or stage to another is a
+plain value or a tensor, which has a gradient of its own.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def unpacked(
             prefix, key = tuple(path[:end]), cast(Any, path[end - 1])
             if prefix not in taken:
                 function = getattr if isinstance(key, pytree.GetAttrKey) else operator.getitem
-                (name,) = dataclasses.astuple(key)  # of a field, a dict's key, or an index
+                (name,) = dataclasses.astuple(key)  # a field's name, a dict's key, or an index
                 taken[prefix] = take(function, taken[prefix[:-1]], name)
     items = (None if leaf is None else proxy(taken[tuple(path)]) for path, leaf in leaves)
     return pytree.tree_unflatten(items, spec)
 
 
 def with_fields(value: Any) -> Any:
-    """The value, its dataclasses replaced by what pytree flattens, registered by them or not."""
+    """The value with its dataclasses (registered or not) replaced by objects pytree flattens."""
 
     def fields(leaf: Any) -> Any:
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
@@ -111,14 +111,14 @@ def refuse_hidden_tensors(value: Any) -> None:
 
 
 def refuse_lost_type(value: Any) -> None:
-    """Raise for an argument of which a graph would keep the items, and not the class."""
+    """Raise for an argument if a graph would keep its items, but not its class."""
     is_lost = dataclasses.is_dataclass(value) or isinstance(value, dict)
     if is_lost and type(value) not in (dict, type) and tensors_in(value):
         raise TraceError(f"a {type(value).__name__} of tensors is passed on as a whole")
 
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Does an object of an unknown class hold tensors?"""
+    """Whether an object of an unknown class holds tensors."""
     if isinstance(value, torch.Tensor):
         return True
     if depth == 0 or isinstance(value, type) or callable(value):

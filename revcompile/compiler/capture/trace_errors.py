@@ -18,11 +18,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.proxy import TraceError
 
-_TORCH: Final = torch.__path__[0] + os.sep  # torchvision begins alike
+_TORCH: Final = torch.__path__[0] + os.sep  # with a separator: not torchvision
 _TRACERS: Final = (str(Path(__file__).parent), str(Path(_TORCH, "fx")))
 _GENERATED: Final = ("<frozen", "<string>", "<eval_with_key>", "<attrs", "<__array_function__")
 _NOT_THE_USERS: Final = (_TORCH, str(Path(__file__).parents[2]) + os.sep, *_GENERATED)
-"""How the paths of files begin that no user wrote; `<stdin>` and `<ipython-input-…>` are theirs."""
+"""Path prefixes of files that no user wrote; users write `<stdin>` and `<ipython-input-…>`."""
 
 
 _ENDS: Final = ("POP_TOP", "POP_JUMP", "JUMP", "RAISE", "RETURN", "STORE", "YIELD", "FOR_ITER")
@@ -66,7 +66,7 @@ class UntracedEffect(TraceError):
 
 
 class PythonState(UntracedEffect):
-    """A forward pass changes what its next call computes, in an attribute that is no buffer."""
+    """A forward pass changes an attribute that is no buffer, and so the result of its next call."""
 
 
 class Rejected(UntracedEffect):
@@ -74,12 +74,12 @@ class Rejected(UntracedEffect):
 
 
 def describe_failure(path: str, error: Exception) -> Untraceable:
-    """Put what went wrong in the module at `path` into words."""
+    """Describe an error that was raised in the module at `path`."""
     return Untraceable(path, _reason(error), _source(error), error)
 
 
 def is_torch_code() -> bool:
-    """Was the caller of the tracer's code a file of torch, not the user's?"""
+    """Whether torch's code called the tracer, not the user's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TRACERS):
         frame = frame.f_back
@@ -104,7 +104,7 @@ def _user_frame() -> FrameType | None:
 
 
 def in_bare_call() -> bool:
-    """Whether the user's code is in a call without a result, or in a `raise` or `assert`.
+    """Whether the user's code is in a call whose result is dropped, or in a `raise` or `assert`.
 
     Text made there goes into a message and decides nothing.
     """
@@ -116,7 +116,7 @@ def in_bare_call() -> bool:
 
 
 def compares_types_by_identity() -> bool:
-    """Whether the user's function compares objects by `is`, other than constants.
+    """Whether the user's function has an `is` comparison with anything but a constant.
 
     A proxy of a dtype or layout is never the object that it represents.
     """
@@ -144,13 +144,13 @@ def _source(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """One line for the user."""
+    """The reason for an error, in one line for the user."""
     if isinstance(error, DataDependentOutputException):
         return "control flow depends on the contents of a tensor"
     if isinstance(error, DynamicOutputShapeException):
         return f"a shape depends on the contents of a tensor ({error.func})"
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename == _AUTOCAST:  # for a device that is a value of the graph
+    if frames and frames[-1].filename == _AUTOCAST:  # autocast(a value of the graph)
         return AUTOCAST
     text = next(iter(str(error).strip().splitlines()), "")
     return text if isinstance(error, TraceError) else f"{type(error).__name__}: {text}"

@@ -1,13 +1,13 @@
 """An FX tracer that knows shapes while it traces.
 
-Every node is evaluated on fake tensors as it is made, at two batch sizes (see `proxy.py`), so that
-many modules can be traced that are leaf modules for plain FX. A module that cannot be traced all
-the same becomes a leaf module, and tracing goes on behind it.
+Every node is evaluated on fake tensors as it is made, at two batch sizes (see `proxy.py`). Many
+modules that plain FX would need as leaf modules can thus be traced. A module that still cannot be
+traced becomes a leaf module, and tracing continues after it.
 
-What a trace would drop silently is caught here: `no_grad` regions become `detach`; autocast
-regions, custom autograd functions, reassigned buffers and counters make their module a leaf module;
-random numbers from outside torch are refused. Values that decided Python's control flow become
-guards. `interception.py` has how the tracer is called.
+Effects that a trace would drop silently are caught here: `no_grad` regions become `detach`;
+autocast regions, custom autograd functions, reassigned buffers and counters make their module a
+leaf module; random numbers from outside torch are refused. Values that decided Python's control
+flow become guards. `interception.py` defines how the tracer is called.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ from revcompile.ir.reached import reached
 from revcompile.ir.types import PATH, SOURCE, STORES, TYPE, VALUE
 
 CONSTANT_PREFIX: Final = "revcompile_constant_"
-"""How the names of constants begin that tracing registers as buffers."""
+"""The prefix of names of constants that tracing registers as buffers."""
 
 _DATA: Final = ("placeholder", "get_attr", "call_module")
 _CHECKPOINTING = ("CheckpointFunction", "_NoopSaveInputs")
@@ -97,11 +97,11 @@ _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward)
 _MADE: Final = "a tensor made without its input; make it with x.new_zeros(...) or the like"
 _FOUND: Final = "a tensor that is neither a parameter nor a buffer"
 _COMPARED: Final = (*PLAIN, torch.Tensor, fx.Proxy)
-"""Items of containers in attributes that tell whether a forward pass has changed them."""
+"""Types of container items that are compared to see whether a forward pass changed them."""
 
 
 class Tracer(ShapedTracer):
-    """Traces one model in the mode that it is in, see `capture.trace`."""
+    """Traces one model in its current mode, see `capture.trace`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Tracer(ShapedTracer):
         self.untraceable: dict[str, str] = {}
         """Modules that became leaf modules, and why."""
         self.stateful: set[str] = set()
-        """Those of them whose next call computes something else."""
+        """Modules of `untraceable` whose next call computes something else."""
         self.out_spec: pytree.TreeSpec = pytree.tree_structure(())
         self.guards = ModeGuards()
         """All values that Python has read, as conditions on later calls."""
@@ -133,9 +133,9 @@ class Tracer(ShapedTracer):
         self._autocast = autocast_state()
         self._foreign_rng, self._has_drawn = foreign_rng_state(), has_drawn
         self._names: dict[int, str] = {}
-        """Of parameters and buffers, by id."""
+        """Names of parameters and buffers, by id."""
         self._kept: dict[int, tuple[str, type[UntracedEffect]]] = {}
-        """Tensors that outlive a call, by storage: a name, and what a write into one is."""
+        """For tensors that outlive a call, by storage: name, and the error that a write raises."""
         self._made: dict[int, torch.Tensor] = {}
         """Tensors that the forward pass has made without its inputs, by storage."""
         self._state_proxies: dict[str, Any] = {}
@@ -238,7 +238,7 @@ class Tracer(ShapedTracer):
                 self.root.get_submodule(self._path),
             )
         refuse_lost_type(a)
-        if isinstance(a, Number) and hasattr(a, "item"):  # one of NumPy's
+        if isinstance(a, Number) and hasattr(a, "item"):  # a NumPy scalar
             return a.item()
         if isinstance(a, torch.Size):
             return tuple(self.create_arg(n) for n in a)
@@ -254,7 +254,7 @@ class Tracer(ShapedTracer):
             ) from None
 
     def _constant(self, tensor: torch.Tensor) -> str:
-        """The name of a constant that the model has made: equal tensors share it."""
+        """The name of a constant that the model has made; equal tensors share a name."""
         if isinstance(tensor, FakeTensor):
             raise TraceError("a tensor made outside the graph")
         same = (n for n, c in self._constants.items() if c.dtype == tensor.dtype)
@@ -269,12 +269,12 @@ class Tracer(ShapedTracer):
         return name
 
     def note_made(self, result: Any, given: Any) -> None:
-        """Note the new tensors among what a function returns that no proxy was given to."""
+        """Note the new tensors in the result of a function that was called without proxies."""
         known = {storage_of(tensor) for tensor in tensors_in(given)}
         self._made |= {storage_of(t): t for t in tensors_in(result) if storage_of(t) not in known}
 
     def _refuse_custom_function(self, result: Any) -> None:
-        """A graph would keep a custom function's forward and lose its backward."""
+        """Refuse custom autograd functions: a graph would keep only their forward."""
         for leaf in pytree.tree_leaves(result):
             name = custom_function(leaf)
             if name is not None and name not in _CHECKPOINTING:
@@ -323,7 +323,7 @@ class Tracer(ShapedTracer):
             return proxy
 
     def _traced(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a forward; if it hands dtypes to `torch.finfo`, again, with them as plain values."""
+        """Call a forward; if it passes dtypes to `torch.finfo`, call it again with plain dtypes."""
         mark = self._mark()
         try:
             return self._watched(module, args, kwargs)
@@ -465,14 +465,14 @@ class Tracer(ShapedTracer):
         return node
 
     def _refuse_hidden_write(self, node: fx.Node) -> None:
-        """Under `no_grad`, writing into a value with a gradient leaves its gradient as it was."""
+        """Refuse `no_grad` writes into a value with a gradient, which would ignore the write."""
         for source in node.all_input_nodes if node.meta[NO_GRAD] else ():
             hidden = source.meta[STORAGES] & node.meta[WRITES] and source.op != "get_attr"
             if hidden and not source.meta[NO_GRAD]:
                 raise TraceError("an in-place operation under no_grad on a value made outside")
 
     def _refuse_state_write(self, node: fx.Node) -> None:
-        """A module whose forward writes into a tensor that it has becomes a leaf module."""
+        """Raise if a forward writes into a tensor that outlives it: a leaf module is needed."""
         for storage in node.meta[WRITES] & self._kept.keys():
             if node.target is not functional.batch_norm:
                 what, effect = self._kept[storage]
@@ -505,7 +505,7 @@ class Tracer(ShapedTracer):
                     held = self._held.get(target)
                     return attribute(self.root, target) if held is None else held
                 if layer is not None and not _keeps_attributes(layer):
-                    with preserve_attributes(layer):  # not what the forward around it changes
+                    with preserve_attributes(layer):  # changes by the forward around it stay
                         with watch_state(layer) as moved:
                             result = layer(*args, **kwargs)
                         node.meta[MOVES] = frozenset(child_path(target, name) for name in moved)
@@ -517,7 +517,7 @@ class Tracer(ShapedTracer):
             if layer is None:
                 raise
             original = self._model.get_submodule(target)
-            if not isinstance(layer, _BatchNorm):  # without momentum it counts batches
+            if not isinstance(layer, _BatchNorm):  # one without momentum reads its counter
                 node.meta[DECIDES] = "control flow on its contents"
             result, moved = run_on_data(original, layer, self._mode, args, kwargs)
             node.meta[MOVES] = frozenset(child_path(target, name) for name in moved)
@@ -538,12 +538,12 @@ def _changed(before: Mapping[_Key, Any], now: Mapping[_Key, Any]) -> set[_Key]:
 
 
 def _keeps_attributes(layer: nn.Module) -> bool:
-    """Whether a call cannot change attributes; weight normalization is a hook that does."""
+    """Whether a call cannot change attributes. Hooks can, for example weight normalization."""
     return type(layer).__module__.startswith("torch.nn.") and not layer._forward_pre_hooks
 
 
 def _stored(layer: nn.Module, path: str) -> tuple[tuple[str, str], ...]:
-    """Attributes in which a call has left tensors with a graph: path of the module, and name."""
+    """Attributes in which a call has left tensors with an autograd graph: path, and name."""
     return tuple(
         (inner, name)
         for inner, module in layer.named_modules(prefix=path)
@@ -558,17 +558,17 @@ def _nodes_in(value: Any) -> list[fx.Node]:
 
 
 def _nodes_held(value: Any) -> list[fx.Node]:
-    """Those of a value that an attribute holds, or of what that has in attributes."""
+    """The nodes of the proxies in an attribute's value, and in the attributes of that value."""
     return _nodes_in((value, *getattr(value, "__dict__", {}).values()))
 
 
 def _users(nodes: list[fx.Node]) -> int | None:
-    """How many nodes read what an attribute holds; None if that is not in the graph."""
+    """How many nodes read the nodes that an attribute holds; None if it holds none."""
     return sum(len(node.users) for node in nodes) if nodes else None
 
 
 def _content(value: Any) -> Any:
-    """Plain values, and containers of them, by value; others by identity and plain attributes."""
+    """A form to compare: plain values and containers by value, others by identity and fields."""
     if issubclass(type(value), PLAIN):
         return type(value), value
     same: Any = type(value)

@@ -1,8 +1,8 @@
 """Calls that a trace does not see: reads of torch's flags, random numbers of Python and NumPy.
 
 The profile function of a thread sees every call of a C function, and replaces nothing. It takes as
-long as tracing itself, so flags are looked for while the check runs the model, and draws only if
-the state of a generator has changed, which other threads may have done.
+long as tracing itself. Flags are therefore collected while the check runs the model. Draws are
+looked for only if the state of a generator has changed, which may be due to another thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CALL: Final = nn.Module._call_impl.__code__
 def flag_reads(model: nn.Module) -> Iterator[dict[str, set[str]]]:
     """Collect the names of flags by the path of the module whose forward pass reads them.
 
-    Layers, which graphs call as they are, read them at each call.
+    Layers are left out: graphs call them as they are, and they read flags at each call.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[str, set[str]] = {}
@@ -48,9 +48,9 @@ def flag_reads(model: nn.Module) -> Iterator[dict[str, set[str]]]:
 
 @contextmanager
 def foreign_draws() -> Iterator[Callable[[], bool]]:
-    """Yields whether this thread has drawn from the generators of Python and NumPy since.
+    """Yields a function: whether this thread has since drawn from Python's or NumPy's generators.
 
-    Calls of NumPy's functions are not seen: code that names them counts.
+    Calls of NumPy's functions are not seen: code that names them counts as drawing.
     """
     numpy, own, start = sys.modules.get("numpy"), random.random.__self__, foreign_rng_state()  # type: ignore[attr-defined]
     found: list[Any] = []
@@ -78,10 +78,10 @@ def foreign_draws() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _watch_calls(note: Callable[[FrameType, Any], None]) -> Iterator[None]:
-    """Tell `note` of each call of this thread: the frame of a Python function, and None; or the
+    """Pass each call of this thread to `note`: the frame of a Python function, and None; or the
     frame that calls a C function, and the function.
 
-    Does nothing where a profiler is active that could not be put back.
+    Does nothing if a profiler is active that could not be restored.
     """
     before: Any = sys.getprofile()
     if before is not None and not callable(before):

@@ -1,7 +1,7 @@
 """Analytic costs: every piece runs once on fake tensors, without memory and without arithmetic.
 
 The unit of work is a FLOP. Pieces that compute little (pooling, norms, activations) still have to
-move their operands, so every byte read or written counts as `FLOPS_PER_BYTE` more.
+move their operands, so every byte read or written adds `FLOPS_PER_BYTE` FLOPs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from revcompile.ir.module_tree import device_of_model, parameters_read
 from revcompile.ir.types import Cost, Rewired, Segment, TensorType
 
 FLOPS_PER_BYTE: Final = 64.0
-"""What a byte moved counts in FLOPs.
+"""FLOPs that each byte moved counts as.
 
-Data sheets give accelerators 80 to 300 FLOPs of matrix products for every byte of memory traffic,
-of which models reach a half or less. Over the segments of ResNet-50, ViT-B and ConvNeXt-T on an
-H200 (batch 64) work counted with 64 follows the measured times about three times as closely as
-FLOPs alone in float32, where anything from 32 to 150 does about as well, and twice in TF32
-and bfloat16, where more (500 and up) would be better still; `cost="measured"` asks the device.
+Data sheets give accelerators 80 to 300 FLOPs of matrix products per byte of memory traffic; models
+reach half of that or less. The value 64 was compared with measured times of the segments of
+ResNet-50, ViT-B and ConvNeXt-T on an H200 (batch 64). In float32 work follows them about three
+times as closely as FLOPs alone (32 to 150 do about as well), in TF32 and bfloat16 twice as closely
+(500 and more would be better still). `cost="measured"` measures on the device instead.
 """
 
 BACKWARD: Final = 3.0
-"""Forward again, then one product for each operand of every product: three times the forward."""
+"""Backward work in units of forward: forward again (1), a product for each of two operands (2)."""
 
 
 def analytic_costs(
@@ -71,7 +71,7 @@ def _counted(
     real = torch.device("cpu") if device.type == "meta" else None
     copy = copy_model(original) if fake is None else fake_copy(original, fake, real)
     root = set_mode(copy, original, training=True)
-    # kept, as a storage that is freed could give its address to another
+    # kept alive: a new storage could get the address of a freed one
     of_model = {storage_of(t): t for t in (*copy.parameters(), *copy.buffers())}
     costs: list[Cost] = []
     counted: set[int] = set()
@@ -131,7 +131,7 @@ class _Counter(TorchDispatchMode):
     """FLOPs by torch's own formulas, and the bytes that operators read and write.
 
     Parameters do not count as read: an example has few samples, and in training a parameter is
-    read once for many.
+    read once for many samples.
     """
 
     def __init__(self, of_model: Container[int]) -> None:

@@ -94,7 +94,7 @@ def _differentiate(outputs: Sequence[Any], sources: Sequence[Tensor]) -> None:
 
 
 def _update(parameters: Sequence[Tensor]) -> Callable[[], object]:
-    """What SGD with momentum does in an update, on copies."""
+    """An update of SGD with momentum, on copies of the parameters."""
     copies = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
@@ -102,7 +102,7 @@ def _update(parameters: Sequence[Tensor]) -> Callable[[], object]:
 
 
 def _time(run: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call, until the device has done it."""
+    """Median seconds of a call, including its work on the device."""
     times = []
     for _ in range(WARM_UP + REPEATS):
         _synchronize(device)

@@ -8,16 +8,16 @@ What a stage keeps for its backward pass is kept for every micro-batch in flight
     nothing    the inputs of each run of opaque pieces, and sides   the largest graph of a coupling
                of couplings that no later stage sends back          or of a run
 
-At the last stage backward follows forward at once: with "nothing" its opaque runs keep their
-graphs as well, all of them.
+At the last stage backward follows forward at once: with "nothing", all of its opaque runs keep
+their graphs as well.
 
-Beside the graph being differentiated there are the gradients inside it, and, where a stage goes
-backward piece by piece, what one piece hands to the one before. `benchmarks/stage_memory.py`
-compares all of it with what is really allocated.
+The graph being differentiated comes with the gradients inside it. Where a stage goes backward piece
+by piece, there are also the values that one piece hands to the piece before it.
+`benchmarks/stage_memory.py` compares these numbers with the memory that is really allocated.
 
-Captured steps keep the same inputs and messages, in static buffers. They add the batch that enters
-and, in the memory of a CUDA graph, what a stage keeps of the newest micro-batch and the messages it
-has just sent: one micro-batch of `buffers`, and `waiting`, once more.
+Captured steps keep the same inputs and messages, in static buffers. In addition they hold the input
+batch and, in the memory of a CUDA graph, what a stage keeps of the newest micro-batch and the
+messages it has just sent: one more micro-batch of `buffers`, and `waiting` once more.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Workload:
     Args:
         method: The training method; it says how many micro-batches are in flight and what stages
             keep of them.
-        microbatch_size: Samples a micro-batch.
-        accumulation_steps: Micro-batches an update.
-        optimizer_copies: Numbers of optimizer state a parameter: SGD with momentum 1, Adam 2.
-        buffer_bytes: Bytes an element of a float32 input takes while it is kept for the backward
-            pass (2 in bfloat16); None keeps it as it is.
-        autocast: The dtype of autocast, in which stages have a copy of their weights.
+        microbatch_size: Samples per micro-batch.
+        accumulation_steps: Micro-batches per update.
+        optimizer_copies: Numbers of optimizer state per parameter: SGD with momentum 1, Adam 2.
+        buffer_bytes: Bytes per element of a float32 input while it is kept for the backward pass
+            (2 in bfloat16); None keeps it as it is.
+        autocast: The dtype of autocast; stages have a copy of their weights in it.
     """
 
     method: Method
@@ -62,10 +62,10 @@ class Workload:
 
 
 class MemoryModel:
-    """The memory of every stage that could be cut out of the pieces of a partition.
+    """The memory of any stage that could be cut out of the pieces of a partition.
 
-    Activations are counted as if there were no autocast. What is trained is what requires a
-    gradient now, not when the model was cut.
+    Activations are counted as if there were no autocast. Trained parameters are those that require
+    a gradient now, not when the model was cut.
 
     Args:
         partition: All pieces of the model in order, with their costs.
@@ -93,15 +93,15 @@ class MemoryModel:
         self._kept_size = {name: size_at(kind, batch, low) for name, kind in types.items()}
         self._crossing = [self._sum(alive) for alive in live]
         self._sent = [*map(frozenset[str], live[:-1]), frozenset[str]()]
-        """The values that a stage sends on that ends before each piece, or behind the last."""
-        # Layers that rewiring has widened make more than the types in their graph say.
+        """For each cut, the values that a stage ending there sends; none after the last piece."""
+        # Layers that rewiring has widened return larger values than the types in their graph say.
         self._largest_op = [
             max(_operands(piece, batch), cost.passing)
             for piece, cost in zip(self.pieces, self._costs, strict=True)
         ]
         couplings = [piece if isinstance(piece, Coupling) else None for piece in self.pieces]
         self._stream = [self._size[c.streams_in[1]] if c else 0 for c in couplings]
-        """What a coupling's branch reads."""
+        """Bytes of the stream that each coupling's branch reads; 0 for other pieces."""
         self._lost = [_lost_bits(c, types, batch) if c else 0 for c in couplings]
 
     def stage(self, index: int, start: int, end: int, keep: Keep | None = None) -> StageMemory:
@@ -110,7 +110,7 @@ class MemoryModel:
         Args:
             index: Which stage it is: the earlier, the more micro-batches are in flight.
             start: Its first piece.
-            end: The piece behind its last.
+            end: The piece after its last.
             keep: What it keeps; the default is what the method says.
         """
         workload, method = self.workload, self.workload.method
@@ -148,8 +148,8 @@ class MemoryModel:
     # -- activations ------------------------------------------------------------------------------
 
     def _activations(self, index: int, start: int, end: int, keep: Keep) -> tuple[int, int, int]:
-        """Bytes kept from forward to backward, of the graph being differentiated, and of the ends
-        of a kept graph.
+        """Three numbers of bytes: kept from forward to backward, in the graph being differentiated,
+        and of inputs and outputs of a kept graph (`_ends`).
         """
         first, in_flight = max(start, self._frozen), self._window(index)
         most = max(self._largest_op[start:end])
@@ -169,14 +169,14 @@ class MemoryModel:
                 branches = map(self._branch, range(max(begin, first), behind))
                 working = max(working, graphs + max(branches))
                 continue
-            # In the backward pass the graphs of earlier runs still exist, those of later ones not.
+            # During backward the graphs of earlier runs still exist; those of later runs do not.
             working = max(working, graphs + self._at_work(begin, behind))
             graphs += self._graph(begin, behind) if index == self.stages - 1 else 0
             kept += self._kept(index, self._inputs(begin, behind))
         return sides + kept, working, 0
 
     def _kept(self, index: int, names: Iterable[str]) -> int:
-        """Inputs of one micro-batch in full precision, and of the others as they are buffered."""
+        """Bytes of inputs: one micro-batch in full precision, the others as they are buffered."""
         names = set(names)
         others = (self._window(index) - 1) * sum(self._kept_size.get(name, 0) for name in names)
         return self._sum(names) + others
@@ -190,7 +190,8 @@ class MemoryModel:
     def _branch(self, index: int) -> int:
         """The graph of a coupling's branch, and the gradients inside it.
 
-        The stream it reads is there already: from the message, or rebuilt by the next coupling.
+        The stream that it reads exists already: it was in the message, or the next coupling has
+        rebuilt it.
         """
         return self._costs[index].saved + max(self._largest_op[index] - self._stream[index], 0)
 
@@ -210,10 +211,10 @@ class MemoryModel:
     # -- between pieces ---------------------------------------------------------------------------
 
     def _between_pieces(self, start: int, end: int) -> int:
-        """Where the backward pass goes piece by piece, the most that is handed between two.
+        """The most bytes handed from piece to piece where the backward pass goes piece by piece.
 
-        A coupling hands on one stream and one gradient unchanged; behind the last piece those are
-        still in the message, and counted there.
+        A coupling hands on one stream and one gradient unchanged. If it is the last piece, they are
+        still in the message and are counted there.
         """
         most = 0
         for cut in range(start + 1, end):
@@ -223,7 +224,7 @@ class MemoryModel:
         return most
 
     def _back(self, cut: int, keep: Keep) -> int:
-        """What comes back across a cut: gradients, and before a coupling its outputs' values."""
+        """Bytes sent back across a cut: gradients and, to a coupling, the values of its outputs."""
         if cut <= self._frozen:
             return 0
         rebuilds = keep is Keep.NOTHING and self.pieces[cut - 1].reversible
@@ -232,20 +233,20 @@ class MemoryModel:
     # -- values that enter a range of pieces ------------------------------------------------------
 
     def _sum(self, names: Iterable[str]) -> int:
-        """Grids are one number each, and have no size here."""
+        """Bytes of live values. Grids are one number each and count as nothing."""
         return sum(self._size.get(name, 0) for name in names)
 
     def _inputs(self, start: int, end: int) -> set[str]:
-        """What the pieces read of values made before them."""
+        """The values that the pieces read and that earlier pieces made."""
         pieces = self.pieces[start:end]
         read = {name for piece in pieces for name in piece.inputs}
         return read.difference(*(piece.outputs for piece in pieces))
 
     def _needed(self, start: int, end: int) -> set[str]:
-        """Of that, what their gradients depend on if they are differentiated as one.
+        """The inputs that gradients depend on if the pieces are differentiated as one graph.
 
-        The sum `a + F(b)` hands gradients on to `a` unchanged, whatever `a` is: they depend on `a`
-        only through a later piece that reads the sum.
+        The sum `a + F(b)` hands gradients on to `a` unchanged, whatever the value of `a`. Gradients
+        depend on `a` only through a later piece that reads the sum.
         """
         needed: set[str] = set()
         for piece in reversed(self.pieces[start:end]):
@@ -258,8 +259,8 @@ class MemoryModel:
         return needed
 
     def _sides(self, start: int, end: int) -> set[str]:
-        """Sides that the pieces keep for couplings alone: no later piece reads them, so that none
-        sends them back, and no opaque run keeps them as its input.
+        """Side values that are kept for couplings alone: no later stage reads them and sends them
+        back, and no opaque run keeps them as its input.
         """
         couplings = [p for p in self.pieces[start:end] if isinstance(p, Coupling)]
         names = {name for coupling in couplings for name in coupling.sides}
@@ -277,7 +278,7 @@ class MemoryModel:
 
 
 def size_at(kind: Any, microbatch_size: int, buffer_bytes: int | None = None) -> int:
-    """Bytes of a value of this type at a batch size. Values that are no tensors take none.
+    """Bytes of a value of this type at a batch size. Values other than tensors take none.
 
     `buffer_bytes` is what an element of a float32 tensor takes, if not 4.
     """
@@ -302,7 +303,7 @@ def _trained(partition: Partition, pieces: Sequence[Segment]) -> list[int]:
 
 
 def _operands(piece: Segment, batch: int) -> int:
-    """Gradients that exist at once inside a piece: of an operation's output and of its inputs."""
+    """The most bytes of gradients at once inside a piece: of an operation's output and inputs."""
     graph = piece.graph
     size = {node: size_at(node.meta.get(TYPE), batch) for node in graph.nodes}
     return max(
@@ -312,7 +313,7 @@ def _operands(piece: Segment, batch: int) -> int:
 
 
 def _lost_bits(coupling: Coupling, types: Mapping[str, Any], batch: int) -> int:
-    """Bytes that an averaged coupling keeps."""
+    """Bytes of the lost bits that an averaged coupling keeps; 0 for other couplings."""
     kind = types.get(coupling.streams_out[1])
     if not coupling.averaged or not isinstance(kind, TensorType):
         return 0

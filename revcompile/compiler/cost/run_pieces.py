@@ -16,7 +16,7 @@ from revcompile.ir.types import Coupling, Opaque, Segment
 
 @dataclass(frozen=True)
 class PieceCall:
-    """A piece with the values it is to be run on.
+    """A piece with the values that it runs on.
 
     `inputs` is what the piece's graph takes; `stream` is a coupling's other stream, to which the
     branch's result is added.
@@ -32,7 +32,7 @@ class PieceCall:
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
     def outputs(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The piece's outputs. Sums of a coupling are plain: no grid."""
+        """The piece's outputs. A coupling is added without a grid."""
         if self.stream is None:
             return results
         return (self.inputs[0], self.stream + results[0], *results[1:])

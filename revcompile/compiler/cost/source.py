@@ -1,4 +1,4 @@
-"""Where costs come from: counted (analytic), measured, or numbers of the user's own."""
+"""Where costs come from: counted (analytic), measured, or given by the user."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def piece_costs(
         rewired: The model.
         groups: The pieces of each of its segments.
         types: The type of every live value.
-        cost: Where work comes from. Numbers of the user's own stand for forward, backward and
-            update of a segment together, in any unit.
+        cost: Where work comes from. A user's number is for forward, backward and update of a
+            segment together, in any unit.
     """
     check_cost(cost)
     pieces = [piece for group in groups for piece in group]
@@ -48,7 +48,7 @@ def piece_costs(
 
 
 def sum_costs(costs: Sequence[Cost]) -> Cost:
-    """Several pieces in a row as one.
+    """The cost of consecutive pieces as one piece.
 
     >>> parts = [Cost(1, 2, saved=30), Cost(10, 20, saved=40, shared=5)]
     >>> sum_costs(parts).saved
@@ -68,7 +68,7 @@ def _given_costs(
     analytic: Sequence[Cost],
     given: Mapping[str, float],
 ) -> Iterator[Cost]:
-    """The user's number of each segment, shared out to its pieces as their analytic work is."""
+    """The user's cost of each segment, divided among its pieces by their analytic work."""
     names = [segment.name for segment in rewired.body.segments]
     missing = [name for name in names if name not in given]
     unknown = [name for name in given if name not in names]

@@ -42,21 +42,21 @@ _INNER_SHARE: Final = 0.8
 
 
 def is_activation(node: fx.Node, root: nn.Module) -> bool:
-    """Is the node an elementwise activation function?"""
+    """Whether the node is an elementwise activation function."""
     if node.op == "call_module":
         return type(called_module(node, root)) in _ACTIVATION_LAYERS
     return node.op in ("call_function", "call_method") and op_name(node) in _ACTIVATIONS
 
 
 def is_flat_at_zero(node: fx.Node, root: nn.Module) -> bool:
-    """Is the node an activation function whose derivative at 0 is 0?"""
+    """Whether the node is an activation function whose derivative at 0 is 0."""
     if node.op == "call_module":
         return isinstance(called_module(node, root), (nn.ReLU, nn.ReLU6))
     return op_name(node) in ("relu", "relu_", "relu6")
 
 
 def resolve_nesting(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[Residual]:
-    """Of blocks inside blocks keep the inner ones if they are a chain, else the outer one."""
+    """Where blocks are nested, keep the inner ones if they form a chain, else the outer one."""
     kept: list[Residual] = []
     for block in residuals:  # inner blocks end before the block around them
         region = {*block.branch, *block.shortcut}
@@ -74,7 +74,7 @@ def resolve_nesting(flow: Flow, residuals: list[Residual], refuse: Refuse) -> li
 
 
 def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
-    """Do the inner blocks hold most of the outer block's parameters?"""
+    """Whether the inner blocks hold most of the outer block's parameters."""
 
     def size(block: Residual) -> int:
         return sum(flow.parameter_count(flow.by_name[name]) for name in block.branch)
@@ -85,8 +85,9 @@ def _mostly(flow: Flow, outer: Residual, inner: list[Residual]) -> bool:
 def absorb_activations(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[Residual]:
     """Make the activation after the sum of a post-activation block part of the block.
 
-    The activation after the last sum of a pre-activation network belongs to the head. It is part of
-    a block only if the next block starts from its result, or this block started from one.
+    It is part of the block only if several nodes read its result (as a next block does), or if the
+    block starts from such an activation. After the last sum of a pre-activation network it belongs
+    to the head.
     """
     result: list[Residual] = []
     activated: set[str] = set()
@@ -128,9 +129,9 @@ def drop_useless(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[
 
 
 def drop_overlapping(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[Residual]:
-    """Of blocks that share a computation keep the first: nothing is computed twice.
+    """Keep only the first of the blocks that share a computation: nothing is computed twice.
 
-    A second stream that starts inside a block, or a skip across its end, makes such blocks.
+    Blocks overlap if a second stream starts inside a block, or a skip crosses the end of one.
     """
     owner: dict[str, Residual] = {}
     kept: list[Residual] = []
@@ -160,13 +161,13 @@ def drop_cyclic(flow: Flow, residuals: list[Residual], refuse: Refuse) -> list[R
 
 
 def _computed(flow: Flow, block: Residual) -> list[fx.Node]:
-    """The values of a block, but for sizes and what any block can compute again."""
+    """The values of a block, except sizes and values that any block can recompute."""
     nodes = flow.in_order(block.nodes)
     return [n for n in nodes if not flow.recomputable(n) and n not in flow.plain]
 
 
 def contracted(flow: Flow, residuals: Iterable[Residual]) -> nx.DiGraph[fx.Node]:
-    """What waits for what, if all values of a block are computed with its output."""
+    """The dependencies between nodes if each block is contracted to one node, its output."""
     output: dict[fx.Node, fx.Node] = {}
     reads: dict[fx.Node, list[fx.Node]] = {}
     for block in residuals:
@@ -179,6 +180,6 @@ def contracted(flow: Flow, residuals: Iterable[Residual]) -> nx.DiGraph[fx.Node]
             continue
         graph.add_node(node)
         sources = reads.get(node, node.all_input_nodes)
-        if node not in flow.plain or node.meta.get(VALUE) is None:  # a known size waits for nothing
+        if node not in flow.plain or node.meta.get(VALUE) is None:  # a known size needs nothing
             graph.add_edges_from((output.get(source, source), node) for source in sources)
     return graph

@@ -34,7 +34,7 @@ _CONFLICT_PASSES: Final = (
     drop_useless,  # projections without a reversible neighbour
     drop_cyclic,  # blocks that read each other's branches
 )
-"""In this order: each sees only the blocks that the ones before have left."""
+"""The passes in order: each sees only the blocks that the earlier ones have kept."""
 _LIGHT: Final = 2
 """How many layers may be moved into a branch rather than passed to it as a side value."""
 
@@ -73,7 +73,7 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
 
 
 def _is_inner_add(flow: Flow, node: fx.Node) -> bool:
-    """Is it a partial sum that only the next addition reads? It is classified with that one."""
+    """Whether only another addition reads this sum; both are then classified as one sum."""
     users = flow.users(node)
     return len(users) == 1 and is_add(users[0]) and len(node.users) == 1
 
@@ -225,11 +225,11 @@ def _projected(
 def _absorb(flow: Flow, inside: set[fx.Node], sides: list[fx.Node]) -> list[fx.Node]:
     """Move cheap computations of side values that only this branch reads into the branch.
 
-    In cross-attention these are keys and values: the side value is then the memory itself, which
-    all blocks share.
+    In cross-attention these are the projections to keys and values: the side value is then the
+    memory itself, which all blocks share.
     """
     kept: dict[fx.Node, None] = {}
-    for side in reversed(sides):  # sizes of earlier ones may be read by later ones
+    for side in reversed(sides):  # later ones may read sizes of earlier ones
         closure, reads = _exclusive(flow, side, inside)
         if closure and flow.weights(closure) <= _LIGHT:
             inside |= closure
@@ -242,10 +242,10 @@ def _absorb(flow: Flow, inside: set[fx.Node], sides: list[fx.Node]) -> list[fx.N
 
 
 def _metadata(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
-    """A size, type or device of values inside that only the branch reads, with what is between.
+    """A size, type or device of values inside, with the nodes between, if only the branch reads it.
 
-    A mask is filled with the smallest number of the keys' type: the mask comes from outside, the
-    type from inside.
+    For example, a mask from outside is filled with the smallest number of a type from inside, that
+    of the keys.
     """
 
     def sources(of: fx.Node) -> list[fx.Node]:
@@ -260,7 +260,7 @@ def _metadata(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
 def _exclusive(
     flow: Flow, side: fx.Node, inside: set[fx.Node]
 ) -> tuple[set[fx.Node], list[fx.Node]]:
-    """Nodes that a side value is computed from and only the branch reads, and their inputs."""
+    """The nodes that compute a side value and that only the branch reads, and their inputs."""
     closure: set[fx.Node] = set()
     reads: list[fx.Node] = []
     work = [side]
@@ -285,14 +285,14 @@ def _exclusive(
 
 
 def _is_read_in(flow: Flow, node: fx.Node, own: Iterable[Container[fx.Node]]) -> bool:
-    """Is a reader one of these nodes, or a size or type that only they read?"""
+    """Whether a reader is one of these nodes, or a size or type that only they read."""
     if any(node in nodes for nodes in own):
         return True
     return node in flow.plain and all(_is_read_in(flow, user, own) for user in node.users)
 
 
 def _with_producer(flow: Flow, node: fx.Node) -> list[fx.Node]:
-    """The value; for an item of a structured value, its producer and all items of that."""
+    """The node alone or, for an item of a structured value, its producer with all items."""
     while node.all_input_nodes and node in flow.items(node.all_input_nodes[0]):
         node = node.all_input_nodes[0]
     group = [node]
@@ -313,14 +313,14 @@ def _escapes(flow: Flow, inside: set[fx.Node], adds: set[fx.Node]) -> list[fx.No
             continue
         if tensor_type(node) is not None:
             extras[node] = None
-        else:  # a type or device: the value is handed on that has it
+        else:  # a type or device: hand on the value that it is read from
             assert node in flow.plain  # items of structured values are in the region, too
             extras |= dict.fromkeys(_read_off(flow, node, inside))
     return list(extras)
 
 
 def _read_off(flow: Flow, node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
-    """Values inside a branch without which a type or device is not known; sizes are known."""
+    """Values inside a branch that a type or device is read from; sizes are known without them."""
     for source in () if node.meta.get(VALUE) else node.all_input_nodes:
         if source in flow.plain:
             yield from _read_off(flow, source, inside)

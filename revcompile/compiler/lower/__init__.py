@@ -83,7 +83,7 @@ def lower(
 def _code(
     stage: StageUnits, parameters: Sequence[str], *programs: Program
 ) -> tuple[StageCode, dict[str, fx.Graph]]:
-    """The programs as text, and the graphs traced from it by their names."""
+    """The programs as text, and the graphs traced from this text, by program name."""
     functions, runs = stage.functions, list(stage.runs.values())
     has_key = any(unit.random for unit in stage.units)
     printer = Printer(stage.partition, stage.names, has_key)
@@ -103,7 +103,7 @@ def _code(
 
 
 def _refuse_amplified_errors(partition: Partition, method: Method, keeps: Sequence[Keep]) -> None:
-    """Undoing an averaged coupling multiplies what the addend has changed by, block after block."""
+    """Refuse changed weights: undoing averaged couplings amplifies changes of F in every block."""
     is_late = method.order is Order.CONTINUOUS and len(partition.parts) > 1
     if method.weights is Weights.STASHED or not is_late or Keep.NOTHING not in keeps:
         return

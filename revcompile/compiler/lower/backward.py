@@ -4,8 +4,8 @@
     Keep.INPUT     run the unit again from its kept input with autograd on, then VJP
     Keep.GRAPH     VJP through the graph that forward kept
 
-What backward reads and has not rebuilt itself must come from somewhere: an output of the stage is
-sent back by the next stage (`needs_back`), everything else is kept from forward (`kept`).
+Backward also reads values that it has not rebuilt: outputs of the stage are sent back by the next
+stage (`needs_back`), all other values are kept from forward (`kept`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _AVERAGED: Final = "undoes couple_average, and differentiates through the same g
 
 
 class BackwardWriter(Writer):
-    """Goes through a stage's units from the last to the first; finds what has to be kept."""
+    """Goes through a stage's units from the last to the first; finds the values to keep."""
 
     def __init__(self, stage: StageUnits) -> None:
         super().__init__(stage)
@@ -44,7 +44,7 @@ class BackwardWriter(Writer):
     def write(self, sends_back: Iterable[str]) -> Program:
         """The program, which takes `(key, *needs_back, *kept, *gradients)`.
 
-        `sends_back` are the inputs whose values the stage before needs.
+        `sends_back` are the inputs whose values the previous stage needs.
         """
         for index, unit in reversed(list(enumerate(self.stage.units))):
             if unit.keep is Keep.NOTHING:
@@ -101,7 +101,7 @@ class BackwardWriter(Writer):
                 self.gradients.setdefault(gradient.name, []).append(gradient)
 
     def leaves(self, names: Iterable[str]) -> list[str]:
-        """Values, as leaves of a new autograd graph where they have a gradient."""
+        """Values as expressions: those with a gradient are leaves of a new autograd graph."""
         has_grad = self.partition.requires_grad
         return [f"leaf({self.value(n)})" if has_grad(n) else str(self.value(n)) for n in names]
 
@@ -112,7 +112,7 @@ class BackwardWriter(Writer):
     # -- units --------------------------------------------------------------------------------
 
     def _vjp(self, unit: Unit, index: int) -> None:
-        """Through the graph that forward kept, or through one made from the kept inputs."""
+        """Write a VJP through the graph that forward kept, or one recomputed from kept inputs."""
         gradients = {name: self.gradient(name) for name in self.stage.outputs(unit)}
         if not any(gradients.values()):
             return
@@ -138,7 +138,7 @@ class BackwardWriter(Writer):
         self.add_gradients(targets)
 
     def _uncouple(self, piece: Segment, unit: Unit) -> None:
-        """`(b, y) -> (y - F(b), b)` and the gradient, with one graph of F."""
+        """`(b, y) -> (y - F(b), b)` and the gradients, with one graph of F."""
         assert isinstance(piece, Coupling) and piece.grid is not None
         self.reseed(piece)
         b, y = map(self.value, piece.streams_out)
@@ -173,7 +173,7 @@ class BackwardWriter(Writer):
     def _restore(
         self, piece: Segment, streams: Sequence[Value], gradients: Sequence[Value]
     ) -> list[Value]:
-        """A rearrangement only moves elements, so gradients go back as values do."""
+        """Undo a rearrangement, of gradients as of streams: it only moves elements."""
         restore = self.stage.of_piece(piece, "restore").name
         shapes = self.keep(Value(piece.name, "shapes"))
         restored = [self.new_gradient(gradient.name) for gradient in gradients]

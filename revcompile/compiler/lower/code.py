@@ -1,6 +1,6 @@
 """A stage's code: statements over values, printed as Python text.
 
-Variables are used again as soon as their value is not read any more, which turns
+A variable is reused as soon as its value is no longer read, which turns
 
     x2, x3 = x1, x0 + F(x1)              a, b = b, a + F(b)
     x4, x5 = x3, x2 + G(x3)      into    a, b = b, a + G(b)
@@ -48,7 +48,7 @@ class Value:
 
 
 KEY: Final = Value("key", "key")
-"""What random seeds are made of."""
+"""The value that random seeds are made from."""
 
 
 def listed(items: Iterable[Any]) -> str:
@@ -75,15 +75,15 @@ class Statement:
     """None for a result that nobody reads."""
     values: tuple[str, ...]
     unpacks: bool = False
-    """Does a call return a tuple of the targets, even if there is only one?"""
+    """Whether a call returns a tuple of the targets, even if there is only one."""
     comment: str = ""
     note: str = ""
     """A comment before the first statement of a program that has it."""
     parameters: tuple[str, ...] = ()
-    """Those of the functions that are differentiated."""
+    """Parameters of the functions that are differentiated."""
 
     def is_idle(self, live: set[Value]) -> bool:
-        """Whether it gives names to values, and nobody reads those names."""
+        """Whether it only gives names to values, and nothing reads those names."""
         has_call = any("(" in _VALUE.sub("", value) for value in self.values)
         return not has_call and live.isdisjoint(self.targets)
 
@@ -180,7 +180,7 @@ class Printer:
         return Line(f"{names} = {right}" if names != right else "", held, statement.parameters)
 
     def _variable(self, value: Value, in_use: Iterable[str]) -> str:
-        """A variable that holds nothing that is still read, if possible one that reads well."""
+        """A variable that holds no value that is still read; its name is readable if possible."""
         taken = {*in_use, *self.taken}
         hint = legal(self._hint(value))
         names = (hint, *(f"{hint}_{number}" for number in range(1, len(taken) + 2)))
@@ -205,7 +205,7 @@ def _text(expression: str, variables: Mapping[Value, str]) -> str:
 
 
 def hints(partition: Partition) -> dict[str, str]:
-    """Variables: `a` and `b` for streams, `grid` for grids; others have their value's name."""
+    """Names of variables: `a` and `b` for streams, `grid` for grids; else the value's own name."""
     found: dict[str, str] = {}
     for piece in (piece for part in partition.parts for piece in part.pieces):
         if isinstance(piece, Coupling):

@@ -11,7 +11,7 @@ from revcompile.schedule import Keep
 
 
 def forward_program(stage: StageUnits, kept: Iterable[Value]) -> Program:
-    """Computes a stage's outputs, and what its backward program was found to need (`kept`)."""
+    """Compute a stage's outputs, and the values that its backward program needs (`kept`)."""
     writer = Writer(stage, stage.part.inputs)
     for index, unit in enumerate(stage.units):
         if unit.keep is Keep.GRAPH:

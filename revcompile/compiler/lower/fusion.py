@@ -1,4 +1,4 @@
-"""Stage programs with their fusion regions compiled: one kernel for what surrounds a convolution.
+"""Stage programs with compiled fusion regions: one kernel for operations around a convolution.
 
 Forward and backward run the same compiled function of a region, both under autograd: a branch that
 backward recomputes must be bit-identical to forward.
@@ -29,14 +29,14 @@ from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, wi
 from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded
 
 _CAST: Final = (nn.Conv1d, nn.Conv2d, nn.Linear)
-"""Layers of regions for which autocast casts."""
+"""Layers whose inputs autocast casts."""
 
 
 class Fusion:
     """Compiles the fusion regions of stages' programs, and how streams enter a chain.
 
     Args:
-        compile: What compiles a function; None for `torch.compile`.
+        compile: Compiles a function; None for `torch.compile`.
     """
 
     def __init__(self, compile: Callable[[Any], Callable[..., Any]] | None = None) -> None:
@@ -55,8 +55,8 @@ class Fusion:
         """Copies of a stage's two programs with their fusion regions compiled.
 
         Args:
-            is_stored_as_read: Values are stored and sent in the dtype in which autocast has layers
-                read them: there they need not be widened, and rounded again.
+            is_stored_as_read: Whether values are stored and sent in the dtype in which layers read
+                them under autocast. They then need not be widened and rounded again.
         """
         programs = [copied(forward), copied(backward)]
         regions = [find_regions(graph, root) for graph in programs]
@@ -106,7 +106,7 @@ class Fusion:
         return self._functions[key]
 
     def number(self, value: float, device: torch.device) -> Tensor:
-        """A tensor, so that plus and minus are one compiled function, with the same rounding."""
+        """A number as a tensor: plus and minus share one compiled function, and its rounding."""
         if (value, device) not in self._numbers:
             self._numbers[value, device] = torch.full((1,), value, device=device)
         return self._numbers[value, device]
@@ -119,7 +119,7 @@ class Fusion:
         convolves: bool,
         rounds_both: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `coupling_ops.enter_chain`, with one pass over each stream once the grid is known.
+        """Like `coupling_ops.enter_chain`, with one pass over each stream once the grid is known.
 
         Args:
             rounds_both: False if the first stream is rounded where it is read.
@@ -139,13 +139,13 @@ class Fusion:
 def _round_to_grid(
     x: Tensor, grid: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """On the grid, and the same in the dtype in which a branch reads it."""
+    """`x` rounded to the grid, and a copy of that in the dtype in which a branch reads it."""
     x = (x.float() + grid) - grid
     return x, None if dtype is None else x.to(dtype)
 
 
 LeafOp = Callable[[Any], Any]
-"""Makes an input of a region a leaf of a graph of autograd."""
+"""Makes an input of a region a leaf of an autograd graph."""
 
 
 def _leaf_ops(region: FusionRegion) -> tuple[LeafOp, ...]:
@@ -164,7 +164,7 @@ def _identity(x: Any) -> Any:
 
 
 def _is_cast(region: FusionRegion, node: fx.Node, root: nn.Module) -> bool:
-    """Do only layers read an input, for which autocast casts it to low precision?"""
+    """Whether a region reads an input only in layers for which autocast casts it."""
     users = [user for user in node.users if user in region.nodes]
     layers = [called_module(user, root) for user in users]
     return bool(users) and all(isinstance(layer, _CAST) for layer in layers)
@@ -181,7 +181,7 @@ def cast_leaf(x: Any) -> Any:
 
 
 def _return_as_read(graph: fx.Graph, leaf: fx.Node) -> None:
-    """Have a program return the gradient of a cast leaf in the dtype that its input has."""
+    """Let a program return the gradient of a cast leaf in the dtype of the leaf's input."""
     (read,) = leaf.args
     output = graph.output_node()
     for vjp in (user for user in leaf.users if user.target is coupling_ops.vjp):
@@ -203,7 +203,7 @@ def _replace(
     """Call a function in place of a region; the result of a fused add is its first output.
 
     Args:
-        replaced: What stands for the outputs of earlier regions; those of this one are added.
+        replaced: The nodes that replace outputs of earlier regions; this region's are added.
     """
     add = region.fused_add
     inputs = [
@@ -229,14 +229,14 @@ def _caller(
     """A function that calls a compiled region as the program would have computed it.
 
     While the program records, the region becomes a part of its graph and moves running statistics.
-    Otherwise autograd runs all the same, so that the kernels are those of a recording program; the
-    graph is dropped, and running statistics move in scratch memory.
+    Otherwise autograd also runs: the kernels are then those of a recording program. But the graph
+    is dropped, and running statistics move in scratch memory.
     """
     reads, add = region.reads, region.fused_add
     scratch: dict[str, Tensor] = {}
 
     def scratch_statistics(path: str) -> Tensor:
-        """Running statistics that may change in vain."""
+        """Scratch memory for running statistics, whose values do not matter."""
         if path not in scratch:
             scratch[path] = torch.zeros_like(attribute(root, path))
         return scratch[path]
@@ -261,7 +261,7 @@ def _caller(
         assert add is not None
         *own, stream, grid = inputs
         if grid is None or (torch.is_grad_enabled() and not add.is_minus):
-            # Exact without a grid; or the graph that is kept goes on through the stream.
+            # The add is exact without a grid; or the kept graph continues through the stream.
             results = call(*own)
             plain = coupling_ops.minus if add.is_minus else coupling_ops.plus
             stream = rounded(coupling_ops.wide(stream), grid if add.rounds else None)
@@ -283,7 +283,7 @@ def _caller(
 
 
 def _without_warnings(function: Callable[..., Any], *args: Any) -> Any:
-    """Compiling reads `.grad` of whatever it is given, of which torch warns."""
+    """Call a function without torch's warnings that compiling reads `.grad` of its inputs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         return function(*args)

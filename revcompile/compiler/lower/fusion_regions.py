@@ -3,10 +3,10 @@
     a' = b                      a region is a run of nodes without side effects: here the branch F
     b' = a + F(b)               the residual add can be fused into it: F(b) is never in memory
 
-The function of a region takes its inputs and every tensor that it reads of its layers (weights,
-running statistics) as arguments, so that blocks of one shape share a compiled function. Where an
-add is fused, it is fused in forward and in backward: computed differently, the reconstructed input
-would not be the one that forward had.
+The function of a region takes its inputs and every tensor of its layers that it reads (weights,
+running statistics) as arguments. Blocks of one shape thus share a compiled function. If backward
+undoes an add, the add is fused in both programs or in neither: computed differently, the
+reconstructed input would not be the one that forward had.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class FusedAdd:
     output: int
     """Which of the region's outputs is the branch's result."""
     graph: fx.Graph
-    """The region with the add. After its own inputs come the stream, a grid to round that to or 0,
-    the chain's grid, a sign, and what the sum is written to."""
+    """The region with the add. After its own inputs come the stream, a grid to round the stream to
+    (or 0), the chain's grid, a sign, and a tensor that the sum is written to."""
     rounds: bool = False
-    """Does it round the stream to the grid, too? Then it is read only here."""
+    """Whether it also rounds the stream to the grid; the stream is then read only here."""
 
     @property
     def inputs(self) -> tuple[fx.Node, fx.Node]:
@@ -83,7 +83,7 @@ class FusedAdd:
 
     @property
     def is_minus(self) -> bool:
-        """Does it reconstruct a stream in backward?"""
+        """Whether it reconstructs a stream in backward."""
         return self.node.target is coupling_ops.minus
 
 
@@ -97,9 +97,9 @@ class FusionRegion:
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     reads: list[str] = field(default_factory=list)
-    """Paths of the tensors it reads of layers."""
+    """Paths of the layers' tensors that it reads."""
     statistics: set[str] = field(default_factory=set)
-    """Those of `reads` that are running statistics."""
+    """The paths in `reads` that are running statistics."""
     counters: list[str] = field(default_factory=list)
     """Paths of `num_batches_tracked`, which the function does not write."""
     modules: list[nn.Module] = field(default_factory=list)
@@ -128,7 +128,7 @@ def _is_layer(node: fx.Node) -> bool:
 
 
 def _called_layer(node: fx.Node, root: nn.Module) -> tuple[str, nn.Module, tuple[Any, ...]]:
-    """The path of the layer that a node calls, the layer, and what it is called with."""
+    """The path of the layer that a node calls, the layer, and its arguments."""
     called, args = node, node.args
     if node.target is coupling_ops.call_norm:  # its first argument is the layer
         called, args = node.all_input_nodes[0], node.args[1:]
@@ -140,7 +140,7 @@ def _is_pure(node: fx.Node, root: nn.Module) -> bool:
         _, layer, args = _called_layer(node, root)
         is_known = type(layer) in (*_LIFTED, *_STATELESS) and _has_fixed_momentum(layer)
         return is_known and len(args) == 1 and not node.kwargs
-    if node.op == "get_attr":  # the layer that a call of `call_norm` is given
+    if node.op == "get_attr":  # the layer argument of `call_norm`
         return all(user.target is coupling_ops.call_norm for user in node.users)
     if node.op == "call_method":
         return node.target in _METHODS
@@ -176,13 +176,13 @@ def _conv2d(
 
 
 _NARROW: Final = 4
-"""Input channels, as of a stem, with which a convolution leaves most of a tensor core idle."""
+"""The most input channels (as in a stem) that leave most of a tensor core idle."""
 _ALIGNED: Final = 8
 """Channels that a tensor core reads at once."""
 
 
 def folded_conv2d(x: Tensor, weight: Tensor, bias: Any, step: int, padding: int) -> Tensor:
-    """A convolution of stride `step` as one of stride 1, over squares of pixels as channels."""
+    """A convolution of stride `step` as one of stride 1 with squares of pixels as channels."""
     outputs, channels, kernel, _ = weight.shape
     before = -(-padding // step)
     left = before * step - padding
@@ -261,8 +261,8 @@ def _build(region: FusionRegion, root: nn.Module) -> FusionRegion:
 def _in_own_memory(part: Any) -> Any:
     """A part of an image's channels as a tensor of its own.
 
-    The last kernel then writes it so. Each layer that reads a view of the whole would copy it
-    first, and autograd would bring its gradient into the view's strides.
+    The last kernel then writes it that way. Otherwise each layer that reads the part would copy it
+    first, and autograd would bring its gradient into the strides of the view.
     """
     if not isinstance(part, Tensor) or part.dim() != 4:
         return part
@@ -331,11 +331,11 @@ def _residual_adds(region: FusionRegion) -> list[tuple[int, fx.Node]]:
 
 
 def _fused_add(region: FusionRegion, may_round: bool) -> FusedAdd | None:
-    """The add that can be part of a region: nothing else but a gradient reads the branch.
+    """The add that can be part of a region: only the add and VJPs read the branch's result.
 
     Args:
-        may_round: A stream that enters its chain here may be rounded with the add. Not where
-            backward undoes the add: it would be another function.
+        may_round: Whether the add may also round a stream that enters its chain here. False where
+            backward undoes the add: the two functions would differ.
     """
     adds = _residual_adds(region)
     if len(adds) != 1:
@@ -354,7 +354,7 @@ def _fused_add(region: FusionRegion, may_round: bool) -> FusedAdd | None:
 
 
 def _is_entering(stream: Any) -> bool:
-    """Is it the first stream of a chain that begins here, read only once?"""
+    """Whether it is the first stream of a chain that begins here, and is read only once."""
     if stream.target is not operator.getitem or len(stream.users) > 1:
         return False
     entered, place = stream.args
@@ -383,8 +383,8 @@ def _add_on_grid(
 ) -> Tensor:
     """The stream plus or minus the addend, in the addend's dtype.
 
-    Where that has fewer bits, the sum itself is written to `total`. The gradient of the result is
-    the addend's own, with no sign.
+    If that dtype has fewer bits, the sum itself is written to `total`. The gradient of the result
+    is the addend's own, without the sign.
     """
     value = addend.detach()
     result = ((stream.float() + entry) - entry) + sign * ((value.float() + grid) - grid)

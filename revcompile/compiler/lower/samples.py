@@ -15,9 +15,9 @@ from revcompile.schedule import Keep
 def with_samples(
     program: StageProgram, graph: fx.Graph, take: Callable[[str, Tensor], None]
 ) -> fx.Graph:
-    """A copy of a stage's forward or backward graph that hands streams over, by name.
+    """A copy of a stage's forward or backward graph that passes streams to `take`, by name.
 
-    They are those that enter the first coupling of each row of couplings that are rebuilt.
+    These are the streams that enter the first coupling of each run of rebuilt couplings.
     """
     names, copy = frozenset(_entering(program)), copied(graph)
     for node in tuple(copy.nodes):

@@ -1,7 +1,8 @@
 """The flat graph that runs, traced from a program's printed lines.
 
-The lines are executed over nodes of the graph. Functions of `ir.coupling_ops` add a node each, but
-those in `COMPOSED` are gone through; the stage's functions add the nodes of their graphs.
+The lines are executed on nodes of the graph instead of tensors. A function of `ir.coupling_ops`
+adds one node, but those in `COMPOSED` are executed, too. The stage's functions add the nodes of
+their graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RESULTS: Final[dict[Any, int]] = {
     fixed_point.enter_average: 3,
     coupling_ops.enter_chain: 3,
 }
-"""How many results functions have that return several."""
+"""The number of results of each function that returns several."""
 
 
 def trace(
@@ -50,7 +51,7 @@ def trace(
 
 
 class _Trace:
-    """Executes lines; in them it stands for the model, with the parameters that a line uses."""
+    """Executes lines. In them it is `self`, the model, with the parameters that a line uses."""
 
     def __init__(self, functions: Iterable[GraphFunction | Printed]) -> None:
         self.graph = fx.Graph()
@@ -139,7 +140,7 @@ class _Trace:
         return node
 
     def vjp(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
-        """`vjp` or `branch_vjp`, of outputs that have a gradient and inputs that are leaves."""
+        """Add `vjp` or `branch_vjp` of outputs with a gradient and inputs that are leaves."""
         *stream, outputs, gradients, inputs, parameters = args
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
         leaves = tuple(node for node in inputs if node in self.leaves)
@@ -162,7 +163,7 @@ class _Trace:
         return node
 
     def name(self, node: Any, value: Value) -> None:
-        """A variable holds this node: it has the value's name."""
+        """Name a node after the value that a variable holds."""
         if not isinstance(node, fx.Node):
             return
         if node in self.unnamed:

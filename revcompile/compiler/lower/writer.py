@@ -1,6 +1,6 @@
-"""Writing a stage's code, as the forward and backward programs do.
+"""Parts that write a stage's code, for the forward and backward programs.
 
-units_of    what of a stage is differentiated at once
+units_of    the units of a stage: each is differentiated at once
 StageUnits  the units of a stage, and the functions that compute them
 Writer      statements that call the functions
 """
@@ -64,7 +64,7 @@ def _unit(partition: Partition, pieces: tuple[Segment, ...], keep: Keep) -> Unit
 
 
 def _draws(piece: Segment, root: nn.Module) -> bool:
-    """May a piece draw random numbers: in its graph, or the signs of an averaged coupling?"""
+    """Whether a piece may draw random numbers: in its graph, or signs of an averaged coupling."""
     if isinstance(piece, Coupling) and piece.averaged:
         return True
     return random_reads(piece.graph, root).may_ever_draw
@@ -107,7 +107,7 @@ class StageUnits:
 
     @property
     def functions(self) -> tuple[GraphFunction, ...]:
-        """Those of graphs, in the order of the stage's pieces."""
+        """The functions of graphs, in the order of the stage's pieces."""
         return tuple(sorted(self._made.values(), key=lambda f: self.places[id(f.segment)]))
 
     def name(self, wanted: str) -> str:
@@ -119,7 +119,7 @@ class StageUnits:
         return name
 
     def of_piece(self, piece: Segment, role: Role = "run") -> GraphFunction:
-        """F of a coupling, an opaque piece, or how a coupling rearranges and restores a stream."""
+        """A piece's function: F of a coupling, an opaque piece, a rearrangement or its inverse."""
         if (id(piece), role) not in self._made:
             name = self.name(piece.name if role == "run" else f"{piece.name}_{role}")
             made = GraphFunction(name, piece, role, *self._graph(piece, role))
@@ -137,7 +137,7 @@ class StageUnits:
         return _prepared(piece.graph, root, self._casts(piece)), arguments
 
     def _casts(self, piece: Segment) -> dict[int, torch.dtype]:
-        """Streams are float32 at least, and are given to the model's code in its own precision."""
+        """The inputs to cast: streams are at least float32, but the model's code may need less."""
         if isinstance(piece, Coupling):
             streams = [piece.streams_in[0]]
         else:
@@ -147,7 +147,7 @@ class StageUnits:
         return {place: dtype for place, dtype in dtypes if dtype is not None}
 
     def function(self, unit: Unit) -> GraphFunction | Program:
-        """A unit that is differentiated at once as one function of its inputs."""
+        """A unit, which is differentiated at once, as one function of its inputs."""
         if is_piece(unit):
             return self.of_piece(unit.pieces[0])
         if id(unit) not in self.runs:
@@ -169,7 +169,7 @@ class StageUnits:
         return (KEY,) if unit.random and not is_piece(unit) else ()
 
     def outputs(self, unit: Unit) -> list[str]:
-        """What the unit's function returns: what is read after it."""
+        """The outputs of the unit's function: the values that are read after it."""
         if is_piece(unit):
             return list(unit.pieces[0].outputs)
         later = self.units[self.units.index(unit) + 1 :]
@@ -178,7 +178,7 @@ class StageUnits:
 
 
 def is_piece(unit: Unit) -> bool:
-    """Is a unit a single opaque piece, whose function serves for both?"""
+    """Whether a unit is a single opaque piece; the piece's function is then the unit's, too."""
     return len(unit.pieces) == 1 and not unit.reversible
 
 
@@ -205,7 +205,7 @@ class Writer:
     def program(
         self, name: str, arguments: Iterable[Value], result: str, **comments: str
     ) -> Program:
-        """What was written, as a program."""
+        """The statements so far, as a program."""
         return Program(name, tuple(arguments), tuple(self.statements), result, **comments)
 
     def called(self, function: GraphFunction | Program, names: Iterable[str], *first: Any) -> str:
@@ -215,7 +215,7 @@ class Writer:
     # -- pieces -------------------------------------------------------------------------------
 
     def reseed(self, piece: Segment) -> None:
-        """Seed a piece by its place in the stage, so that all methods draw the same numbers."""
+        """Seed a piece by its place in the stage: all methods then draw the same numbers."""
         if id(piece) in self.stage.random:
             place = self.stage.places[id(piece)]
             self.assign((), f"reseed({KEY}, {place})", note=_SEEDS)

@@ -1,8 +1,8 @@
-"""balance: cut a row of items into parts so that the largest part is as small as can be.
+"""balance: cut a row of items into parts whose largest part is as small as possible.
 
-Dynamic programming over the ends of parts, `parts * n**2` steps of numpy: first the least largest
-sum, then, among the partitions that keep it, the one of least traffic. Costs are estimates, so sums
-count as equal if they differ by rounding only.
+Dynamic programming over the ends of parts, `parts * n**2` steps of numpy. It first minimises the
+largest sum, then the traffic among all partitions that reach this minimum. Costs are estimates, so
+sums count as equal if they differ by rounding only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def balance(
     """Cut a row of items into contiguous parts whose largest sum of costs is least.
 
     Args:
-        costs: For each part what each item costs in it, 0 or more. No part is empty.
+        costs: For each part, the cost of each item in it, 0 or more. No part is empty.
         allowed: `allowed(part, start, end)` says whether a part may be `start` to `end`. It is
-            asked about parts that are not much larger than the best partition's.
-        traffic: What a part costs that ends before each item: among all best partitions, the total
-            is least. Default: the most even partition, by least squares.
+            called for parts that are not much larger than those of the best partition.
+        traffic: The cost of ending a part at each position. Among all best partitions, one with the
+            least total is chosen. Default: the most even partition, by least squares.
         no_cut: Pairs of items that no cut may separate.
 
     Returns:
@@ -65,7 +65,7 @@ def balance(
 
 
 def largest(costs: Sequence[Sequence[float]], ends: Sequence[int]) -> float:
-    """Sum of the largest part.
+    """The sum of the costs of the largest part.
 
     >>> largest([[1, 2, 3, 4, 5]] * 2, (3, 5))
     9.0
@@ -75,7 +75,7 @@ def largest(costs: Sequence[Sequence[float]], ends: Sequence[int]) -> float:
 
 
 def _sums(costs: Sequence[float], no_cut: Sequence[tuple[int, int]]) -> Array:
-    """The sum of the items from `start` to `end`, by both; inf where that cannot be a part."""
+    """`sums[start, end]` is the sum of items `start` to `end`; inf where that cannot be a part."""
     sums = np.full((len(costs) + 1, len(costs) + 1), math.inf)
     for start in range(len(costs)):
         sums[start, start + 1 :] = np.cumsum(costs[start:])
@@ -91,9 +91,9 @@ def _solve(
     allowed: Allowed | None,
     weights: Callable[[Array], Any] | None = None,
 ) -> tuple[float, tuple[int, ...]]:
-    """The partition within a bound of the least largest sum or, given weights, of the least total.
+    """Find the partition within a bound that has the least largest sum or, given weights, total.
 
-    Returns that number, inf if there is no partition, and the end of each part.
+    Returns this minimum (inf if there is no partition), and the end of each part.
     """
     best = np.full(len(spans[0]), math.inf)
     best[0] = 0.0

@@ -1,4 +1,4 @@
-"""partition: pieces and their costs -> stages whose largest is as small as it can be.
+"""partition: pieces and their costs -> stages, with the largest stage as small as possible.
 
 Whole segments are tried first. Opaque segments are split only where there are fewer segments than
 stages, or where that makes the largest stage noticeably smaller.
@@ -29,14 +29,14 @@ from revcompile.schedule import Keep, Tie
 from revcompile.units import format_size
 
 SPLITTING_GAIN: Final = 1.05
-"""Split opaque segments if whole ones make the largest stage this much larger."""
+"""Split opaque segments if whole ones make the largest stage larger by more than this factor."""
 TYING_LOSS: Final = 1.1
-"""Keep tied parameters in one stage if that makes the largest stage at most this much larger."""
+"""Keep tied parameters in one stage if the largest stage grows by at most this factor."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The segments of a model, each with its parts as fine as it may be cut, and what they cost."""
+    """The segments of a model, whole and cut as finely as possible, and the costs of the parts."""
 
     rewired: Rewired
     whole: tuple[Segment, ...]
@@ -66,10 +66,10 @@ def partition(
     Args:
         pieces: The model.
         stages: How many stages to cut it into.
-        workload: For the memory budget.
+        workload: How the model will be trained, which decides its memory.
         memory_budget: Bytes a stage may hold at its peak.
-        keeps: What each stage keeps decides how much it computes again. Default: what the method
-            of the workload says.
+        keeps: What each stage keeps, which decides how much it recomputes. Default: what the
+            method of the workload says.
 
     Raises:
         InputError: There are too few pieces, or no cut fits the budget.
@@ -109,7 +109,7 @@ def assign_contiguous(partition: Partition, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Row:
-    """Pieces in a row, and everything that deciding on cuts needs."""
+    """Consecutive pieces, and everything needed to decide where to cut them."""
 
     rewired: Rewired
     pieces: tuple[Segment, ...]
@@ -127,7 +127,7 @@ class _Row:
 
     @functools.cached_property
     def traffic(self) -> Sequence[float]:
-        """Bytes that a stage sends which ends before each piece; nothing behind the last."""
+        """For each cut, the bytes that a stage ending there sends; 0 after the last piece."""
         batch = self.rewired.batch
         return [*(bytes_sent(live, self.types, batch) for live in self.live[:-1]), 0.0]
 
@@ -173,7 +173,7 @@ class _Row:
     def balanced(
         self, no_cut: Sequence[tuple[int, int]] = (), *, any_memory: bool = False
     ) -> tuple[int, ...] | None:
-        """The ends of stages with the least largest work, and among those the least traffic."""
+        """The ends of the stages: least work of the largest stage, then least traffic."""
         budget = None if any_memory else self.memory_budget
 
         def fits(stage: int, start: int, end: int) -> bool:

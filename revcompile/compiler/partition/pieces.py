@@ -44,14 +44,14 @@ def whole_pieces(body: Body) -> tuple[Segment, ...]:
 
 
 def _block_alone(coupling: Coupling) -> Opaque:
-    """An averaged coupling without others to average with: `b + F(b)`, which keeps its input."""
+    """An averaged coupling without others to average with, as an opaque `b + F(b)`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(coupling.branch, copies)
     values = results if isinstance(results, tuple | list) else (results,)
     stream = copies[next(iter(coupling.branch.nodes))]
     with graph.inserting_before(next(iter(graph.nodes))):
-        graph.placeholder(coupling.streams_in[0])  # equal to the other
+        graph.placeholder(coupling.streams_in[0])  # equal to the other stream
     total = graph.call_function(torch.add, (stream, values[0]))
     total.meta = dict(stream.meta)
     graph.output((stream, total, *values[1:]))
@@ -61,7 +61,7 @@ def _block_alone(coupling: Coupling) -> Opaque:
 
 
 def one_stream(captured: Captured, found: Found) -> Rewired:
-    """The model as it is, in segments: nothing is rewired, each block is a segment."""
+    """The model cut into segments without rewiring: each block is one segment."""
     plain = rewire(captured, Found((), ()), Policy.SAME_PARAMETERS)
     ends = {name for block in found.residuals for name in (block.x, block.out)}
     names = plain.signature.placeholders
@@ -146,9 +146,9 @@ class _Split:
         return parts
 
     def _groups(self) -> list[list[fx.Node]]:
-        """Nodes between two legal cuts: before a layer with a weight matrix or kernel.
+        """The nodes between cuts. Each cut is before a layer with a weight matrix or kernel.
 
-        If there are `ends`, just behind these nodes of the captured graph instead.
+        If there are `ends`, cuts are right after these nodes of the captured graph instead.
         """
         groups: list[list[fx.Node]] = [[]]
         weighted, uncuttable = False, self._uncuttable()
@@ -164,9 +164,10 @@ class _Split:
         return groups
 
     def _uncuttable(self) -> set[int]:
-        """Positions that a tuple of tensors would cross: only tensors and plain values are sent.
+        """Positions where a cut is illegal, because a value that cannot be sent would cross it.
 
-        Nor may a value cross that a layer with `inplace=True` will overwrite: it is sent back.
+        Only tensors and plain values are sent, no tuples of tensors. A value that a layer with
+        `inplace=True` overwrites later cannot be sent either: it has to be sent back.
         """
         position = {node: i for i, node in enumerate(self.computed)}
         positions: set[int] = set()

@@ -1,6 +1,6 @@
-"""Replaces layers of the private root by wider ones, or copies them; new weights start from old.
+"""Widens or copies layers of the private root; new weights are made from the old ones.
 
-Every change is noted as a `WeightExpansion`, so that a state dict of the original still loads.
+Every change is recorded as a `WeightExpansion`: a state dict of the original still loads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from revcompile.ir.module_tree import child_path, copy_module
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 
 Change = Literal["widen", "widen_norm", "double_inputs"]
-"""Of the width of a layer: twice the outputs, statistics and affine parameters for twice the
-channels, or twice the inputs."""
+"""How a layer is widened: twice the outputs; statistics and affine parameters for twice the
+channels; or twice the inputs."""
 _CHANGES: Final[Mapping[Change, tuple[tuple[str, ...], tuple[str, ...], WeightExpansion]]] = {
     "widen": (("out_features", "out_channels"), ("weight", "bias"), WeightExpansion.TILE),
     "widen_norm": (
@@ -45,10 +45,10 @@ def own_copy(root: nn.Module) -> nn.Module:
 
 
 def _computes_the_same(module: nn.Module, change: Change, shape: Sequence[int]) -> bool:
-    """Whether a layer that is made wider computes for two streams what it computes for one.
+    """Whether the widened layer computes for two streams what the layer computes for one.
 
-    A subclass may have other tensors or another forward than torch's layer, and is tried: with
-    random weights, so that the result is the same for a model on the meta device.
+    A subclass may have other tensors or another forward than torch's layer, so a copy is run. It
+    has random weights: the answer is then the same for a model on the meta device.
     """
     tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     if type(module).__module__.startswith("torch.nn.modules.") and tensors <= _TENSORS:
@@ -77,7 +77,7 @@ class ModuleEditor:
         self._done: set[tuple[str, str]] = set()
 
     def allows(self, path: str, change: Change, shape: Sequence[int]) -> bool:
-        """Whether the layer is one that the change is for, called on an input of this shape."""
+        """Whether the change can be made to this layer, called on an input of this shape."""
         if (path, change) in self._done:
             return True
         module = self.root.get_submodule(path)
@@ -103,7 +103,7 @@ class ModuleEditor:
             self._grow(path, module, name, how)
 
     def revive_zero_init(self, path: str) -> None:
-        """A norm that was 0 throughout, weight and bias, starts with weight 1."""
+        """Let a norm whose weight and bias are all 0 start with weight 1."""
         module = self.root.get_submodule(path)
         affine = [getattr(module, name, None) for name in ("weight", "bias")]
         tensors = [tensor for tensor in affine if tensor is not None]
@@ -113,7 +113,7 @@ class ModuleEditor:
             self._grow(path, self._replace(path), "weight", WeightExpansion.REVIVE_ZERO_INIT)
 
     def duplicate(self, path: str) -> str:
-        """A second, equal module beside the first; returns its path."""
+        """Add a copy of a module beside it; returns the path of the copy."""
         parent_path, _, name = path.rpartition(".")
         twin = child_path(parent_path, f"{name}_copy")
         if not self._first(path, "copy"):
@@ -125,13 +125,13 @@ class ModuleEditor:
         return twin
 
     def _first(self, path: str, what: str) -> bool:
-        """False if this very change was made before (train and eval graphs share the root)."""
+        """Whether the change is made for the first time (train and eval graphs share the root)."""
         fresh = (path, what) not in self._done
         self._done.add((path, what))
         return fresh
 
     def _replace(self, path: str) -> nn.Module:
-        """Put a shallow copy of a layer into the tree, so that the original layer stays."""
+        """Replace a layer in the tree by a shallow copy; the original layer stays unchanged."""
         parent_path, _, name = path.rpartition(".")
         old = self.root.get_submodule(path)
         new = copy.copy(old)

@@ -1,9 +1,9 @@
-"""Placing what is not part of a block: regions before, between and after the blocks.
+"""Places the nodes that belong to no block: in regions before, between and after the blocks.
 
     region 0 | block 1 | region 1 | block 2 | ... | region n
 
 Every value outside the blocks is computed in the first region in which its inputs exist. A captured
-value is one live value or, as the output of a block, a pair of streams; readers that are no blocks
+value is one live value or, where blocks start and end, a pair of streams. Readers other than blocks
 read the pair fused into one value.
 """
 
@@ -31,7 +31,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Streams:
-    """A block's two streams before it, how they are rearranged for it, and after it."""
+    """A block's two streams before and after it, and how they are rearranged for it."""
 
     before: Pair
     rearrange: Rearrange | None
@@ -42,11 +42,11 @@ class Blocks:
     """The blocks of a graph, and which of its nodes they compute.
 
     Attributes:
-        nodes: outputs of blocks and nodes that are no part of one, in the order of computation.
+        nodes: outputs of blocks and nodes outside the blocks, in the order of computation.
         ordered: the blocks, in that order.
-        owner: nodes that are computed inside a block alone.
+        owner: the block of each node that is computed inside that block only.
         starts: the values that blocks start from.
-        rearranged: starts of couplings that are other arrangements of an earlier block's output.
+        rearranged: starts of couplings that are rearrangements of an earlier block's output.
     """
 
     def __init__(self, flow: Flow, residuals: Sequence[Residual]) -> None:
@@ -70,7 +70,7 @@ class Blocks:
         return [x for x in self.starts if x not in self.by_out and x not in self.rearranged]
 
     def _owners(self) -> dict[fx.Node, Residual]:
-        """Nodes that are computed inside a block (sizes may be computed outside as well)."""
+        """The block of each node inside one, except sizes and derived values that others read."""
         owner: dict[fx.Node, Residual] = {}
         for block in self.ordered:
             computed = (n for n in self.flow.in_order(block.nodes) if n not in self.flow.constant)
@@ -84,19 +84,19 @@ class Blocks:
         return owner
 
     def _arranged_before(self, x: fx.Node) -> fx.Node | None:
-        """The output of a block of which a value is another arrangement."""
+        """The block output that a value is a rearrangement of, if it is one."""
         node: fx.Node | None = x
         while node is not None and node not in self.by_out:
             node = None if node in self.owner else rearranged_source(self.flow, node)
         return None if node is x else node
 
     def is_read_as_pair(self, node: fx.Node) -> bool:
-        """Is the value read by blocks alone that start from it?"""
+        """Whether only blocks that start from the value read it."""
         readers = (self.owner.get(user) for user in node.users)
         return all(block is not None and block.x == node.name for block in readers)
 
     def computes(self, node: fx.Node) -> bool:
-        """Is the value computed in every block that reads it, or only rearranged for them?"""
+        """Whether no region has to compute the value: its readers compute or rearrange it."""
         if node in self.owner or node in self.flow.constant:
             return True
         if node in self.rearranged:
@@ -122,9 +122,9 @@ class Placement:
 
     Args:
         blocks: the blocks between the regions.
-        split: where streams begin as halves of a wider value, and its dimension.
-        concatenated: where streams end side by side, and the dimension.
-        averaged: whether couplings are averaged: their second stream is the captured value.
+        split: values whose halves are the first two streams, and the dimension to split.
+        concatenated: values whose streams end concatenated, and the dimension.
+        averaged: whether couplings are averaged; their second stream is then the captured value.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Placement:
         self.flow, self.averaged = blocks.flow, averaged
         self.regions = [Region(self.flow, self._outside) for _ in range(len(blocks.ordered) + 1)]
         self.types: dict[str, object] = {}
-        """Of all live values."""
+        """The types of all live values, by name."""
         self._blocks, self._split, self._concatenated = blocks, split, concatenated
         self._pairs: dict[fx.Node, Pair] = {}
         self._levels: dict[fx.Node, int] = {}
@@ -158,14 +158,14 @@ class Placement:
         return Streams(self._pairs[x], rearrange, self._new_pair(block.out))
 
     def _new_pair(self, name: str) -> Pair:
-        """The names of a value's streams, which no captured value has."""
+        """Names for a value's two streams that no captured value has."""
         first, second = f"{name}_a", f"{name}_b"
         while first in self.flow.by_name or second in self.flow.by_name:
             first, second = f"{first}_", f"{second}_"
         return first, second
 
     def _enter(self, x: fx.Node) -> None:
-        """Split a value twice as wide, or begin with `(x, x)`."""
+        """Begin two streams: split a value that is twice as wide, or use `(x, x)`."""
         region = self.regions[self._levels[x]]
         pair = self._new_pair(x.name)
         value = region.value(x)
@@ -212,7 +212,7 @@ class Placement:
                 self._note(node, level)
 
     def _place_size(self, node: fx.Node) -> None:
-        """Compute a size without reading a stream, or a value inside a block, for it."""
+        """Compute a size without reading a stream or a value inside a block."""
         sources = [self._blocks.same_shape(i) for i in node.all_input_nodes]
         streams = self._blocks.by_out.keys() | self._blocks.rearranged.keys()
         free = all(
@@ -232,7 +232,7 @@ class Placement:
         self.regions[level].defined[node.name] = copy
 
     def _known_size(self, values: tuple[Any, Any], like: fx.Node) -> fx.Node:
-        """A size from the batch size alone, as seen at two batch sizes."""
+        """Compute a size from the batch size alone, from its values at two batch sizes."""
         region, beyond = self.regions[0], None
         if values[0] != values[1]:
             inputs = self.flow.graph.find_nodes(op="placeholder")
@@ -251,7 +251,7 @@ class Placement:
         return self._levels[node if node in self._levels else self._blocks.rearranged[node][0]]
 
     def _sized(self, region: Region, node: fx.Node) -> fx.Node:
-        """A value of which only the size is read: one of two streams is enough."""
+        """A value whose size alone is read: one of its two streams is enough."""
         node = self._blocks.same_shape(node)
         if node in self._pairs:
             return region.input(self._pairs[node][1], like=node)
@@ -264,17 +264,17 @@ class Placement:
         return region.input(self._live(node), like=node)
 
     def result(self, leaf: object) -> object:
-        """Where one of the model's flat outputs is found."""
+        """One of the model's flat outputs: a live value or a constant."""
         return Live(self._live(leaf)) if isinstance(leaf, fx.Node) else leaf
 
     def _outside(self, region: Region, node: fx.Node) -> fx.Node:
         """A value of another region, as this region reads it."""
         if node in self._pairs and not self.averaged:
-            return self._fused(region, node)  # two live values, not three, are kept until then
+            return self._fused(region, node)  # until then two live values are kept, not three
         return self.side(region, node)
 
     def _live(self, node: fx.Node) -> str:
-        """The live value; that of two streams is fused in their own region."""
+        """The name of a node's live value; two streams are fused in the first region with them."""
         if node not in self._pairs and node not in self.flow.constant:
             return node.name
         if node in self._pairs and self.averaged:

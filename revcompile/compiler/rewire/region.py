@@ -48,7 +48,7 @@ class Region:
         return self.inputs[name]
 
     def has(self, original: fx.Node) -> bool:
-        """Is the captured value computed or bound here?"""
+        """Whether the captured value is computed or bound here."""
         return original in self._copies
 
     def value(self, original: fx.Node) -> fx.Node:
@@ -69,7 +69,7 @@ class Region:
         return self.copy_size(original, self._copies.__getitem__)
 
     def copy_size(self, original: fx.Node, sized: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """Compute a captured node here from other inputs: a size from values of the same shape."""
+        """Compute a captured node here from other inputs, e.g. a size from values of that shape."""
         new = self.graph.node_copy(original, sized)
         new.meta.setdefault(ORIGIN, original.name)
         self._copies[original] = new
@@ -93,6 +93,6 @@ class Region:
 
 
 def describe(node: fx.Node, like: fx.Node) -> None:
-    """Carry type, module path and source line over from another node."""
+    """Copy type, module path and source line from another node."""
     for key in (TYPE, PATH, SOURCE):
         node.meta[key] = like.meta.get(key)

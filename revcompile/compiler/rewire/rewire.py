@@ -94,7 +94,7 @@ def rewire(captured: Captured, found: Found, policy: Policy) -> Rewired:
 
 
 def _applicable(found: Found, policy: Policy) -> Found:
-    """The blocks that the policy's coupling can express, the others refused."""
+    """Keep the blocks that the policy's coupling can express, and refuse the others."""
     if not policy.averaged:
         return found
     refused = [r for r in found.residuals if r.kind in _INEXPRESSIBLE]
@@ -198,7 +198,7 @@ class _Rewiring:
 
 
 def _block_names(flow: Flow, blocks: list[Residual]) -> dict[str, str]:
-    """A name per block: its module's path, and the part of it where one module holds several."""
+    """A name per block: its module's path or, if a module holds several blocks, a submodule's."""
     paths = [b.path for b in blocks]
     names: dict[str, str] = {}
     taken: set[str] = set()
@@ -215,7 +215,7 @@ def _block_names(flow: Flow, blocks: list[Residual]) -> dict[str, str]:
 
 
 def _finer(flow: Flow, block: Residual) -> str | None:
-    """The part of the block's module that has most of the branch's parameters."""
+    """The path of the submodule that has most of the branch's parameters."""
     path = block.path
     while True:
         prefix = f"{path}." if path else ""
@@ -240,11 +240,11 @@ def _finer(flow: Flow, block: Residual) -> str | None:
 def _guards_with(
     captured: Captured, train: Sequence[fx.Node], evaluation: Sequence[fx.Node]
 ) -> Guards:
-    """The guards of a capture and those of sizes that became functions of the batch size.
+    """The guards of a capture, and guards for sizes that are computed from the batch size.
 
-    The size of a value inside a chain cannot be read where the chain's values are not kept. It is
-    computed from the batch size instead, as seen at two batch sizes, which is right only for inputs
-    that have the example's other sizes.
+    The size of a value inside a chain cannot be read, because the chain's values are not kept. It
+    is extrapolated from its values at two batch sizes. That is right only for inputs whose other
+    sizes are those of the example.
     """
     guards = captured.guards
     if not train and not evaluation:
@@ -259,6 +259,6 @@ def _guards_with(
 
 
 def _written(node: fx.Node) -> PythonRead:
-    """The condition under which a size is the function of the batch size that replaced it."""
+    """The condition under which a size equals the function of the batch size that replaced it."""
     size, grown = node.meta[VALUE]
     return PythonRead(node, size, ReadKind.VALUE, str(node.meta.get(SOURCE, "?")), grown=grown)

@@ -20,7 +20,7 @@ from revcompile.ir.module_tree import NORMS, called_module
 from revcompile.ir.types import Coupling, Opaque, Residual
 
 _STREAM: Final = ""
-"""The stream that a branch reads, among its inputs by the names of live values."""
+"""The key of a branch's stream in `Region.inputs`; other keys are names of live values."""
 
 
 def coupling(
@@ -104,10 +104,10 @@ def _post(region: Region, block: Residual, addend: fx.Node) -> fx.Node:
 
 
 def _revive_zero_init(flow: Flow, block: Residual, editor: ModuleEditor) -> None:
-    """Let norms train whose weight starts as 0 (so that a block starts as its shortcut).
+    """Let norms train whose weight starts as 0 (a block then starts as its shortcut).
 
-    In `relu(x + F(x))` they get a gradient through the sum. In `a + relu(F(b))` they are alone
-    before a function whose derivative at 0 is 0, and would never move.
+    In `relu(x + F(x))` the sum gives them a gradient. In `a + relu(F(b))` the ReLU sees only zeros,
+    where its derivative is 0: the norms would never move.
     """
     if not any(is_flat_at_zero(flow.by_name[name], flow.root) for name in block.post):
         return
@@ -122,7 +122,7 @@ def _project(
     stream: fx.Node,
     copying: ModuleEditor | None = None,
 ) -> fx.Node:
-    """P on one stream; with an editor, a copy of P whose parameters start equal."""
+    """Apply P to one stream; with an editor, apply a copy of P whose parameters start equal."""
     flow = region.flow
     local: dict[fx.Node, fx.Node] = {flow.by_name[block.x]: stream}
 
@@ -141,7 +141,7 @@ def _project(
 
 
 def _first_shaped(flow: Flow, block: Residual) -> fx.Node | None:
-    """The branch's first layer (with its norm) of the output's shape; not its last layer."""
+    """The branch's first layer (with its norm) of the output's shape, except its last layer."""
     wanted = tensor_type(flow.by_name[block.total])
     layers = [n for n in flow.in_order(block.branch) if flow.is_weighted(n)]
     for layer in layers[:-1]:

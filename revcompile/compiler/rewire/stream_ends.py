@@ -1,7 +1,7 @@
 """Where streams begin and end: a layer with twice the outputs, a head with twice the inputs.
 
-Both look for the nearest dense layer, across operations that treat every channel alone. If there is
-none, the streams start as two copies of one value and end as their mean.
+Both look for the nearest dense layer, across operations that treat each channel independently. If
+there is none, the streams start as two copies of one value and end as their mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PER_CHANNEL: Final = frozenset(
         *("max_pool2d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "Dropout2d"),
     )
 )
-"""Layers and functions over the dimensions behind `[N, C]`, as many as their name says."""
+"""Layers and functions over the dimensions after `[N, C]`; their name says how many there are."""
 
 
 def enter_widened(flow: Flow, editor: ModuleEditor, x: fx.Node) -> int | None:
@@ -58,7 +58,7 @@ def enter_widened(flow: Flow, editor: ModuleEditor, x: fx.Node) -> int | None:
 def leave_concatenated(
     flow: Flow, editor: ModuleEditor, blocks: Sequence[Residual], inside: set[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Last ends of chains whose next dense layer takes both streams: value -> concat dimension."""
+    """Double the inputs of the dense layers after chains: last value -> concat dimension."""
     ends: dict[fx.Node, int] = {}
     starts = [flow.by_name[block.x] for block in blocks]
     for out in flow.in_order(block.out for block in blocks):
@@ -67,7 +67,7 @@ def leave_concatenated(
         if not is_read_once or any(flow.depends(x, out) or x is out for x in starts):
             continue
         if _double_consumer(flow, editor, users[0]):
-            # From the end, so that a net of dense layers takes inputs of any rank.
+            # Counted from the end: a net of dense layers then takes inputs of any rank.
             ends[out] = -1 if _rank(out) == 2 else 1
     return ends
 
@@ -103,7 +103,7 @@ def _rank(node: fx.Node) -> int:
 
 
 def _called_once(flow: Flow, node: fx.Node) -> bool:
-    """Is this call the only place where the layer's parameters are read?"""
+    """Whether this call is the only place where the layer's parameters are read."""
     if node.op != "call_module":
         return True
     own = {id(p) for p in parameters_of(node, flow.root)}
@@ -126,7 +126,7 @@ def _allows(editor: ModuleEditor, change: Change, node: fx.Node) -> bool:
 
 
 def _is_elementwise(flow: Flow, node: fx.Node) -> bool:
-    """Whether the node treats every element alone, by no parameters."""
+    """Whether the node is an elementwise function without parameters."""
     module = called_module(node, flow.root)
     if module is not None:
         is_known = is_activation(node, flow.root) or type(module) in (nn.Identity, nn.Dropout)
@@ -136,7 +136,7 @@ def _is_elementwise(flow: Flow, node: fx.Node) -> bool:
 
 
 def _is_channelwise(flow: Flow, node: fx.Node) -> bool:
-    """Whether the node treats every channel of `[N, C, ...]` alone."""
+    """Whether the node treats each channel of `[N, C, ...]` independently."""
     module = called_module(node, flow.root)
     if isinstance(module, nn.Flatten):
         return module.start_dim >= 1
@@ -148,7 +148,7 @@ def _is_channelwise(flow: Flow, node: fx.Node) -> bool:
 
 
 def _is_spatial(node: fx.Node) -> bool:
-    """`flatten(1)` and means over the spatial dimensions: they keep channels in order."""
+    """Whether the node is `flatten(1)` or a spatial mean, which keep channels in order."""
     name = op_name(node)
     arguments = (*node.args[1:], *node.kwargs.values())
     if name == "flatten":
