@@ -43,7 +43,7 @@ from revcompile.runtime.checkpoint.tree import (
 )
 
 Gather = Callable[[Any], Sequence[Any]]
-"""Every rank's value, on every rank: they are plain, as JSON can hold them."""
+"""Returns the values of all ranks, on every rank. Values are plain, as JSON can hold them."""
 
 _FORMAT: Final = "revcompile checkpoint"
 _VERSION: Final = 3
@@ -84,8 +84,8 @@ def save_checkpoint(
 ) -> Path:
     """Write one more checkpoint into a folder that all ranks see; returns its path.
 
-    Every rank calls it with a tree of its own. Older checkpoints are removed down to `keep`. If a
-    rank fails, all of them raise, and the earlier checkpoints are unchanged.
+    Every rank calls it with a tree of its own. The newest `keep` checkpoints are kept. If a rank
+    fails, all of them raise, and the earlier checkpoints are unchanged.
 
     >>> import pathlib, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as name:
@@ -113,7 +113,7 @@ def save_checkpoint(
 
 
 def _prepare(folder: Path, keep: int) -> str:
-    """Make the folder to write to, under a name that no rank has in a cache; remove remains."""
+    """Make a folder under a name that no rank has cached; remove remains of earlier saves."""
     if not isinstance(keep, int) or keep < 1:
         raise InputError(f"keep={keep!r}; keep at least 1 checkpoint")
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def _prepare(folder: Path, keep: int) -> str:
 
 
 def _write_rank(place: Path, rank: int, tree: Any) -> dict[str, Any]:
-    """Write a rank's files; returns the entries of the index about them."""
+    """Write a rank's files; returns their entries for the index."""
     if not place.is_dir():
         raise InputError(f"there is no {place}; {_SHARED}")
     plain, tensors = encode_tree(tree)
@@ -141,7 +141,7 @@ def _commit(place: Path, step: int, files: Mapping[str, Any], keep: int) -> str:
     for file in files:
         if not (place / file).is_file():
             raise InputError(f"there is no {file} in {place}; {_SHARED}")
-    # Steps are no order: a run may have gone on from an earlier one.
+    # The step is not enough to order checkpoints: a run may have continued from an earlier one.
     serial = 1 + max(map(_serial, _all(folder)), default=0)
     about = {"format": _FORMAT, "version": _VERSION, "step": step, "serial": serial}
     _write(place / _INDEX, json.dumps({**about, "files": files}, indent=1))
@@ -157,7 +157,7 @@ def _commit(place: Path, step: int, files: Mapping[str, Any], keep: int) -> str:
     sync(folder)
     for old in sorted(_all(folder), key=_serial)[:-keep]:
         with suppress(OSError):  # the next save tries again
-            # Renamed first: half a checkpoint never looks like one.
+            # Renamed first: a half-removed checkpoint must not look like a checkpoint.
             shutil.rmtree(old.rename(old.with_name(f"{old.name}.tmp")))
     return name
 
@@ -244,7 +244,7 @@ class Checkpoint:
         return found
 
     def read(self, tree: Any, devices: Mapping[str, torch.device] = MappingProxyType({})) -> Any:
-        """The tree with its tensors: on the CPU, or by the type of device that they were on."""
+        """The tree with its tensors, on the CPU or where `devices` maps their device type."""
 
         def tensor_of(stored: StoredTensor) -> Tensor:
             if stored.file not in self._open_files:
@@ -256,12 +256,12 @@ class Checkpoint:
             return tensor.new_empty_strided(tensor.shape, stored.stride).copy_(tensor)
 
         def is_leaf(value: Any) -> bool:
-            return isinstance(value, torch.Size)  # which pytree takes for a tuple
+            return isinstance(value, torch.Size)  # pytree would take it for a tuple
 
         return pytree.tree_map_only(StoredTensor, tensor_of, tree, is_leaf)
 
     def _verified(self, name: str) -> Path:
-        """A file that is as it was written."""
+        """The path of a file, which is checked to be as it was written."""
         try:
             file, (size, digest) = self.path / name, self._files[name]
             if (found := file.stat().st_size) != size:

@@ -1,4 +1,4 @@
-"""A trainer's state on disk, and the weights alone: how ranks save them, and how they are read.
+"""How ranks save a trainer's state, or only the weights, and how both are read again.
 
 {"model": {name: ...}, "optimizer": {name: ...}, "stages": {0: ..., 3: ...}, ...}
 
@@ -37,7 +37,7 @@ State = Mapping[str, Any]
 
 
 def model_mismatches(model: nn.Module, saved: State) -> Iterator[str]:
-    """Where a state dict and a model differ in names, or in the shapes of what is read."""
+    """Where a state dict and a model differ in names, or in the shapes of tensors already read."""
     present = model.state_dict()
     yield from (f"it lacks {name}" for name in present if name not in saved)
     yield from (f"the model has no {name}" for name in saved if name not in present)
@@ -66,7 +66,7 @@ def save_training(
 ) -> Path:
     """Write a trainer's state. Every rank calls it, with what no other rank of its replica has.
 
-    Replicas beyond the first have their own stages and buffers, and no weights or optimizers.
+    Replicas after the first save their own stages and buffers, but no weights or optimizers.
     """
     names = aliases(state["model"])
     distinct = {name: t for name, t in state["model"].items() if name not in names}
@@ -84,9 +84,9 @@ def save_training(
 
 
 def merged_state(checkpoint: Checkpoint, replica: int = 0) -> dict[str, Any]:
-    """One state from those of all ranks: weights of the first replica, the rest of `replica`.
+    """Merge the states of all ranks: weights of the first replica, buffers and stages of `replica`.
 
-    Tensors are `StoredTensor`s. It has one more entry: `rng`, by rank.
+    Tensors are `StoredTensor`s. An additional entry `rng` has the random states of each rank.
     """
     trees = checkpoint.trees()
     first = [tree for tree in trees if "copy" not in tree]
@@ -129,7 +129,7 @@ def with_aliases(tensors: State, aliases_of_ranks: Iterable[Mapping[str, str]]) 
 
 
 def _generators() -> dict[str, Any]:
-    """The global ones, from which loaders and losses may draw; stages have their own seeds."""
+    """States of the global generators: loaders and losses may draw there, stages are seeded."""
     version, words, spare = random.getstate()
     states = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), spare]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -179,8 +179,8 @@ def export_weights(model: nn.Module, file: Path) -> Path:
 def load_weights(place: str | Path) -> dict[str, Any]:
     """A state dict, from a folder of checkpoints (the newest), a checkpoint, or an export.
 
-    It loads into `net.to_module()`, into what `reversify` makes of the same model, and into
-    `net.model` of any number of stages.
+    It can be loaded into `net.to_module()`, into the result of `reversify` for the same model, and
+    into `net.model` with any number of stages.
     """
     place = Path(place)
     if place.is_file() or place.suffix == ".safetensors":

@@ -1,4 +1,4 @@
-"""Nested values as JSON and tensors, for checkpoints and messages: nothing read is ever run.
+"""Nested values as JSON and tensors, for checkpoints and messages: reading never runs code.
 
     {"lr": 0.1, "betas": (0.9, w)}  --encode_tree-->  JSON {"dict": [["lr", 0.1], ["betas", ...]]}
                                                       tensors {"betas.1": w}
@@ -30,11 +30,11 @@ from revcompile.errors import InputError, RevcompileError
 from revcompile.runtime.stage.tensors import overlaps
 
 Special = Callable[[Any, str], dict[str, Any] | None]
-"""Encodes values that the caller treats itself (tensors), given their path; None: as usual."""
+"""Encodes values that the caller handles (tensors), given their path; None: encode as usual."""
 
 _PLAIN: Final = (bool, int, float, str)
 _sorted: Final = functools.partial(sorted, key=repr)
-"""The order of a set differs between processes."""
+"""Sorts a set, because its own order differs between processes."""
 
 
 def _without_torch(value: Any) -> str:
@@ -55,7 +55,7 @@ _KINDS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any
     "layout": (torch.layout, _without_torch, _constant),
     "memory_format": (torch.memory_format, _without_torch, _constant),
 }
-"""Types, the parts or the name that stand for a value, and how it is made from those."""
+"""For each tag: the type, how to take a value apart, and how to make it from its parts."""
 _COMPLEX: Final = "revcompile.complex"
 """In a file's header: the names of tensors stored as pairs of real numbers, as JSON."""
 
@@ -71,7 +71,7 @@ def located(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def well_formed(expected: str) -> Iterator[None]:
-    """Around the reading of foreign values: whatever they break is an `InputError`."""
+    """Around code that reads foreign values: any error there becomes an `InputError`."""
     try:
         yield
     except RevcompileError:
@@ -156,7 +156,7 @@ class StoredTensor:
     device: str
     """The type of the device that it was on."""
     stride: tuple[int, ...] | None
-    """None: those of a contiguous tensor. Others are restored: kernels depend on them."""
+    """None if contiguous. Other strides are restored: the choice of kernels depends on them."""
 
 
 def encode_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:

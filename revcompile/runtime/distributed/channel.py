@@ -4,12 +4,12 @@
          rank 0                                        rank 1
 
 Sends return at once, and messages are received before they are needed: both overlap with compute.
-A message is its header, the description if that has changed, and the payload.
+A message consists of a header, a description if it has changed, and a payload.
 
-Over NCCL (GPU) payloads go from device to device, the rest over gloo. The header is sent after the
-payload's send was enqueued, and the receive is enqueued after the header has arrived. So whatever a
-device waits for was enqueued earlier on the other one: there is no deadlock, whichever calls block
-a device in between.
+Payloads of GPUs go from device to device over NCCL, everything else over gloo. The header is sent
+after the payload's send was enqueued, and the receive is enqueued after the header has arrived. So
+whatever a device waits for was enqueued earlier on the other one: there is no deadlock, whichever
+calls block a device in between.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from revcompile.runtime.executor.streams import current_stream, stream_for
 from revcompile.schedule import Tie
 
 _NO_TIMEOUT: Final = timedelta(days=365)
-"""Receives are started long before a message is due: `Transport.wait` has the timeout."""
+"""Receives start long before a message is due; `Transport.wait` has the timeout instead."""
 _MOST_RELEASED: Final = 4
-"""How much memory, in messages, a channel between GPUs has to be received into again."""
+"""How many released buffers a channel between GPUs holds for further messages."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Channel:
         return self.device.type == "cuda"
 
     def exchange(self, tensors: Sequence[Tensor], sends: bool) -> None:
-        """Send or receive bytes over gloo: all at once, so the other end need not ask for each."""
+        """Send or receive bytes over gloo; all transfers start before the first is awaited."""
         for work in [self._start(self.control, each, sends) for each in tensors]:
             work.wait(_NO_TIMEOUT)
 
     def exchange_on_device(self, tensor: Tensor, sends: bool) -> Any:
-        """Enqueue a send or a receive over NCCL, after what the current stream does so far."""
-        # As batch_isend_irecv with one operation, at a third of its time. Without coalescing NCCL
-        # would make another communicator, and warn of it.
+        """Enqueue a send or a receive over NCCL, after the current stream's work so far."""
+        # The same as batch_isend_irecv with one operation, in a third of its time. Without
+        # coalescing, NCCL would make another communicator and warn about it.
         self.payload._start_coalescing(self.device)
         self._start(self.payload, tensor, sends)
         return self.payload._end_coalescing(self.device)
@@ -76,12 +76,12 @@ class Channel:
         return (group.send if sends else group.recv)([tensor], peer, 0)
 
     def connect(self, sends: bool) -> None:
-        """A first exchange: NCCL connects two ranks when both have called."""
+        """Exchange a first byte: NCCL connects two ranks when both have called."""
         self.exchange_on_device(torch.zeros(1, dtype=torch.uint8, device=self.device), sends).wait()
         torch.cuda.synchronize(self.device)
 
     def use_own_stream(self, purpose: str) -> None:
-        """In a thread, which gets a stream of its own if there are any."""
+        """Give the calling thread a CUDA stream of its own, if the channel uses CUDA."""
         if self.uses_cuda:
             torch.cuda.set_device(self.device)
             name = f"{purpose} {self.source}, {self.target}"
@@ -91,9 +91,9 @@ class Channel:
 def open_channels(
     ranks: Ranks, ties: list[Tie], device: torch.device, timeout: timedelta
 ) -> list[Channel]:
-    """A channel for every two stages and direction; returns those this rank is part of.
+    """Open the channels between stages, one per direction; returns those of this rank.
 
-    Making a process group is a collective: all ranks make all of them, in the same order.
+    Making a process group is a collective: all ranks make all groups, in the same order.
     """
     stages = len(ranks.layout.stage_to_rank)
     pairs = {(s, s + 1) for s in range(stages - 1)} | {(t.owner, t.holder) for t in ties}
@@ -118,7 +118,7 @@ def open_channels(
 
 
 class DevicePayload:
-    """A payload that a thread sends over NCCL, after what the device was given to do before it."""
+    """A GPU payload that a thread sends over NCCL, after the device work enqueued before it."""
 
     def __init__(self, thread: SendThread, memory: Tensor) -> None:
         self._thread, self._memory = thread, memory
@@ -127,7 +127,7 @@ class DevicePayload:
         self._is_awaited = False
 
     def start(self) -> None:
-        """Called by the thread."""
+        """Enqueue the send; called by the thread."""
         current_stream(self._memory).wait_event(self._computed)
         self._work = self._thread.channel.exchange_on_device(self._memory, sends=True)
         if self._is_awaited:
@@ -148,13 +148,13 @@ class DevicePayload:
 class SendThread(Worker):
     """Sends a channel's messages in order.
 
-    A payload on a GPU must not be written to until `send`'s result was called; on a CPU it is
-    a copy.
+    A payload on a GPU must not be written to until the function that `send` returns was called. A
+    payload on a CPU is a copy.
 
     Args:
-        on_failure: Called by the thread.
+        on_failure: Called by the thread, with a description of the error.
         notify: Ends a call of `wait`.
-        wait: Waits for another thread, or raises if a rank is gone; takes what it waits for.
+        wait: Waits for another thread, or raises if a rank is gone. Its argument says for what.
     """
 
     def __init__(
@@ -201,14 +201,14 @@ class SendThread(Worker):
     def _put(
         self, header: Header, text: bytes, payload: DevicePayload | None, *memory: Tensor
     ) -> None:
-        """Hand over what goes over gloo, and a payload for NCCL."""
+        """Hand over the packets for gloo, and the payload for NCCL if there is one."""
         packets = header.packed(), _as_bytes(text), *memory
         self._jobs.put((payload, [each for each in packets if len(each)]))
         self.sent += 1
 
     def _run(self) -> None:
         self.channel.use_own_stream("send")
-        unfinished: deque[DevicePayload] = deque()  # whose memory must not be freed meanwhile
+        unfinished: deque[DevicePayload] = deque()  # keeps their memory until they are sent
         while (job := self._jobs.get()) is not None:
             payload, packets = job
             if payload is not None:
@@ -229,8 +229,8 @@ def _as_bytes(text: bytes) -> Tensor:
 class ReceiveThread(Worker):
     """Receives a channel's messages and delivers them.
 
-    GPU memory that captured steps have copied to their static buffers is received into again. So it
-    does not matter how many steps the host is ahead of the device.
+    A GPU buffer is used again once a captured step has copied it to its static buffers. So memory
+    does not grow with the number of steps that the host is ahead of the device.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class ReceiveThread(Worker):
         self._deliver, self._on_end = deliver, on_end
         self._descriptions: dict[MessageKind, Description] = {}
         self._released: deque[tuple[Tensor, torch.cuda.Event]] = deque(maxlen=_MOST_RELEASED)
-        """Memory, and when it may be written to."""
+        """Buffers, and the events after which they may be written to."""
         super().__init__(self._run, on_failure)
 
     def _run(self) -> None:
@@ -262,7 +262,7 @@ class ReceiveThread(Worker):
             self._deliver(self.channel, header.kind, self._message(header))
 
     def _received(self, size: int) -> Tensor:
-        """So many bytes from the other CPU."""
+        """Receive this many bytes over gloo."""
         memory = torch.empty(size, dtype=torch.uint8)
         if size:
             self.channel.exchange([memory], sends=False)
@@ -285,9 +285,9 @@ class ReceiveThread(Worker):
         return header.message(packet=Packet(memory, description, unpack, release, work))
 
     def _take(self, size: int) -> Tensor:
-        """Memory of so many bytes on the GPU.
+        """A GPU buffer of this many bytes: a released one if possible.
 
-        Of what was released last the device may not have read anything yet: that one is left.
+        The buffer that was released last is not used: the device may not have read it yet.
         """
         while len(self._released) > 1:
             memory, free = self._released.popleft()

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 Answer = TypeVar("Answer")
 
 GRACE: Final = 2.0
-"""Seconds for an answer of the store, for last messages to be sent, for torch's own errors."""
+"""Seconds to wait for an answer of the store, for last messages, and for torch's own errors."""
 _runs: Final = itertools.count()
 _KEY: Final = "cause"
 POLL_PERIOD: Final = 0.5
@@ -50,11 +50,12 @@ class Worker:
 
 
 class Failures:
-    """The first cause of failure of any rank; and whether something has arrived since.
+    """The first cause of failure on any rank, and a signal that something has arrived.
 
-    A rank that stops writes why to the ranks' store before its connections close, and all poll it.
-    So a rank that loses a connection reads what the other one failed of, and the first cause is
-    never a consequence. Other threads call `notify` and `fail`, the main thread waits for them.
+    A rank that stops writes the cause to the ranks' store before its connections close, and all
+    ranks poll the store. So a rank that loses a connection reads why the other rank failed, and the
+    first cause is never a consequence. Other threads call `notify` and `fail`, which end a `wait`
+    of the main thread.
     """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
@@ -62,8 +63,8 @@ class Failures:
         self._store, self._rank, self._world = store, rank, world
         self._failed, self._closed = threading.Event(), threading.Event()
         self._first = threading.Lock()
-        # Locked: nothing has arrived since the last call of `wait`. A condition variable would do
-        # the same in Python, for every message.
+        # Locked: nothing has arrived since the last call of `wait`. A condition variable would
+        # run Python code for every message.
         self._nothing_new = threading.Lock()
         self._nothing_new.acquire()
         self._poll = Worker(self._watch, on_failure=lambda _: None)  # the store is gone
@@ -71,16 +72,16 @@ class Failures:
     # -- this rank's threads ------------------------------------------------------------------
 
     def notify(self) -> None:
-        """Something has arrived: the main thread, if it waits, checks again."""
+        """Have the main thread check again, if it waits: something has arrived."""
         with contextlib.suppress(RuntimeError):  # it is unlocked
             self._nothing_new.release()
 
     def wait(self, timeout: float) -> bool:
-        """Wait for an arrival since the last call, or a failure; False after the timeout."""
+        """Wait for an arrival (since the last call) or a failure; False after the timeout."""
         return self.cause is not None or self._nothing_new.acquire(timeout=timeout)
 
     def fail(self, cause: str) -> None:
-        """Stop this rank, unless it stops already."""
+        """Have this rank stop for a cause, unless it has one already."""
         with self._first:
             self.cause = self.cause or cause
         self._failed.set()
@@ -93,7 +94,7 @@ class Failures:
     # -- all ranks ----------------------------------------------------------------------------
 
     def conclude(self, cause: str) -> None:
-        """Stop this rank for the first cause that any rank has had: `cause` if there was none."""
+        """Have this rank stop for the first cause of any rank: `cause`, if there is none yet."""
         if self.cause is not None:
             return
         # compare_set waits for the store: once it returns, the cause is visible to all ranks.
@@ -105,9 +106,9 @@ class Failures:
     def missing(self) -> set[int]:
         """The ranks that hang; none if the store does not answer.
 
-        Ranks wait for each other along the pipeline. Each that times out writes a key; one that
-        hangs does not. If the store's process has ended, it is the rank that had the store: the
-        first one, unless torchrun's agent has it.
+        Ranks wait for each other along the pipeline. Each rank that times out writes a key; a rank
+        that hangs does not. If the store's process has ended, the rank that had the store is the
+        missing one: rank 0, unless torchrun's agent has the store.
         """
 
         def check() -> set[int]:
@@ -134,15 +135,15 @@ class Failures:
 
 
 def own_store() -> Any:
-    """A prefix of the ranks' store for one trainer: all ranks count their trainers alike."""
+    """The ranks' store with a prefix for this trainer; all ranks count their trainers alike."""
     store = distributed_c10d._get_default_store()
     return distributed.PrefixStore(f"revcompile/{next(_runs)}", store)  # type: ignore[attr-defined]
 
 
 def _ask_store(ask: Callable[[], Answer], limit: float) -> Answer | None:
-    """The store's answer; None if it does not come in time: its rank may be the one that is gone.
+    """The store's answer; None if it does not come in time: the store's rank may be gone.
 
-    In a thread, because a call to a store whose process is gone may block for minutes.
+    The call runs in a thread: if the store's process is gone, it may block for minutes.
     """
     try:
         return in_thread(ask).result(limit)
@@ -151,7 +152,7 @@ def _ask_store(ask: Callable[[], Answer], limit: float) -> Answer | None:
 
 
 def in_thread(ask: Callable[[], Answer]) -> Future[Answer]:
-    """What a function will return, or raise, in a thread of its own, which no process waits for."""
+    """Run a function in a daemon thread; the future gets its result or its exception."""
     answer: Future[Answer] = Future()
 
     def run() -> None:

@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Ranks of one replica."""
+        """The number of ranks of one replica."""
         return 1 + max(self.stage_to_rank)
 
     @property
@@ -84,14 +84,14 @@ def make_layout(
     stage_to_rank: Sequence[int] | None,
     assign: Callable[[int], Iterable[int]],
 ) -> Layout:
-    """The layout of `stage_to_rank`.
+    """The layout given by `stage_to_rank`, or else by `assign`.
 
     Args:
-        stage_to_rank: The rank of each stage, see `check_stage_to_rank`.
-        assign: If that is None: from the ranks of one pipeline to the rank of each stage.
+        stage_to_rank: The rank of each stage within one pipeline, see `check_stage_to_rank`.
+        assign: Used if that is None: maps the number of ranks of one pipeline to such ranks.
 
     Raises:
-        InputError: the ranks of the world cannot be used so.
+        InputError: The number of ranks does not fit, or a rank has no stage.
 
     >>> make_layout(4, 2, stage_to_rank=(0, 1, 1, 0), assign=range).stages(0)
     (0, 3)
@@ -174,13 +174,13 @@ def join(model: nn.Module, device: torch.device | str | None, timeout: timedelta
         # When a peer is gone NCCL must stop waiting, but not kill this process: the trainer reports
         # which rank is gone.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        # Nor must its watchdog delay the end of the process: after a failure it writes a dump and
-        # sleeps, four times the wait for dumps (a minute by default), before it stops waiting for
-        # the peer. The trainer finds ranks that hang.
+        # Its watchdog must not delay the end of the process either: after a failure it writes a
+        # dump and sleeps for four times the dump timeout (a minute by default) before it stops
+        # waiting for the peer. The trainer itself finds ranks that hang.
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
-        # As many hardware queues as a GPU has, so that no communicator waits behind another.
+        # Use all hardware queues of a GPU: then no communicator waits behind another one.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         everyone = range(world_size())
         store, rank, world = _bounded(lambda: _rendezvous(timeout), everyone, timeout)
@@ -196,7 +196,7 @@ def join(model: nn.Module, device: torch.device | str | None, timeout: timedelta
 
 
 def _device_type(model: nn.Module) -> str:
-    """The type of device of those tensors of a model that this rank has."""
+    """The device type of the model's tensors on this rank; others are on the meta device."""
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
         raise InputError(
@@ -207,9 +207,9 @@ def _device_type(model: nn.Module) -> str:
 
 
 def _rendezvous(timeout: timedelta) -> tuple[Any, int, int]:
-    """The ranks' store, with a key prefix for every restart, and this rank and the world size.
+    """The ranks' store, this rank and the world size. Each restart has its own key prefix.
 
-    After a restart torchrun's store still has the addresses of the ranks that are gone.
+    After a restart, torchrun's store still has the addresses of the ranks that are gone.
     """
     # Half the timeout: a rank that waits for rank 0's store tries twice.
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout / 2)))
@@ -222,7 +222,7 @@ def _rendezvous(timeout: timedelta) -> tuple[Any, int, int]:
 
 
 def _check_unbound() -> None:
-    """Before torch 2.15 ranks outside a new gloo group wait for a split of NCCL's communicator."""
+    """Refuse a bound group: before torch 2.15, ranks outside a new gloo group wait for NCCL."""
     world = distributed.group.WORLD
     bound = getattr(world, "bound_device_id", None)
     if bound is not None and torch.__version__ < "2.15":
@@ -243,10 +243,10 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta) -> Any:
 
 
 def _bounded(make: Callable[[], Made], ranks: Sequence[int], timeout: timedelta) -> Made:
-    """What `make` returns, or an error in time: a thread of its own makes it.
+    """Call `make` in a thread of its own; raise an error if it takes longer than the timeout.
 
-    Gloo has timeouts, but waits for ever for a rank that ends while the two connect; so does
-    torch's store for an answer of whoever has taken the port of a rank 0 that has ended.
+    Gloo has timeouts, but waits for ever for a rank that ends while the two connect. torch's store
+    waits for ever if rank 0 has ended and another process has taken its port.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -260,7 +260,7 @@ def _bounded(make: Callable[[], Made], ranks: Sequence[int], timeout: timedelta)
         return made.result(timeout.total_seconds() + GRACE)  # torch's own error says more
     except FutureTimeoutError:
         if made.done():
-            raise  # of torch's own
+            raise  # torch's own timeout
         who = ", ".join(map(str, sorted(ranks)))
         raise RankError(
             f"trainer: ranks {who} were not connected within {timeout.total_seconds():g} s; one of "

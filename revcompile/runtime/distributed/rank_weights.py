@@ -1,8 +1,8 @@
-"""A rank's part of the weights: those its stages use; the others take no memory here.
+"""A rank's part of the weights: the rank holds only the tensors that its stages use.
 
 A tensor of another rank stays in the module tree with its name, dtype and shape, on the meta
-device. It comes back when a state dict is loaded into the model (to the CPU), and in the copies
-that `whole_model` returns.
+device. It gets values again when a state dict is loaded into the model (on the CPU), and in the
+copies that `whole_model` returns.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def _named_tensors(model: nn.Module, every_name: bool = False) -> dict[str, Tens
 
 
 def _users(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, list[int]]:
-    """From the first names of parameters and buffers to the stages that use them."""
+    """Maps the first name of each parameter and buffer to the stages that use it."""
     users: dict[str, list[int]] = {}
     for program in programs:
-        # Buffers of the layers that a stage calls, and those its code reads itself.
+        # Buffers of the layers that a stage calls, and buffers that its code reads directly.
         read = {id(tensor) for _, tensor in TreeReads(program.forward, model).tensors()}
         buffers = (name for name, buffer in model.named_buffers() if id(buffer) in read)
         for name in (*program.parameters, *buffers):
@@ -54,9 +54,9 @@ def _users(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, list
 
 
 def owning_stages(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, int]:
-    """From every name of a tensor to the stage that has its current value: the first that uses it.
+    """Maps each name of a tensor to the stage that has its current value: the first to use it.
 
-    What no stage uses never changes; the first stage has it.
+    A tensor that no stage uses never changes; the first stage has it.
     """
     users = _users(model, programs)
     first_names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
@@ -65,14 +65,14 @@ def owning_stages(model: nn.Module, programs: Sequence[StageProgram]) -> dict[st
 
 
 class SharedBuffers:
-    """Buffers that stages on different ranks use: each rank would change a copy of its own."""
+    """Buffers that stages on several ranks use. If one changed, the ranks' copies would differ."""
 
     def __init__(self, model: nn.Module, programs: Sequence[StageProgram], layout: Layout) -> None:
         self._model, self._ranks = model, layout.stage_to_rank
         users = _users(model, programs)
         first_names = {id(buffer): name for name, buffer in model.named_buffers()}
         self._stages: dict[str, tuple[int, int]] = {}
-        """By each of its names, two stages that share the buffer."""
+        """For each name of a shared buffer, two stages that use it."""
         for name, buffer in model.named_buffers(remove_duplicate=False):
             first, *others = users.get(first_names[id(buffer)], [0])
             for stage in others:
@@ -82,7 +82,7 @@ class SharedBuffers:
                 self._refuse(name)  # running statistics, which every forward pass changes
 
     def check_changed(self, snapshots: Sequence[BufferSnapshot]) -> None:
-        """Refuse shared buffers of other kinds that a forward pass has changed."""
+        """Refuse other shared buffers, if a forward pass has changed them."""
         if self._stages and snapshots:
             paths = {id(module): path for path, module in self._model.named_modules()}
             for saved in snapshots:
@@ -103,19 +103,19 @@ class SharedBuffers:
 
 @dataclass
 class RankWeights:
-    """Which rank has which tensor, seen from one of them."""
+    """Which rank has which tensor, seen from one rank."""
 
     ranks: Ranks
     device: torch.device
     owners: Mapping[str, int]
-    """From every name of a tensor to the rank of this replica that has its current value."""
+    """Maps each name of a tensor to the rank of this replica that has its current value."""
     borrowed: set[str] = field(default_factory=set)
-    """Tensors used here of which another rank has the current value."""
+    """Names of tensors whose current value another rank has."""
     transport: DistributedTransport = field(init=False)
-    """Set once there is one: it names a rank that is gone, and tells others of an error here."""
+    """Set later: it names a rank that is gone, and tells other ranks about an error here."""
 
     def adopt(self, model: nn.Module, copies: Mapping[str, Tensor]) -> None:
-        """Let the model hold a stage's own copies of tied parameters, not one more."""
+        """Have the model hold a stage's copies of tied parameters instead of a second copy."""
         tensors = _named_tensors(model)
         _replace(model, {id(tensors[n]): t for n, t in copies.items() if n in self.borrowed})
 
@@ -154,10 +154,10 @@ def whole_model(model: Reversible) -> Reversible:
 
 
 def distribute(task: Task, ranks: Ranks, device: torch.device, undo: ExitStack) -> RankWeights:
-    """Move to every rank's device what its stages use, and free the rest. Every rank calls it.
+    """Move the tensors that a rank's stages use to its device; free the rest. Every rank calls it.
 
-    All start with rank 0's weights; what rank 0 has freed for an earlier trainer comes from a rank
-    that has it. `undo` gets callbacks that restore the model.
+    All ranks start with rank 0's weights. If an earlier trainer has left the current value of a
+    tensor on another rank, it comes from there. `undo` gets callbacks that restore the model.
     """
     model, programs = task.model, task.programs
     undo.callback(_restore, model, Contents(model), _last.get(model))
@@ -186,7 +186,7 @@ def distribute(task: Task, ranks: Ranks, device: torch.device, undo: ExitStack) 
 
 
 def _restore(model: nn.Module, contents: Contents, last: RankWeights | None) -> None:
-    """A model's tensors are those before, with its hooks, and so is where their values are."""
+    """Restore a model's tensors and hooks, and the record of where its weights are."""
     contents.restore(model)
     _last.pop(model, None)
     if last is not None:
@@ -194,7 +194,7 @@ def _restore(model: nn.Module, contents: Contents, last: RankWeights | None) -> 
 
 
 def _sources(model: nn.Module, tensors: Mapping[str, Tensor], ranks: Ranks) -> list[int]:
-    """For each tensor the rank to take it from: the first that has the current value."""
+    """For each tensor, the first rank that has its current value, or else a copy of it."""
     last = _last.get(model)
     borrowed = last.borrowed if last is not None else set()
     have = "".join(
@@ -235,7 +235,7 @@ def _send_to_users(tensor: Tensor, source: int, users: set[int], ranks: Ranks) -
 def _as_bytes(tensor: Tensor, device: torch.device, has_values: bool) -> Tensor:
     """A tensor's elements as bytes, or an empty buffer for them."""
     if has_values:
-        # .data: a view would hold on to the tensor, and a thread that has sent it to the view
+        # .data: a thread that has sent a view may hold it, and a view would hold the tensor
         return tensor.data.to(device).contiguous().reshape(-1).view(torch.uint8)
     return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device).view(torch.uint8)
 
@@ -252,15 +252,15 @@ def _with_values(tensor: Tensor, elements: Tensor, device: torch.device) -> Tens
     with torch.no_grad():
         if elements.dtype != target.dtype or elements.shape != target.shape:
             elements = elements.view(target.dtype).view(target.shape)
-        # Its own elements need no copy, and torch refuses one where strides differ (channels_last
-        # with kernels of one pixel).
+        # Elements that are the tensor's own need no copy. torch would refuse one if strides differ
+        # (channels_last with 1x1 kernels).
         if elements.data_ptr() != target.data_ptr():
             target.detach().copy_(elements)
     return target
 
 
 def _replace(model: nn.Module, changes: Mapping[int, Tensor]) -> None:
-    """Replace tensors everywhere in the module tree, by the identity of the present ones."""
+    """Replace tensors everywhere in the module tree; `changes` has the ids of the old ones."""
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:
@@ -272,7 +272,7 @@ def _replace(model: nn.Module, changes: Mapping[int, Tensor]) -> None:
 
 
 def _bring_back(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded: allocate those of its tensors that only other ranks have."""
+    """Before a state dict is loaded: allocate its tensors that are on the meta device here."""
     tensors = _named_tensors(module, every_name=True)
     loaded = {name: t for name, t in tensors.items() if prefix + name in state}
     _replace(module, {id(t): _empty_like(t, _CPU) for t in loaded.values() if t.is_meta})

@@ -49,7 +49,7 @@ class DistributedTransport(Transport):
         self._delivered: Counter[tuple[int, int]] = Counter()
         self._ended: set[tuple[int, int]] = set()
         self._awaited: set[int] = set()
-        """Ranks from which a message was missing since the last one arrived."""
+        """Ranks whose messages were missing since a message last arrived."""
         self._channels = list(channels)
         self._closed = False
         self._senders: dict[tuple[int, int], SendThread] = {}
@@ -123,7 +123,7 @@ class DistributedTransport(Transport):
     def _sum(self, of_stages: Tensor) -> Tensor:
         with self.collective():
             distributed.all_reduce(of_stages, group=self.ranks.pipeline)
-        self.failures.notify()  # stages that wait for the sum look again
+        self.failures.notify()  # stages that wait for the sum check again
         return super()._sum(of_stages)
 
     @contextlib.contextmanager
@@ -197,7 +197,7 @@ class DistributedTransport(Transport):
 
     def close(self) -> bool:
         """Tell the others that this rank is done, and wait for them; True if all went well."""
-        # First, because rank 0 may end its store as soon as it has everybody's last message.
+        # Stop polling first: rank 0 may end its store once it has the last message of every rank.
         ended = [self.failures.close()]
         if not self._closed:
             self._closed = True
@@ -223,8 +223,8 @@ class DistributedTransport(Transport):
 class ReplicaAverage:
     """Averages one stage's gradients over its replicas.
 
-    Everything is summed in static buffers, one for each dtype. `presence` comes first: the number
-    of micro-batches, and for each parameter whether this replica has a gradient of it.
+    Gradients are summed in static buffers, one per dtype. `presence` is summed before them: the
+    number of micro-batches, and for each parameter whether this replica has a gradient of it.
     """
 
     def __init__(
@@ -243,35 +243,35 @@ class ReplicaAverage:
         self._sums = dict(zip(self._parameters, views, strict=True))
         self._jobs: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
         self.is_reduced = False
-        """Whether the sums of all replicas are known."""
+        """Whether the sums over all replicas are known."""
         self._thread = Worker(self._run, transport.on_lost(who))
 
     def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
-        """Take over sums over `count` micro-batches here."""
+        """Copy this replica's sums over `count` micro-batches."""
         self._presence.copy_((count > 0).expand_as(self._presence))
         self._presence[0].copy_(count)
         for row, (name, total) in enumerate(self._sums.items(), 1):
             if name in gradients:
                 total.copy_(gradients[name])
-            else:  # nothing differentiates it
+            else:  # this replica has no gradient of it
                 self._presence[row].zero_()
                 total.zero_()
 
     def start(self) -> None:
-        """Have the thread add up what all replicas have."""
+        """Have the thread sum over all replicas."""
         on_gpu = self._presence.is_cuda
         self._jobs.put((torch.cuda.current_stream().record_event() if on_gpu else None,))
 
     def reduce(self) -> None:
-        """Add up what all replicas have."""
+        """Sum over all replicas."""
         with self._transport.collective():
             self._all_reduce()
 
     def read(self, gradients: dict[str, Tensor], adds: bool) -> Tensor:
-        """Write the means to `gradients`; how many micro-batches all replicas have had.
+        """Write the means to `gradients`; returns the number of micro-batches of all replicas.
 
         Args:
-            adds: Also those that only other replicas have; waits for the device.
+            adds: Add the gradients that only other replicas have; waits for the device.
         """
         self.is_reduced = False
         presence = self._presence[1:].tolist() if adds else ()
@@ -293,8 +293,8 @@ class ReplicaAverage:
             distributed.all_reduce(buffer, group=self._group)
 
     def _run(self) -> None:
-        # A stream of its own: on the default one all-reduces of several stages would wait for each
-        # other, in an order that may differ from rank to rank.
+        # A stream of its own: on the default stream, all-reduces of several stages would wait for
+        # each other, in an order that may differ between ranks.
         stream = torch.cuda.Stream(self._presence.device) if self._presence.is_cuda else None
         while (job := self._jobs.get()) is not None:
             (filled,) = job
@@ -310,9 +310,9 @@ class ReplicaAverage:
 
 
 def _buffers(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """A buffer for each dtype, and a view into them for each tensor.
+    """A buffer for each dtype, and for each tensor a view into its buffer.
 
-    Low precision is summed as float32.
+    Low-precision gradients are summed in float32.
     """
     members: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):

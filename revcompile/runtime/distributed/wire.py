@@ -2,10 +2,10 @@
 
     header        int64: number, kind, micro-batch, flags, sizes, fingerprint
     description   JSON: names, dtypes, shapes, strides, plain values; sent only when it changes
-    payload       all tensors in one buffer, each where torch could have allocated it
+    payload       all tensors in one buffer, each aligned as torch would have allocated it
 
-Tensors arrive with the strides they were sent with: kernels are chosen by them, and results must
-not depend on which rank a stage is on.
+Tensors arrive with the strides they were sent with: the choice of kernels depends on strides, and
+results must not depend on which rank a stage is on.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Header(NamedTuple):
     """Counts the messages of a channel."""
     code: int = 0
     microbatch: int = 0
-    """Or the update."""
+    """The micro-batch, or the update."""
     void: int = 0
     is_exact: int = 0
     is_end: int = 0
-    """Of the last message, whose text is the cause if the sender has failed."""
+    """Set in the last message. Its text is the cause if the sender has failed."""
     length: int = 0
     """Bytes of the text: the description, or the cause at the end."""
     size: int = 0
@@ -87,9 +87,9 @@ HEADER_BYTES: Final = _NUMBERS.size
 
 
 class _Form:
-    """Everything about a tensor but its elements, which lie in the payload without gaps.
+    """A tensor's form; its elements are in the payload without gaps.
 
-    Of an expanded tensor (stride 0) the payload has every element once: `core` is its shape there.
+    The payload has each element of an expanded tensor (stride 0) once: `core` is the shape there.
     """
 
     def __init__(self, name: str, shape: list[int], stride: list[int], on_host: bool) -> None:
@@ -120,7 +120,7 @@ def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def _form(tensor: Tensor, device: torch.device) -> list[Any]:
-    """What `_Form` is made of, for a tensor of a stage on `device`."""
+    """The arguments of `_Form` for a tensor; its stage is on `device`."""
     if tensor.layout is not torch.strided:
         raise InputError(f"a value of layout {tensor.layout}")
     stride = tensor.stride()
@@ -131,12 +131,12 @@ def _form(tensor: Tensor, device: torch.device) -> list[Any]:
 
 
 class Description:
-    """The form of a message: both ends make it of the same JSON."""
+    """The form of a message: both ends make it from the same JSON."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
         self._forms: list[_Form] = []
-        """Of its tensors, in the order in which they are decoded."""
+        """The forms of its tensors, in the order in which they are decoded."""
         decode(plain, {"tensor": lambda content: self._forms.append(_Form(*content))})
         offsets, self.size = aligned(form.nbytes for form in self._forms)
         pairs = list(zip(self._forms, offsets, strict=True))
@@ -177,14 +177,15 @@ class Describer:
         self._device = device
         self._text = b""
         self._packed: Any = None
-        """The form of packets that are laid out as the description says."""
+        """The form of packets that are laid out like the description."""
         self.description = Description([])
-        """That of the last message."""
+        """The description of the last message."""
 
     def describe(self, message: Message) -> tuple[bytes, Tensor | list[Tensor]]:
-        """The description's text if it is not the last one; the tensors to pack.
+        """The description's text, empty if it has not changed, and the tensors to pack.
 
-        On a GPU there may be a payload in place of tensors: the message's packet.
+        On a GPU the message's packet may be the payload already: then its memory is returned
+        instead of tensors.
         """
         packet = message.packet if self._device.type == "cuda" else None
         if packet is not None and packet.form is self._packed:

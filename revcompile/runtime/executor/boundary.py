@@ -4,11 +4,11 @@
         ---- x ---->  inputs --> forward  ---- y ---->
         <--- dx ----  backward, updates <--- incoming  <--- dy ----
 
-A rank captures what lies between its messages, which are in static buffers: those received are
-copied there before a section is replayed, those to be sent are copied there by the section, and a
-later step that writes there waits until they are sent. All tensors of a message lie in one buffer,
-as on the wire: to send, receive or copy a message is one operation. A message looks the same
-whether its sender captures its steps or not: each rank decides for itself.
+A rank captures the sections of a step between its messages, which are in static buffers. A received
+message is copied there before its section is replayed. The section itself copies outgoing messages
+there, and a later step waits until they are sent before it overwrites them. All tensors of a
+message are in one buffer, as on the wire: sending, receiving or copying it is one operation. A
+message looks the same whether or not its sender captures steps: each rank decides for itself.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from revcompile.schedule import Schedule, Tie
 
 
 class StepInputs:
-    """What a step is given.
+    """The inputs of a step.
 
     Args:
-        values: The inputs of the first stage here, or the message that brings them.
-        target: Where the last stage is.
-        fingerprint: Of the micro-batch's data, for the next rank.
+        values: The inputs of this process's first stage, or the message that contains them.
+        target: The target, in the process of the last stage.
+        fingerprint: Fingerprint of the micro-batch's data, for the next rank.
     """
 
     def __init__(self, values: Any, target: Any, fingerprint: Fingerprint) -> None:
         self.values, self.target, self.fingerprint = values, target, fingerprint
         self.local = Flat.of((None if isinstance(values, Message) else values, target))
-        """What is not from another rank."""
+        """The part that does not come from another rank."""
 
     @property
     def all(self) -> Flat:
@@ -63,11 +63,11 @@ def _slot(like: Message) -> MessageSlot:
 
 
 class Boundary:
-    """The ends of a process's stages, which follow each other.
+    """Exchanges messages between a process's consecutive stages and other ranks.
 
     Args:
-        stages: Their numbers.
-        ties: Stages that share parameters.
+        stages: The numbers of the process's stages.
+        ties: Pairs of stages that share parameters.
     """
 
     def __init__(self, transport: Transport, stages: Sequence[int], ties: Sequence[Tie]) -> None:
@@ -83,14 +83,14 @@ class Boundary:
         self._tied_out = [route for route in tied if route[0] in stages and route[1] not in stages]
         self._tied_in = [route for route in tied if route[1] in stages and route[0] not in stages]
         self.routes = [self.y] * self.has_next + [self.dx] * self.has_previous + self._tied_out
-        """Those of messages to other ranks."""
+        """The routes of messages to other ranks."""
         self.clear()
 
     def clear(self) -> None:
         """Free all buffers."""
         self._incoming: dict[Route, MessageSlot] = {}
         self.buffer_key: Hashable = None
-        """Steps of other keys have other buffers for their messages to other ranks."""
+        """Selects the buffers of outgoing messages: steps with other keys use other buffers."""
         self._outgoing: dict[tuple[Hashable, Route], Message] = {}
         self._buffers: dict[tuple[Hashable, Route], StaticBuffers] = {}
         self._sending: dict[tuple[Hashable, Route], Wait] = {}
@@ -103,9 +103,10 @@ class Boundary:
         return self._incoming[self._dy].flag if self._dy in self._incoming else None
 
     def expected(self, flag: Tensor) -> Message:
-        """The message that the next rank has sent in the step before, or soon will.
+        """Wait for the next gradient message, and leave it in its queue.
 
-        This does not depend on the step to come. Without a next rank it is empty.
+        The next rank sends it in an earlier step than the one to come, so waiting cannot deadlock.
+        Without a next rank the message is empty.
         """
         if not self.has_next:
             return Message(0)
@@ -113,7 +114,7 @@ class Boundary:
         return next_message(self._transport, self._dy, where, keep=True).flagged(flag)
 
     def matches(self, inputs: StepInputs, expected: Message | None = None) -> bool:
-        """Whether the buffers fit the messages of the other ranks."""
+        """Whether the static buffers fit the messages of the other ranks."""
         messages = {self._x: inputs.values} if self.has_previous else {}
         if self.has_next and expected is not None:
             messages[self._dy] = expected
@@ -127,7 +128,7 @@ class Boundary:
         executors: Mapping[int, StageExecutor],
         flag: Tensor,
     ) -> None:
-        """Allocate buffers for messages like these, and for what the executors share."""
+        """Allocate buffers for messages like these, and for tied parameters and gradients."""
         if self.has_previous:
             self._incoming[self._x] = _slot(inputs.values.ready())
         if self.has_next:
@@ -139,7 +140,7 @@ class Boundary:
             names = (updates.tied_holders if is_grad else updates.tied_owners)[source]
             shared = {name: executor.stage.parameters[name] for name in names}
             message = Message(0, shared)
-            if is_grad:  # an update with zeros would let a parameter decay that nothing trains
+            if is_grad:  # no zeros for untrained parameters: updates would apply weight decay
                 trained = {n: p for n, p in shared.items() if n in executor.program.trained}
                 message = Message(0, {}, trained).flagged(flag)
             self._incoming[route] = _slot(message)
@@ -154,10 +155,10 @@ class Boundary:
         return due
 
     def before_backward(self, schedule: Schedule, microbatch: int) -> dict[Route, int]:
-        """Those that its backward passes and updates wait for.
+        """The messages that a step's backward passes and updates wait for, and their numbers.
 
         Args:
-            microbatch: That of the last stage's backward pass.
+            microbatch: The micro-batch that the process's last stage differentiates.
         """
         due = {self._dy: microbatch} if self.has_next else {}
         for route in self._tied_in:
@@ -166,7 +167,7 @@ class Boundary:
         return due
 
     def receive(self, due: Mapping[Route, int]) -> None:
-        """Copy messages to their static buffers, as soon as they have come."""
+        """Wait for messages, and copy each to its static buffers."""
         for route, number in due.items():
             where = f"stage {route[1]} for {route[2].value} from stage {route[0]}"
             message = next_message(self._transport, route, where, number=number, packed=True)
@@ -181,10 +182,10 @@ class Boundary:
     # -- sending ------------------------------------------------------------------------------
 
     def take(self, route: Route, message: Message) -> bool:
-        """In a captured section: copy a message to another rank to its static buffers.
+        """In a captured section: copy a message for another rank to its static buffers.
 
-        Not even what the section has computed anew may stay where it is: that memory belongs to the
-        pool of the graphs, and the next graph may write to it while the message is sent.
+        Tensors that the section has computed are copied too: their memory belongs to the pool of
+        the graphs, and the next graph may write to it while the message is being sent.
         """
         if route not in self.routes:
             return False
@@ -198,13 +199,13 @@ class Boundary:
         return True
 
     def send_tied(self, schedule: Schedule) -> None:
-        """After the updates of a step; the schedule is that before it."""
+        """Send tied gradients and weights after a step; `schedule` is as it was before the step."""
         for route in self._tied_out:
             if schedule.is_updating(route[0]):
                 self.send(route, schedule.updates[route[0]])
 
     def send(self, route: Route, index: int, data: Fingerprint = NOT_COMPARED) -> None:
-        """Send what a section has copied to the route's buffers."""
+        """Send the message that a section has copied to the route's buffers."""
         place = self.buffer_key, route
         message = replace(self._outgoing[place], index=index, fingerprint=data)
         wait = self._transport.send(route, message)
@@ -212,7 +213,7 @@ class Boundary:
             self._sending[place] = wait
 
     def wait_sent(self) -> None:
-        """Have the step to come wait until the buffers that it writes to are sent."""
+        """Have the next step wait until the buffers that it writes to are sent."""
         for route in self.routes:
             if wait := self._sending.pop((self.buffer_key, route), None):
                 wait()

@@ -1,7 +1,7 @@
 """Steps of a full pipeline, which are called, or captured and replayed.
 
-Once the pipeline is full every step performs the same actions. Whatever outlives a step lies in
-memory that stays where it is, from the first micro-batch on, whoever performs the actions:
+Once the pipeline is full, every step performs the same actions. Whatever outlives a step is in
+static buffers from the first micro-batch on, in captured steps and in steps run action by action:
 
     entering micro-batch --> inputs ---+          +--> result: loss and output
     activations (`Stage.ring`) --------+          +--> activations of the entering micro-batch
@@ -9,8 +9,8 @@ memory that stays where it is, from the first micro-batch on, whoever performs t
     gradients (`Stage.sums`) ----------+          +--> gradients, counts, flags
     stashed weights, optimizer states -+          +--> the same, updated
 
-So a step may follow any other. What Python notes of a step (which micro-batches are in flight) is
-the same for every step, and is noted after it: a replay runs no Python.
+So a step of one kind may follow a step of the other. The host's bookkeeping (which micro-batches
+are in flight) changes in the same way in every step, and is done after it: a replay runs no Python.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from revcompile.schedule import Action, Order, Schedule
 
 
 class CapturedSteps:
-    """Steps of the stages of one process, which follow each other.
+    """Runs captured steps of one process's stages, which are consecutive.
 
     Args:
         replay: Calls steps, or captures and replays them.
-        reports: Get the flags of steps.
-        fuse: If given, the stages run their programs after this pass.
+        reports: Receives the flags of steps.
+        fuse: If given, captured steps run the programs that this pass returns.
     """
 
     is_active = False
-    """Whether the last step was one of these."""
+    """Whether the last step was run by this object."""
     is_replaying = False
-    """Whether that one was a replay."""
+    """Whether the last step run by this object was a replay."""
     _is_in_slots = True
-    """Whether all that is in flight lies in slots after the last step."""
+    """Whether everything in flight is in slots after the last step."""
     is_fused = False
     """Whether programs are fused for the present settings of layers."""
 
@@ -89,20 +89,20 @@ class CapturedSteps:
             for (_, _, kind), slots in self._transport.slots.items()
             if kind is MessageKind.DY
         ]
-        # A message's slot depends on its micro-batch: after so many steps all slots are the same
-        # again, and so is the kind of step.
-        # Messages to other ranks have two, so that a step need not wait until the last are sent.
+        # A message's slot depends on its micro-batch. After this many steps all slots are the same
+        # again, and so is the kind of step. Messages to other ranks have two buffers: a step need
+        # not wait until the messages of the step before are sent.
         self._period = math.lcm(2 if len(self._stages) < schedule.stages else 1, *waiting)
         device = self._device = executors[0].stage.device
         self._streams: StepStreams | None = None
         self._scheduler = LocalScheduler(self.executors)
-        # In a step a kept graph moves those of another micro-batch than it differentiates.
+        # Where graphs are kept in flight, statistics move in forward: `StageExecutor` handles them.
         self._statistics = RunningStatistics(
             [list if e.program.keeps_graphs_in_flight else e.stage.statistics for e in executors]
         )
         flags = len(self._stages) + self._boundary.has_next
         self._flag_rows = torch.zeros(steps_at_once(device), flags, device=device)
-        """The flags of the last steps, which the host has not seen."""
+        """The flags of the latest steps, one row per step, until the host copies them."""
         self._numbers = SlotNumbers(executors, self._transport, device)
         self._schedule = schedule
         self.clear()
@@ -115,20 +115,19 @@ class CapturedSteps:
         self._boundary.clear()
         self._inputs: StaticBuffers | None = None
         self._loss: StaticBuffers | None = None
-        """The last step's loss and its scale. Apart from the output: whoever collects losses would
-        keep all outputs, too."""
+        """The last step's loss and its scale."""
         self._output: StaticBuffers | None = None
         self._fixed: tuple[FixedSettings, TreeSnapshot] | None = None
 
     # -- whether the next step can be one of these ----------------------------------------------
 
     def is_ready(self, schedule: Schedule, batch: StepInputs, alike: int) -> bool:
-        """After another step: whether the pipeline is full of micro-batches alike, all in slots.
+        """Whether a captured step can follow: the pipeline is full, all in slots and of one form.
 
         Args:
             batch: The micro-batch of the step to come.
-            alike: How many micro-batches of its form have entered last. Slots here do not tell:
-                messages of others may still be on other ranks.
+            alike: How many of the latest micro-batches had its form. Slots of this process do not
+                show that: messages of another form may still be on other ranks.
 
         Raises:
             CaptureUnsupported: There is not enough memory.
@@ -150,24 +149,24 @@ class CapturedSteps:
         return True
 
     def accepts(self, batch: StepInputs, expected: Message | None = None) -> bool:
-        """Whether captured steps take a micro-batch, and a message of the next rank, like these."""
+        """Whether captured steps can take this micro-batch, and this message of the next rank."""
         if self._inputs is None or not self._is_in_slots:
             return False
         return self._inputs.matches(batch.local) and self._boundary.matches(batch, expected)
 
     def _is_full(self, schedule: Schedule, alike: int) -> bool:
         in_flight_counts = [len(microbatches) + 1 for microbatches in schedule.outstanding]
-        # One alike must have run action by action: where that fails, a step can be undone.
+        # One of this form must have run action by action, where a failing forward can be undone.
         if in_flight_counts != self._windows or alike < max(1, max(in_flight_counts) - 1):
             return False
-        # The first step of a full pipeline after a drain receives no tied weights of the first
-        # stage, which has not updated since: the only step of its kind, not worth capturing.
+        # After a drain, the first step of a full pipeline receives no tied weights from the first
+        # stage, which has not updated since. No other step is like it: it is not worth capturing.
         for tie in schedule.ties:
             waits = schedule.waiting_tied(tie.owner, tie.holder)
             if not (schedule.accumulated[tie.owner] or waits):
                 return False
-        # One that was left out in its forward pass is not in flight; if all since the last update
-        # were left out, there are no gradients.
+        # A micro-batch that was left out in its forward pass is not in flight. If all since the
+        # last update were left out, there are no gradients.
         stages = {executor.index: executor.stage for executor in self.executors}
         return all(
             len(stage.in_flight) + 1 == self._windows[index]
@@ -176,9 +175,9 @@ class CapturedSteps:
         )
 
     def _follow_slots(self) -> bool:
-        """Whether all that waits lies in slots, and all slots are there.
+        """Whether everything in flight is in slots, and all slots are allocated.
 
-        Where not even the latest does, the next one tells the form of slots.
+        If not even the latest value is in a slot, slots are freed: the next one decides their form.
         """
         is_there = True
         for stage in (executor.stage for executor in self.executors):
@@ -194,8 +193,8 @@ class CapturedSteps:
                 self.clear()
         for route, slots in self._transport.slots.items():
             waiting = self._transport.queues.get(route) or ()
-            # Without a message yet there are no slots, whose numbers a captured step would know.
-            # One that is void was reported, which a captured step would do once more.
+            # A route has no slots before its first message, but a captured step needs them. A void
+            # message was reported already, and a captured step would report it again.
             is_there &= bool(slots.slots)
             is_there &= all(message.is_in_slot and not message.void for message in waiting)
             if waiting and not (waiting[-1].is_in_slot or waiting[-1].void):
@@ -204,7 +203,7 @@ class CapturedSteps:
         return is_there
 
     def _allocate(self, batch: StepInputs, expected: Message) -> None:
-        # Updates follow each other: one snapshot at a time.
+        # Stages update one after the other: there is one snapshot at a time.
         largest = max(executor.updater.snapshot_bytes for executor in self.executors)
         if why := missing_memory([batch.local.value, expected.payload], largest, self._device):
             raise CaptureUnsupported(why)
@@ -217,10 +216,10 @@ class CapturedSteps:
         self.is_fused = True
         self._numbers.follow_rings()
         self._inputs = StaticBuffers(empty_on(self._device, batch.local.value))
-        # Stages that share parameters exchange them in the order of one stream.
+        # No side streams with tied parameters: one stream keeps the order of their exchange.
         if self._is_continuous and self._device.type == "cuda" and not self._schedule.ties:
             self._streams = StepStreams(self._device, self._schedule.stages - 1)
-            # Autograd differentiates on the streams of the forward pass.
+            # Autograd differentiates a kept graph on the stream of its forward pass.
             kept = {e.index for e in self.executors if e.program.keeps_graphs_in_flight}
             self._streams.staying |= kept
             if 0 in self._by_stage:
@@ -231,7 +230,7 @@ class CapturedSteps:
         self._boundary.allocate(batch, expected, self._by_stage, self._flag_rows[0, :1])
 
     def hold_fixed(self) -> None:
-        """Let `is_outdated` tell what changes from now on of what captured steps hold fixed."""
+        """Record what captured steps hold fixed; `is_outdated` compares with this record."""
         watched = [each for executor in self.executors for each in executor.stage.watched]
         settings = FixedSettings(executor.updater for executor in self.executors)
         self._fixed = settings, TreeSnapshot(watched, (Kind.MEMORY,))
@@ -245,7 +244,7 @@ class CapturedSteps:
         return settings.have_changed() or memory.first_change() is not None
 
     def leave(self) -> None:
-        """The step to come is none of these."""
+        """Prepare for a step run action by action: submit flags, and queue the waiting messages."""
         self._reports.submit(self._flag_rows)
         if self.is_active:
             self._note_messages()
@@ -254,7 +253,7 @@ class CapturedSteps:
     # -- one step -------------------------------------------------------------------------------
 
     def step(self, schedule: Schedule, batch: StepInputs) -> None:
-        """The step in which a micro-batch enters. The loss head gets its loss and output.
+        """Run the step in which a micro-batch enters. The loss head gets its loss and output.
 
         Raises:
             CaptureUnsupported: The step cannot be captured; nothing has changed.
@@ -276,7 +275,7 @@ class CapturedSteps:
             if schedule.is_updating(stage)
         }
         boundary.buffer_key = entering % self._period
-        for executor in self.executors:  # which the host may have written to
+        for executor in self.executors:  # the host may have written to weights and rates
             executor.stage.cast_weights.refresh_if_changed()
             executor.updater.follow_rates()
         planned = self._replay.plan(
@@ -304,7 +303,7 @@ class CapturedSteps:
         self._note(schedule, due, dict(zip(self._held_ties, received, strict=True)))
         self._report(entering, due)
         self.is_active = True
-        # What a stage keeps may depend on the data, unless a step could be captured.
+        # In a step that was called, kept values may depend on the data and not fit their slots.
         self._is_in_slots = self.is_replaying or all(e.stage.is_in_slots for e in self.executors)
         if copied is not None:
             copied.synchronize()
@@ -312,7 +311,7 @@ class CapturedSteps:
     def _note(
         self, schedule: Schedule, due: Mapping[int, int], received: Mapping[Any, int]
     ) -> None:
-        """Note what a step has done, which may have been replayed."""
+        """Do the host's bookkeeping for a step that was called or replayed."""
         entering = schedule.injected
         has_updated = {stage: schedule.is_updating(stage) for stage in self._stages}
         if self._is_continuous:
@@ -324,7 +323,7 @@ class CapturedSteps:
             executor.stepped(entering, due[stage], tied, has_updated[stage])
 
     def _note_messages(self) -> None:
-        """Note which messages wait after a step; replays need not know."""
+        """Queue the messages that wait in slots after a step; replays do not need the queues."""
         for (source, target, kind), slots in self._transport.slots.items():
             waiting = self._schedule.waiting_tied(source, target)
             if kind is MessageKind.DY:
@@ -333,7 +332,7 @@ class CapturedSteps:
             self._transport.queues[source, target, kind] = messages
 
     def _report(self, entering: int, due: dict[int, int]) -> None:
-        """Hand flags and the loss over to the host."""
+        """Hand flags over to the reports, and the loss and the output to the loss head."""
         if self._boundary.has_next:
             due[self._boundary.last + 1] = due[self._boundary.last]
         self._reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
@@ -353,7 +352,7 @@ class CapturedSteps:
         """The parts of a step between messages to and from other ranks.
 
         Args:
-            averages: Of the stages that average their gradients with replicas before they update.
+            averages: By stage, the averages over replicas for stages that update in this step.
         """
         entering = schedule.injected
         rest: list[deque[Action]] = []
@@ -398,7 +397,7 @@ class CapturedSteps:
 
     def _section(self, parts: Sequence[Section], ends: ExitStack) -> Section:
         def run() -> None:
-            if self._fuse is not None:  # convolution algorithms by trial: shapes are fixed
+            if self._fuse is not None:  # shapes are fixed: cuDNN may time its algorithms
                 CUDNN_BENCHMARK.want(True)
             self._transport.captured = self._boundary
             try:
@@ -420,7 +419,7 @@ class CapturedSteps:
             self._note_messages()
         queues, head = self._transport.queues, self._loss_head
         target = head.target
-        # To the queues of messages from other ranks threads may add some.
+        # Only the queues between stages here: threads may add messages to the others meanwhile.
         here = [route for route in queues if {*route[:2]} <= {*self._stages}]
         waiting = {route: deque(queues[route]) for route in here}
         self._numbers.begin_step()
@@ -445,7 +444,7 @@ class CapturedSteps:
         }
 
     def _store_results(self) -> None:
-        """Copy flags and the loss to where the host reads them."""
+        """Copy flags, the loss and the output to static buffers that the host reads."""
         flags = [executor.updates.flag for executor in self.executors]
         if self._boundary.has_next:
             assert self._boundary.flag is not None

@@ -1,6 +1,6 @@
-"""Performs the actions of a schedule: one stage's list in its order, several stages in turn.
+"""Performs the actions of one stage; `LocalScheduler` decides when each of them runs.
 
-What one stage does with micro-batch m, in a full pipeline; its backward pass is of an older one, d:
+A step of one stage in a full pipeline: forward of micro-batch m, backward of an older one, d:
 
       from stage j-1                                         to stage j+1
     RECV_X m --> inputs --> FORWARD m --> outputs --------> SEND_Y m
@@ -14,12 +14,11 @@ What one stage does with micro-batch m, in a full pipeline; its backward pass is
                               v
                             UPDATE
 
-An action that lacks a message is not performed, and tried again later. Where messages come from is
-the transport's business.
+An action whose message has not arrived is tried again later. The transport delivers the messages.
 
 Actions are performed one by one, or as parts of a captured step (`is_captured`). A captured step
-cannot branch, and must not wait for the device. So whether a micro-batch is bad is a flag there,
-which masks what it would change; action by action the flag is read at once.
+cannot branch, and must not wait for the device. There, a flag on the device marks a bad
+micro-batch and masks what it would change. Outside captured steps the host reads the flag at once.
 """
 
 from __future__ import annotations
@@ -60,23 +59,23 @@ class StageExecutor:
     """Performs the actions of one stage.
 
     Args:
-        task: Has its program and settings.
-        index: Its number.
-        loss_head: At the last stage: computes the loss, with whose gradient backward begins.
-        seed: Of its random numbers.
+        task: Contains the stage's program and settings.
+        index: The stage's number.
+        loss_head: Computes the loss and its gradient; only the last stage uses it.
+        seed: Seed of the stage's random numbers.
     """
 
     streams: StepStreams | None = None
-    """On which actions of captured steps run side by side."""
+    """CUDA streams on which actions of captured steps run concurrently."""
     check_data: Callable[[int, Fingerprint], None] | None = None
-    """Raises if the target given here is not that of the micro-batch's inputs."""
+    """Raises if the target on this rank does not belong to the micro-batch's inputs."""
     refusal: str | None = None
-    """Why micro-batches cannot run here now; they are left out."""
+    """If set: why micro-batches cannot run now. They are left out."""
     observer: Trace | None = None
     _latest: tuple[dict[str, Tensor | None], Mapping[str, Tensor | None]] | None = None
-    """Gradients of parameters that are not added yet, and those of inputs."""
+    """Parameter gradients that are not accumulated yet, and input gradients of the same pass."""
     _last_forward: tuple[int, Sequence[BufferSnapshot]] | None = None
-    """The latest micro-batch, and buffers as they were before its forward pass."""
+    """The latest micro-batch, and copies of buffers from before its forward pass."""
 
     def __init__(
         self,
@@ -95,25 +94,25 @@ class StageExecutor:
         self.updater = updates.updater
         self.loss_head = loss_head if program.is_last else None
         self.gradient_predictor: GradientPredictor | None = None
-        """Where the method predicts gradients instead of waiting for them."""
+        """Set if the method predicts output gradients instead of waiting for them."""
         if program.method.order is Order.SYNTHETIC and not program.is_last:
             outputs, factory = program.outputs, task.optimizer
             self.gradient_predictor = GradientPredictor(index, outputs, factory, device)
-        # Between two actions, by micro-batch. None: the micro-batch was lost.
+        # Values that wait between two actions, by micro-batch. None: the micro-batch was lost.
         self.inputs: dict[int, Mapping[str, Any] | None] = {}
         self.outputs: dict[int, Mapping[str, Any] | None] = {}
         self.incoming: dict[int, Message] = {}
         self.outgoing: dict[int, Message] = {}
         self.fingerprints: dict[int, Fingerprint] = {}
-        """Where the pipeline has several ranks."""
+        """Sent on with the outputs, for a comparison on the rank of the last stage."""
         self.restored = updates.flag
-        """Set if running statistics have to be as they were before the last backward pass."""
+        """A flag: running statistics have to be restored to before the last backward pass."""
         self.failures: list[NonFiniteError] = []
-        """Of backward passes whose micro-batch was left out."""
+        """Errors of backward passes whose micro-batch was left out."""
         self.forward_errors: list[Exception] = []
-        """Of forward passes whose micro-batch was left out."""
+        """Errors of forward passes whose micro-batch was left out."""
         self.measures = False
-        """Whether the reconstruction error of the micro-batch that enters is to be measured."""
+        """Whether to measure the reconstruction error of the entering micro-batch."""
         self._statistics = RunningStatistics([stage.statistics])
 
     @property
@@ -126,7 +125,7 @@ class StageExecutor:
         return self.stage.program.index
 
     def perform(self, action: Action) -> bool:
-        """Call the method named after the action's op; False if it has to wait for a message."""
+        """Call the method named after the action's op; False if the action has to wait."""
         observer = self.observer
         if observer is not None:
             observer.begins(self.index, action)
@@ -156,13 +155,13 @@ class StageExecutor:
 
     @property
     def is_captured(self) -> bool:
-        """Whether it performs a captured step."""
+        """Whether a captured step is being performed."""
         return self.updates.is_captured
 
     def begin_captured(self) -> Callable[[], None]:
-        """Perform actions of a captured step from now on; returns how to go on as before it.
+        """Perform actions of a captured step from now on, until the returned function is called.
 
-        Nothing that Python notes meanwhile stays: a step that is replayed notes nothing.
+        That function also undoes the host's bookkeeping: `stepped` does it, for replays too.
         """
         stage, messages = self.stage, self._messages()
         kept = [dict(each) for each in messages]
@@ -182,7 +181,7 @@ class StageExecutor:
         return end
 
     def stepped(self, entered: int, left: int, tied: int, has_updated: bool) -> None:
-        """Note what a captured step has done; see `Stage.stepped`."""
+        """Do the host's bookkeeping for a captured step; see `Stage.stepped`."""
         self.stage.stepped(entered, left, tied, has_updated)
         self._last_forward = None
         if has_updated:
@@ -225,7 +224,7 @@ class StageExecutor:
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         outputs = self.stage.forward(microbatch, inputs, measure=self.measures)
         if self.loss_head is not None:
-            outputs = _apart(outputs, inputs)  # callers get them, and may write to them
+            outputs = _apart(outputs, inputs)  # callers get the outputs, and may write to them
             scale = None if self.scaling is None else self.scaling.next_scale()
             gradients = self.loss_head(microbatch, outputs, scale, waits=not self.is_captured)
             self.incoming[microbatch] = Message(
@@ -235,7 +234,7 @@ class StageExecutor:
             self.outputs[microbatch] = outputs
 
     def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        """Run it; if that fails it is left out, and everything here is as before."""
+        """Run a micro-batch; if it fails, leave it out and restore the stage's state."""
         if self.is_captured:
             self._run_captured(microbatch, inputs)
             return
@@ -248,7 +247,7 @@ class StageExecutor:
             if self.refusal is not None:
                 raise InputError(self.refusal)
             self._run(microbatch, inputs)
-            # It has moved running statistics: those of what is not finite must not stay.
+            # The forward pass has moved buffers; undo that if its outputs are not finite.
             moves = has_statistics or buffers
             if moves and self.loss_head is None and not_finite(self.outputs[microbatch] or {}):
                 raise NonFiniteError(
@@ -262,7 +261,7 @@ class StageExecutor:
             self.forward_errors.append(error)
 
     def _run_captured(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        """Run it; statistics that a kept graph has moved stay if its outputs are finite."""
+        """Run a micro-batch; keep statistics that a kept graph moved if outputs are finite."""
         has_moved = self.program.keeps_graphs_in_flight and bool(self.stage.statistics())
         if has_moved:
             self._statistics.snapshot()
@@ -274,7 +273,7 @@ class StageExecutor:
             self._statistics.restore_if(is_bad)
 
     def _skip(self, microbatch: int) -> None:
-        """Have a message say that the micro-batch is lost, where its values would have been."""
+        """Drop a lost micro-batch; a void message takes the place of its values."""
         self.undo(microbatch)
         if self.loss_head is not None:
             self.incoming[microbatch] = Message(microbatch, void=True)
@@ -282,7 +281,7 @@ class StageExecutor:
             self.outputs[microbatch] = None
 
     def undo(self, microbatch: int) -> None:
-        """Drop a lost micro-batch; restore buffers unless later ones have changed them since."""
+        """Drop a lost micro-batch; restore buffers unless a later micro-batch has run since."""
         self.stage.in_flight.pop(microbatch, None)
         if self._last_forward is not None and self._last_forward[0] == microbatch:
             if self.stage.moves_statistics_early:
@@ -331,19 +330,19 @@ class StageExecutor:
         return True
 
     def _add(self) -> None:
-        """Add the latest gradients of parameters, after those of inputs were sent: others wait."""
+        """Accumulate the latest parameter gradients; eager steps send input gradients first."""
         if self._latest is not None:
             self.stage.accumulate(*self._latest)
             self._latest = None
 
     def _differentiate(self, message: Message) -> Message:
-        """The message for the stage before; void if the micro-batch is lost here, or was before."""
+        """Differentiate a micro-batch; returns its backward message, void if it is lost."""
         is_captured, stage, index = self.is_captured, self.stage, message.index
         message = message if is_captured else message.resolved()
         if message.void and not is_captured:
             if message.scale is None:
                 self.undo(index)
-            else:  # its gradient has overflowed, its forward pass was right: buffers stay
+            else:  # its gradient overflowed, but its forward pass was right: buffers stay
                 stage.in_flight.pop(index, None)
             return message
         is_exact = not is_captured and message.is_exact and stage.rebuilds_exactly(index)
@@ -370,20 +369,20 @@ class StageExecutor:
         return Message(index, values, of_inputs, scale=scale, found_inf=known, is_exact=is_exact)
 
     def _found_inf(self, message: Message, passed: Backward, scale: Tensor | None) -> Tensor:
-        """The flag of a micro-batch."""
+        """The `found_inf` flag of a micro-batch."""
         before = message.found_inf
         if before is None:
             before = torch.zeros_like(self.updates.flag)
             if self.is_captured and self.loss_head is not None:
                 assert self.loss_head.latest is not None
                 before = (~torch.isfinite(self.loss_head.latest[0])).float().reshape(1)
-        # Those of inputs would take another pass over memory: where one is not finite, the stage
-        # before finds it in the gradients of its parameters.
+        # Input gradients are not checked, which saves a pass over memory: if one is not finite, the
+        # stage before finds that in the gradients of its parameters.
         own = [gradient for gradient in passed.gradients.values() if gradient is not None]
         flag = self.restored = found_inf(own, before)
         if self.scaling is not None and scale is not None:
             flag = self.scaling.overflowed(flag, before, scale)
-            # The forward pass of what overflowed here was right: it moves running statistics.
+            # After an overflow the forward pass is still right: it moves running statistics.
             self.restored = torch.where(flag == OVERFLOW, before, flag)
         self.updates.flag = flag
         return flag
@@ -391,7 +390,7 @@ class StageExecutor:
     def _left_out(
         self, microbatch: int, passed: Backward, scale: Tensor | None, has_overflowed: bool
     ) -> Message:
-        """What stands for a micro-batch whose gradient is not finite."""
+        """Leave out a micro-batch whose gradient is not finite; returns its void message."""
         if has_overflowed:
             return Message(microbatch, void=True, scale=scale)
         self.undo(microbatch)
@@ -416,7 +415,7 @@ class StageExecutor:
     # -- checkpoints --------------------------------------------------------------------------
 
     def reset(self, seed: int, weights: Mapping[str, Tensor]) -> None:
-        """Forget everything in flight; copies of tied parameters take over `weights`."""
+        """Drop everything in flight; write `weights` to copies of tied parameters."""
         self.clear()
         self.stage.reset(seed)
         self.failures, self.forward_errors = [], []
@@ -425,14 +424,14 @@ class StageExecutor:
         self.updates.load_copied(weights)
 
     def weights_loaded(self, weights: Mapping[str, Tensor]) -> None:
-        """Parameters were written to, with nothing in flight."""
+        """Follow a change of parameters that were loaded while nothing was in flight."""
         self.updates.load_copied(weights)
         self.stage.weights.loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
-        """Everything of this stage but its parameters and optimizer, which are saved by name."""
-        # As they are: updates of theirs that wait are saved as messages, and what predicted and
-        # stashed weights make of an update depends on the values before it.
+        """This stage's state without its parameters and optimizer, which are saved by name."""
+        # Copies of tied parameters are saved with their present values: updates that they have not
+        # received are saved as messages, and predicted and stashed weights need the values before.
         copied: dict[str, Any] = {n: self.stage.parameters[n] for n in self.updates.copied}
         state = {
             **self.stage.state_dict(copy),
@@ -473,7 +472,7 @@ class StageExecutor:
 
 
 def _apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with copies of those tensors that lie in the memory of others."""
+    """`values`, with copies of the tensors that share memory with `others`."""
 
     def memory(value: Any) -> int | None:
         is_strided = isinstance(value, Tensor) and value.layout is torch.strided

@@ -1,13 +1,13 @@
 """Fingerprints of batches: inputs on one rank and targets on another have to belong together.
 
-The rank of the first stage uses the inputs, that of the last stage the targets. Each is usually
-given both: the first sends a fingerprint of its target with the micro-batch, and the last compares
-it with the target it is about to use. Without a target on the first rank, inputs are compared.
+The rank of the first stage uses the inputs, and the rank of the last stage uses the targets. Each
+is usually given both. The first rank sends a fingerprint of its target with the micro-batch, and
+the last rank compares it with its own target. If the first rank has no target, inputs are compared.
 
-A fingerprint covers types, shapes and at most a few thousand elements, some of each of the first
-128 samples. It depends on the order of the samples, and is the same on every device and in every
-process. Reading tensors on a GPU makes the host wait: of these only the first few micro-batches and
-then every 64th are compared.
+A fingerprint covers types, shapes and at most 2048 elements of each tensor, from samples all over
+the batch. It depends on the order of the samples, and is the same on every device and in every
+process. Reading tensors on a GPU makes the host wait, so these are compared only in the first few
+micro-batches and then in every 64th.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _MASK: Final = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of the data of a micro-batch, as its first stage was given it; 0: not compared."""
+    """Fingerprints of a micro-batch's data, as given to the first stage; 0: not compared."""
 
     inputs: int = 0
     target: int = 0
     samples: int = 0
-    """How many there are: outputs do not always tell."""
+    """How many samples there are; outputs do not always show it."""
 
     @classmethod
     def of(
         cls, inputs: Any, target: Any, microbatch: int, samples: int = 0, is_last: bool = False
     ) -> Fingerprint:
-        """Of the target; of the inputs where there is none; not compared if one stage has both."""
+        """Fingerprint the target, or the inputs without a target; neither if one rank has both."""
         if is_last:
             return cls(samples=samples)
         of_target = fingerprint(target, microbatch)
@@ -56,11 +56,11 @@ NOT_COMPARED: Final = Fingerprint()
 def compared(sent: Fingerprint, inputs: Any, target: Any, microbatch: int) -> str | None:
     """Compare what the last stage was given with the fingerprint from the first stage.
 
-    Inputs are compared only without a target: random augmentation may change them on every rank in
-    its own way, and only those of the first rank are used.
+    Inputs are compared only if the first rank had no target: each rank may augment its inputs at
+    random, and only those of the first rank are used.
 
     Returns:
-        "targets" or "inputs" if they differ, else None. A loss without target is always right.
+        "targets" or "inputs" if they differ, else None. Without a target here, nothing can differ.
     """
     if target is None:
         return None
@@ -72,9 +72,9 @@ def compared(sent: Fingerprint, inputs: Any, target: Any, microbatch: int) -> st
 
 
 def fingerprint(tree: Any, microbatch: int) -> int:
-    """A positive number; 0 for an empty tree, or where reading a GPU's memory is not due."""
+    """A positive number; 0 for an empty tree, or for GPU tensors that are not read this time."""
     is_due = microbatch < _FIRST or microbatch % _EVERY == 0
-    if not is_due and isinstance(tree, Tensor) and tree.is_cuda:  # what most steps are given
+    if not is_due and isinstance(tree, Tensor) and tree.is_cuda:  # the most frequent case
         return 0
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if leaf is not None]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -101,7 +101,7 @@ def _of_leaf(leaf: Any) -> int:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Elements from all over a tensor; which ones does not depend on its strides."""
+    """Elements from all over a tensor; the choice does not depend on its strides."""
     if tensor.numel() <= _ELEMENTS:
         return tensor
     columns = _columns(tuple(tensor.shape[1:]), tensor.device)
@@ -113,7 +113,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _columns(shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """Random indices into a sample, always the same: its first elements are often constant."""
+    """Fixed random indices into a sample, because its first elements are often constant."""
     if not shape:
         return ()
     size = torch.Size(shape).numel()

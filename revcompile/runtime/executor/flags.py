@@ -1,8 +1,8 @@
 """Non-finite gradients in a captured step: flags on the device, which the host reads later.
 
 A captured step cannot branch, and must not wait for the device. Each backward pass computes a flag
-`found_inf`, 1 where a gradient is not finite (as `torch.amp.GradScaler` has it). The flag goes with
-the message to the stage before, and masks what the micro-batch would change: gradients become
+`found_inf`, 1 where a gradient is not finite (as in `torch.amp.GradScaler`). The flag goes with the
+message to the stage before, and masks what the micro-batch would change: gradients become
 zeros, running statistics and updates are undone. The host copies all flags of a step without
 waiting, and raises an error some steps later.
 """
@@ -25,18 +25,18 @@ from revcompile.runtime.stage.tensors import copy_parts
 class RunningStatistics:
     """Running statistics of batch norms, which a bad micro-batch must not change.
 
-    There are many and they are small: those of one type, of all stages, are handled as one flat
+    There are many small buffers. The buffers of one dtype, of all stages, are handled as one flat
     tensor.
 
     Args:
-        stages: Return the buffers that each stage has now.
+        stages: For each stage, a function that returns its current buffers.
     """
 
     def __init__(self, stages: Sequence[Callable[[], Sequence[Tensor]]]) -> None:
         self._stages = stages
         owners: dict[int, int] = {}
         for stage, buffers in enumerate(stages):
-            for buffer in buffers():  # of a layer that stages share: restored for any of them
+            for buffer in buffers():  # one that stages share is restored if any flag is set
                 is_shared = owners.get(id(buffer), stage) != stage
                 owners[id(buffer)] = len(stages) if is_shared else stage
         self._has_shared = len(stages) in owners.values()
@@ -45,7 +45,7 @@ class RunningStatistics:
             dtype: _flat([torch.full_like(b, owners[id(b)], dtype=torch.int64) for b in group])
             for dtype, group in self._buffers.items()
         }
-        """For each element its stage."""
+        """For each element the index of its stage; `len(stages)` if stages share it."""
         self._before = {dtype: _flat(group) for dtype, group in self._buffers.items()}
 
     def _present(self) -> dict[torch.dtype, list[Tensor]]:
@@ -56,13 +56,13 @@ class RunningStatistics:
         return found
 
     def snapshot(self) -> None:
-        """Before a step, or a pass."""
+        """Copy the buffers, before a step or a pass."""
         self._buffers = self._present()
         for dtype, group in self._buffers.items():
             torch.cat([buffer.reshape(-1) for buffer in group], out=self._before[dtype])
 
     def restore_if(self, flags: Tensor) -> None:
-        """After it: where a stage's flag is set, as they were before."""
+        """After the step or pass: restore the copies of stages whose flag is set."""
         if self._has_shared:
             flags = torch.cat([flags, flags.max().reshape(1)])
         for dtype, group in self._buffers.items():
@@ -78,30 +78,30 @@ def _flat(buffers: Sequence[Tensor]) -> Tensor:
 
 
 class NonFiniteReports:
-    """Flags on their way from the device to the host, and the errors they amount to.
+    """Copies flags from the device to the host, and turns them into errors.
 
-    Each step writes a row of flags on the device. Once all rows are written, one copy takes them to
-    the host, which looks at them when they have arrived. It waits for those of the time before: so
-    the device is never behind by more than the steps of two copies.
+    Each step writes a row of flags on the device. Once all rows are written, one asynchronous copy
+    takes them to the host, which reads them when they have arrived. Before it starts a copy, the
+    host waits for the previous one: it is never ahead by more than the steps of two copies.
 
     Args:
-        stages: Those in this process; others report their own.
-        advice: To add to every error.
+        stages: The stages in this process; other processes report their own.
+        advice: Text to add to every error.
     """
 
     def __init__(self, stages: Sequence[int], advice: str = "") -> None:
         self._stages, self._advice = stages, advice
         self._steps: list[tuple[int, Mapping[int, int]]] = []
-        """Of steps whose flags are on the device: the row, and each stage's micro-batch."""
+        """For each step whose flags are on the device: the row, and each stage's micro-batch."""
         self._copied: deque[tuple[Tensor, torch.cuda.Event | None, list[Any]]] = deque()
         self._arrived: deque[tuple[list[float], Mapping[int, int]]] = deque()
         self._reported: set[int] = set()
 
     def stepped(self, flags: Tensor, row: int, microbatches: Mapping[int, int]) -> None:
-        """After a step, which has written its flags to a row.
+        """Note a step that has written its flags to a row.
 
         Args:
-            flags: In each row one for each stage, in the order of `microbatches`.
+            flags: All rows; a row has one flag per stage, in the order of `microbatches`.
             microbatches: The micro-batch of each stage's backward pass.
         """
         self._steps.append((row, microbatches))
@@ -116,16 +116,16 @@ class NonFiniteReports:
         host, event = torch.empty_like(flags, device="cpu", pin_memory=flags.is_cuda), None
         host.copy_(flags, non_blocking=True)
         if flags.is_cuda:
-            event = torch.cuda.Event(blocking=True)  # whoever waits leaves the processor to others
+            event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps, and does not spin
             event.record(current_stream(flags))
         self._copied.append((host, event, self._steps))
         self._steps = []
 
     def collect(self, wait: bool = False) -> list[NonFiniteError]:
-        """Errors of bad micro-batches that have become known: those of one step at a time.
+        """Errors of bad micro-batches whose flags have arrived, one step's errors at a time.
 
         Args:
-            wait: For all flags that were submitted; those of all steps then.
+            wait: Wait for all submitted flags, and return the errors of all steps.
         """
         self._collect(wait)
         errors: list[NonFiniteError] = []
@@ -145,7 +145,7 @@ class NonFiniteReports:
             self._arrived += [(rows[row], microbatches) for row, microbatches in steps]
 
     def _errors(self, flags: list[float], microbatches: Mapping[int, int]) -> list[NonFiniteError]:
-        """One for each micro-batch, from the last stage that has flagged it: there it began."""
+        """One error per micro-batch, for the last stage that has flagged it: it began there."""
         errors = []
         flagged = list(zip(microbatches.items(), flags, strict=True))
         for (stage, microbatch), flag in reversed(flagged):
@@ -166,8 +166,9 @@ class NonFiniteReports:
 
 
 def steps_at_once(device: torch.device) -> int:
-    """Of how many steps the host reads the flags by one copy.
+    """How many steps' flags the host reads with one copy.
 
-    On a GPU to copy them, and to wait for the copy, takes it about as long as to launch a step.
+    On a GPU, copying flags and waiting for the copy takes the host about as long as launching one
+    step.
     """
     return 4 if device.type == "cuda" else 1

@@ -1,7 +1,8 @@
-"""Running one step again and again: by calling it, or as a CUDA graph that is captured once.
+"""Runs one step again and again: by calling it, or as a CUDA graph that is captured once.
 
-The addresses in a CUDA graph are fixed, the slots of its micro-batches are not. So kernels read the
-numbers of slots in rings, which the host writes before each step (`SlotNumbers`).
+The addresses in a CUDA graph are fixed, but its micro-batches are in other slots in each step. So
+kernels read the slot numbers of rings from the device. The host writes them there before each step
+(`SlotNumbers`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from revcompile.units import format_size
 
 
 class CaptureUnsupported(RevcompileError):
-    """A step does something that a CUDA graph cannot hold."""
+    """A step cannot be captured: a CUDA graph cannot hold it, or memory is short."""
 
 
 Pass = tuple[int, int]
-"""A stage, and a micro-batch counted from the one that enters with the step."""
+"""A stage, and a micro-batch relative to the one that enters in the step."""
 RandomKeys = Callable[[], Mapping[Pass, int]]
-"""What the random numbers of each pass of a step are seeded with; few steps draw any."""
+"""Returns the keys that seed the random numbers of a step's passes; few steps draw any."""
 
 
 Section = Callable[[], None]
@@ -40,7 +41,7 @@ Section = Callable[[], None]
 
 
 class EagerReplay:
-    """Runs steps of several kinds by calling them: on any device, and open to a debugger.
+    """Runs steps of several kinds by calling them, on any device and visible to a debugger.
 
     All steps of one kind do the same with the same static buffers.
     """
@@ -56,7 +57,7 @@ class EagerReplay:
         return sections()
 
     def is_captured(self, kind: Hashable) -> bool:
-        """Whether steps of this kind are replayed, and not called."""
+        """Whether steps of this kind are replayed instead of called."""
         return False
 
     def clear(self) -> None:
@@ -68,9 +69,9 @@ class _Capture:
     """The state of one section of a kind of step: warmed up, then captured."""
 
     draws: list[tuple[Pass, int] | None] | None = None
-    """For each seeding of random numbers: what was seeded, if numbers were drawn."""
+    """For each seeding of random numbers: the pass and the piece; None if it drew no numbers."""
     graph: Callable[[], None] | None = None
-    """Replays it."""
+    """Replays the section."""
     generators: list[tuple[torch.Generator, Pass, int]] = field(default_factory=list)
 
     def replay(self, keys: RandomKeys) -> None:
@@ -88,9 +89,9 @@ class CudaGraphReplay(EagerReplay):
         2nd                   all its sections are captured, then replayed
         from the 3rd on       replayed
 
-    A graph cannot seed random numbers. Each place that draws some gets a generator of its own,
-    which is seeded from the host before the graph is replayed. No other thread draws from it. Only
-    during the capture it is the default generator: who draws from that then gets an error of torch.
+    A graph cannot seed random numbers. Each piece that draws numbers gets its own generator, which
+    the host seeds before each replay. No other thread draws from it, except during the capture,
+    when it serves as the default generator: a thread that draws then gets an error from torch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +109,7 @@ class CudaGraphReplay(EagerReplay):
     def plan(
         self, kind: Hashable, sections: Callable[[], Sequence[Section]], keys: RandomKeys
     ) -> Sequence[Section]:
-        """Warm up; or capture, and replay."""
+        """What to call instead: the warm-up, or a replay. Captures at the second call of a kind."""
         if not self.is_captured(kind):
             called = sections()
             captures = self._captures.setdefault(kind, [_Capture() for _ in called])
@@ -124,7 +125,7 @@ class CudaGraphReplay(EagerReplay):
         return torch.cuda.default_generators[index if index is not None else 0]
 
     def _warm_up(self, capture: _Capture, section: Section, keys: RandomKeys) -> None:
-        """Call the section. A piece draws random numbers if it advances the generator."""
+        """Call the section; pieces that advance the generator are noted as drawing numbers."""
         passes = {key: seeded for seeded, key in keys().items()}
         seeded: list[tuple[Pass, int]] = []
         has_drawn: list[bool] = []
@@ -153,7 +154,7 @@ class CudaGraphReplay(EagerReplay):
         capture.generators = [entry for entry in generators if entry is not None]
         default, entries = self._default_generator(), iter(generators)
         state = default.graphsafe_get_state()
-        default.graphsafe_set_state(state.clone_state())  # a capture that fails would keep it
+        default.graphsafe_set_state(state.clone_state())  # a failed capture would keep the original
 
         def seeder(key: int, piece: int) -> None:
             entry = next(entries)
@@ -171,10 +172,10 @@ class CudaGraphReplay(EagerReplay):
     def _graph_of(
         self, section: Section, generators: Iterable[torch.Generator]
     ) -> Callable[[], None]:
-        """Replays the section, which has been run without effect.
+        """Capture the section; returns the replay. Kernels do not run during the capture.
 
         Args:
-            generators: Those that it draws from, besides the default one.
+            generators: Generators that the section draws from, besides the default one.
         """
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -190,8 +191,8 @@ class CudaGraphReplay(EagerReplay):
             self._pool = None
             raise
         finally:
-            # A capture begins with kernels of its own, which write the generators' seeds. A replay
-            # writes them again on the current stream, and a failed capture frees their memory.
+            # A capture begins with kernels that write the generators' seeds. The current stream
+            # waits for them: a replay writes the seeds again, a failed capture frees their memory.
             assert context.capture_stream is not None
             stream.wait_stream(context.capture_stream)
         return graph.replay
@@ -200,11 +201,12 @@ class CudaGraphReplay(EagerReplay):
 def missing_memory(copied: Any, snapshots: int, device: torch.device) -> str | None:
     """Why captured steps would not fit into the device's memory; None if they do.
 
-    They need copies of what a step is given, and twice what one step allocates for itself: in the
-    ordinary pool during the warm-up, and in the pool of the graphs.
+    They need copies of a step's inputs and messages, and twice the memory that one step allocates:
+    in the ordinary pool during the warm-up, and in the pool of the graphs.
 
     Args:
-        snapshots: Bytes that updates copy to be able to restore them.
+        copied: Inputs and messages that are copied to static buffers.
+        snapshots: Bytes that an update copies in order to restore them if its flag is set.
     """
     if device.type != "cuda":
         return None
@@ -223,7 +225,7 @@ def missing_memory(copied: Any, snapshots: int, device: torch.device) -> str | N
 
 
 class SlotNumbers:
-    """Those of the rings of stages, and of messages on some routes."""
+    """Slot numbers for the rings of stages, and of messages on some routes, on the device."""
 
     def __init__(
         self, executors: Sequence[StageExecutor], transport: Transport, device: torch.device
@@ -232,14 +234,14 @@ class SlotNumbers:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of all rings."""
+        """Drop all rings."""
         self._rings: list[tuple[Ring, Route | None, int]] = []
-        """Each with its route, if it has one, and its stage."""
+        """Each ring, its route if it is for messages, and its stage."""
         self._numbers = torch.empty(0, 2, device=self._device)
-        """For each ring where a step writes, and where it reads; the last is for `row`."""
+        """For each ring, the slots that a step writes and reads; the last entry is for `row`."""
 
     def follow_rings(self) -> None:
-        """Take over the rings there are."""
+        """Use the rings that exist now."""
         found = [
             *((executor.stage.ring, None, executor.index) for executor in self._executors),
             *((each.ring, route, route[1]) for route, each in self._transport.slots.items()),
@@ -249,11 +251,11 @@ class SlotNumbers:
         self._numbers = numbers.to(self._device)
 
     def set(self, schedule: Schedule, due: Mapping[int, int], row: int) -> None:
-        """Before a step.
+        """Write the numbers for a step, before it runs.
 
         Args:
             due: By stage, the micro-batch of its backward pass.
-            row: See there.
+            row: The value of the property `row`.
         """
         updates, places = schedule.updates, []
         for ring, route, stage in self._rings:
@@ -266,7 +268,7 @@ class SlotNumbers:
 
     @property
     def row(self) -> Tensor:
-        """In which row a step writes its flags."""
+        """The row to which a step writes its flags."""
         return self._numbers[-1, :1]
 
     def begin_step(self) -> None:

@@ -1,7 +1,7 @@
 """Messages between stages, and the transport that carries them within one process.
 
-A message that waits for a later step lies in a slot of its route, where steps may be captured. One
-that has another form than those before it, as of an odd batch, stays where it was computed.
+Where steps may be captured, a message that waits for a later step is copied to a slot of its route.
+A message whose form differs from those before it (an odd batch) stays where it was computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MessageKind(enum.Enum):
     TIED_WEIGHT = "tied weight"
     EVALUATE = "evaluate"
 
-    # As part of a route it is looked up for every message; `Enum` has a hash in Python.
+    # Routes are looked up for every message, and the hash of `Enum` is computed in Python.
     __hash__ = object.__hash__
 
 
@@ -45,21 +45,21 @@ class Packet:
     memory: Tensor
     """Bytes."""
     form: Any
-    """Packets with the same object here have equal names and layouts: its `layout`."""
+    """Packets with the same object here have the same names, and its `layout`."""
     unpack: Callable[[], Message]
     """The whole message, with views of the buffer."""
     release: Callable[[], None] | None = None
-    """Says that nothing that comes later, here or on the device, reads the buffer."""
+    """Tells the receiver that nothing reads the buffer after the work enqueued so far."""
     work: Any = None
-    """A receive between GPUs, which may not have ended."""
+    """The receive between GPUs that fills the buffer, and may not have ended."""
     _waited: int | None = None
-    """The number of the stream that waits for it already."""
+    """The id of the stream that waits for the receive already."""
 
     def wait(self) -> None:
         """Have the current stream wait until the buffer is filled."""
         if self.work is not None:
             stream = current_stream(self.memory)
-            if self._waited != stream.stream_id:  # a stream itself may be equal to None
+            if self._waited != stream.stream_id:  # a stream object may compare equal to None
                 self._waited = stream.stream_id
                 self.work.wait()
                 self.memory.record_stream(stream)
@@ -79,16 +79,16 @@ class Message:
     """A flag on the device, 1 if a gradient so far was not finite, OVERFLOW if that was because of
     the loss scale. None: known to be 0."""
     scale: Tensor | None = None
-    """In a message back, the loss scale that the gradients have; in a message forward, the least
-    scale at which gradients have overflowed since the message before. On the device."""
+    """In a backward message, the loss scale of its gradients; in a forward message, the least scale
+    at which gradients have overflowed since the message before. On the device."""
     fingerprint: Fingerprint = NOT_COMPARED
-    """In a message forward to another rank: of the data that the first stage was given."""
+    """In a forward message to another rank: fingerprint of the data given to the first stage."""
     is_exact: bool = False
-    """In a message back: whether the values are those of the forward pass, but for rounding."""
+    """In a backward message: whether the values equal those of the forward pass, up to rounding."""
     packet: Packet | None = field(default=None, compare=False, repr=False)
-    """If its tensors lie in one buffer. One that was received may have nothing else."""
+    """The buffer, if all tensors are in one. A received message may have nothing else."""
     is_in_slot: bool = field(default=False, compare=False)
-    """Whether its tensors lie in a slot of its route."""
+    """Whether its tensors are in a slot of its route."""
 
     @property
     def payload(self) -> tuple[Any, ...]:
@@ -101,20 +101,20 @@ class Message:
         return cls(index, values, gradients, scale=scale, found_inf=found_inf, **others)
 
     def ready(self, packed: bool = False) -> Message:
-        """The same for the current stream, which waits for it; with its values if not `packed`."""
+        """The message, once the current stream waits for it; unpacked unless `packed`."""
         if self.packet is None:
             return self
         self.packet.wait()
         return self if packed else self.packet.unpack()
 
     def flagged(self, flag: Tensor | None) -> Message:
-        """The same with a flag `found_inf` like this one, which is not set unless it was."""
+        """The message with a flag `found_inf`: its own, or a zero like `flag`."""
         if flag is None or self.found_inf is not None:
             return self
         return replace(self, found_inf=torch.zeros_like(flag))
 
     def resolved(self) -> Message:
-        """The same, void if its flag is set; waits for the device."""
+        """The message, void if its flag is set; waits for the device."""
         flag = 0.0 if self.void or self.found_inf is None else float(self.found_inf)
         if not flag:
             return self
@@ -148,16 +148,16 @@ Route = tuple[int, int, MessageKind]
 
 
 class MessageSlot:
-    """Memory of one message, which stays where it is."""
+    """Static buffers of one message."""
 
     def __init__(self, buffers: Flat) -> None:
         self.buffers = buffers
         self._values, self._gradients, self._scale, self.flag = buffers.value
         self._form: Any = None
-        """Of packets that are laid out as the buffers are."""
+        """The form of packets that are laid out like the buffers."""
 
     def message(self, index: int, **others: Any) -> Message:
-        """The message that lies here."""
+        """The message in these buffers."""
         payload = {"scale": self._scale, "found_inf": self.flag, **others}
         return Message(index, self._values, self._gradients, is_in_slot=True, **payload)
 
@@ -171,9 +171,9 @@ class MessageSlot:
         return matches
 
     def copy_if_alike(self, message: Message) -> bool:
-        """Copy a message, or what stands for a lost one; False if it has another form."""
+        """Copy a message, or only the flag of a void one; False if they do not fit."""
         if message.void:
-            if self.flag is not None:  # what is in the buffers will be left out
+            if self.flag is not None:  # set, it makes the receiver ignore the other buffers
                 self.flag.fill_(1.0 if message.scale is None else OVERFLOW)
             return self.flag is not None
         packet = message.packet
@@ -184,8 +184,8 @@ class MessageSlot:
             return True
         message = message.ready()
         if not message.values and message.gradients.keys() < self._gradients.keys():
-            # Of a stage that does not differentiate a tied parameter, or has left all
-            # micro-batches of an update out.
+            # The sender does not differentiate a tied parameter, or has left out all micro-batches
+            # of an update.
             zeros = {n: torch.zeros_like(g) for n, g in self._gradients.items()}
             message = replace(message, gradients=zeros | dict(message.gradients))
         payload = self._payload(message)
@@ -201,8 +201,8 @@ class MessageSlot:
 class MessageSlots:
     """The slots of a route whose messages wait from one step to the next.
 
-    A message has the slot of its number. In a captured step that is known, as steps of other slots
-    are steps of other kinds; in those of a `ring` it is on the device.
+    A message's number selects its slot. A captured step knows the slot, because steps with other
+    slots are captured separately. If the slots are a `ring`, it reads slot numbers on the device.
 
     Args:
         count: How many messages wait at most.
@@ -218,7 +218,7 @@ class MessageSlots:
         self.clear()
 
     def clear(self) -> None:
-        """Let the next message tell their form."""
+        """Free the slots; the next message decides their form."""
         self.slots: list[MessageSlot] = []
         self.ring: Ring | None = None
 
@@ -226,7 +226,7 @@ class MessageSlots:
         return self.slots[index % self.count]
 
     def put(self, message: Message, unread: int) -> Message:
-        """The message in its slot; itself if it has another form, or if so many fill all slots."""
+        """The message in its slot; the message itself if it does not fit, or no slot is free."""
         if unread >= self.count or (message.void and not self.slots):
             return message
         if not self.slots:
@@ -244,7 +244,7 @@ class MessageSlots:
         return slot.message(message.index, is_exact=message.is_exact)
 
     def take(self, index: int) -> Message:
-        """In a captured step: the message that lies in a slot."""
+        """In a captured step: the message in a slot."""
         if self.ring is None:
             return self.at(index).message(index)
         return Message.of_payload(index, Flat.of(self.ring.take(index)))
@@ -259,44 +259,44 @@ class MessageSlots:
 
 
 class Captured(Protocol):
-    """Messages of a captured step to and from other ranks."""
+    """Handles a captured step's messages to and from other ranks."""
 
     def take(self, route: Route, message: Message) -> bool:
-        """Copy one to another rank to where it is sent from; False if it stays here."""
+        """Copy a message for another rank to its send buffers; False if it is for this process."""
 
     def received(self, route: Route, number: int | None) -> Message | None:
-        """The one from another rank, which was received before; None if it is from this one."""
+        """The message received from another rank; None if it comes from this process."""
 
 
 Wait = Callable[[], None]
-"""Has what comes next, here or on the device, wait until a message's tensors may be changed."""
+"""Makes later work, on the host or the device, wait until a message's tensors may be changed."""
 
 
 class Average(Protocol):
     """The mean of a stage's gradients over its replicas."""
 
     is_reduced: bool
-    """Whether the sums of all replicas are known."""
+    """Whether the sums over all replicas are known."""
 
     def fill(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
-        """Take over sums over `count` micro-batches here."""
+        """Copy this replica's sums over `count` micro-batches."""
 
     def start(self) -> None:
-        """Add up what all replicas have, without waiting for them."""
+        """Start to sum over all replicas, without waiting for them."""
 
     def reduce(self) -> None:
-        """Add up what all replicas have; not captured."""
+        """Sum over all replicas; not captured."""
 
     def read(self, gradients: dict[str, Tensor], adds: bool) -> Tensor:
-        """Write the means to `gradients`; how many micro-batches all replicas have had.
+        """Write the means to `gradients`; returns the number of micro-batches of all replicas.
 
         Args:
-            adds: Also those that only other replicas have; waits for the device.
+            adds: Add the gradients that only other replicas have; waits for the device.
         """
 
 
 class Transport:
-    """Delivers messages in order, and combines what several stages or replicas have.
+    """Delivers messages in order, and reduces values over stages and replicas.
 
     This one is for stages in one process: messages are passed on by reference.
     """
@@ -306,19 +306,19 @@ class Transport:
         self.queues: dict[Route, deque[Message]] = {}
         """Messages that wait for their receivers."""
         self.slots: dict[Route, MessageSlots] = {}
-        """Of messages that wait from one step to the next, where steps may be captured."""
+        """Slots for messages that wait from one step to the next, where steps may be captured."""
         self.captured: Captured | None = None
-        """While a captured step runs."""
+        """Set while a captured step runs."""
         self.averages: Mapping[int, Average] = {}
         """By stage, if there are replicas of it."""
         self.completed = -1
         """The last micro-batch that this process has finished its part of."""
         self._norms: dict[int, dict[int, Tensor]] = {}
         self._totals: dict[int, Tensor] = {}
-        """By update: the squared norms of stages here, and of all stages once those are known."""
+        """By update: squared norms by stage (`_norms`); their sum over all stages (`_totals`)."""
 
     def send(self, route: Route, message: Message) -> Wait | None:
-        """Send a message, without waiting for it to arrive; None if it is passed by reference."""
+        """Send a message without waiting for its arrival; None if there is nothing to wait for."""
         if self.captured is not None and self.captured.take(route, message):
             return None
         queue, slots = self.queues.setdefault(route, deque()), self.slots.get(route)
@@ -334,9 +334,9 @@ class Transport:
         """The next message; None if it has not arrived yet.
 
         Args:
-            number: Of the micro-batch or update that it has to be of.
-            keep: It stays the next message.
-            packed: It may have nothing but its packet, with values not looked at yet.
+            number: The micro-batch or update that the message must belong to.
+            keep: Leave the message in the queue.
+            packed: Do not unpack it: it may have nothing but its packet.
         """
         captured = self.captured
         if captured is not None and (received := captured.received(route, number)) is not None:
@@ -394,22 +394,22 @@ class Transport:
         return self._totals[update].to(squared.device)
 
     def clear_norms(self) -> None:
-        """No update is under way."""
+        """Forget the norms of all updates."""
         self._norms.clear()
         self._totals.clear()
 
     def _sum(self, of_stages: Tensor) -> Tensor:
-        """The sum of all stages' norms, from those of the stages here."""
+        """The sum of all stages' norms, given the norms of the stages here."""
         return of_stages.sum()
 
     def wait_all_delivered(self) -> None:
         """Wait until every message that was sent is in its receiver's queue. Every rank calls it.
 
-        Between two steps nothing else is in flight between ranks: a checkpoint can hold it.
+        After it, between two steps, no message is in transit between ranks: checkpoints have all.
         """
 
     def stop_all(self, error: BaseException) -> None:
-        """Tell every other rank that this one stops, unless it only follows another one."""
+        """Tell every other rank that this one stops, unless another rank's failure stops it."""
 
     def wait(self, what: str) -> None:
         """Wait for a message, because no stage here can go on; `what` says who waits for what."""

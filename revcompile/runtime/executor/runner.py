@@ -1,4 +1,4 @@
-"""Backends: which of them runs a trainer's steps, when it can, and why it cannot."""
+"""Decides which steps of a trainer run as captured steps, and says why others cannot."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from revcompile.schedule import Order, Schedule
 _log: Final = logging.getLogger("revcompile")
 _MOST_CHANGES: Final = 3
 _CALM: Final = 16
-"""After more changes of what captured steps hold fixed, each within so many steps of the one
-before, steps are captured again only once nothing has changed for so many steps."""
+"""Capturing pauses after more than `_MOST_CHANGES` changes of what captured steps hold fixed, each
+within `_CALM` steps of the change before. It resumes after `_CALM` steps without a change."""
 _MOST_FAILURES: Final = 2
-"""After so many failed captures capturing ends. One may be bad luck: others use the device too."""
+"""Capturing ends after this many failures. One may be bad luck: others use the device too."""
 _MOST_KINDS: Final = 16
-"""Each position of a step between two updates is captured for itself: at most so many."""
+"""Most `accumulation_steps`: each position between two updates is captured separately."""
 
 
 class GraphRunner:
-    """Runs steps as captured ones where that is possible, and warns where it never will be."""
+    """Runs steps as captured steps where possible, and warns where it never will be possible."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class GraphRunner:
         self._last_batch: Flat | None = None
         """Structure, shapes and types of the last micro-batch, on the meta device."""
         self.alike = 0
-        """How many micro-batches of this form have entered, one after the other."""
+        """How many micro-batches of this form have entered in a row."""
         self._failures = 0
         self._changes = self._calm = 0
-        """Changes of what captured steps hold fixed, one soon after the other; steps since."""
+        """Recent changes of what captured steps hold fixed; steps since the last of them."""
         self._warned: set[str] = set()
         if self._backend is Backend.EAGER:
             return
@@ -112,17 +112,17 @@ class GraphRunner:
             )
 
     def step(self, schedule: Schedule, inputs: StepInputs, allowed: bool) -> bool:
-        """The step in which a micro-batch enters; False if it has to be run action by action.
+        """Run the step in which a micro-batch enters; False if it has to run action by action.
 
         Args:
-            inputs: What enters.
+            inputs: The inputs of the step.
             allowed: False if a trace needs to see single actions.
         """
         captured = self._captured
         if captured is None:
             return False
         if not captured.is_active:
-            # Not before the first updates: they show what stages and optimizers do.
+            # Wait for the first updates: they show what stages and optimizers do.
             if min(schedule.updates) <= schedule.synchronous_updates:
                 return False
             if stateful := [e.index for e in self._executors if e.stage.stateful.have_changed]:
@@ -166,7 +166,7 @@ class GraphRunner:
         return True
 
     def _changes_often(self, captured: CapturedSteps) -> bool:
-        """Follow changes of what captured steps hold fixed; whether to wait for an end of them."""
+        """Free outdated captured steps; whether changes are so frequent that capturing pauses."""
         if captured.is_outdated:
             captured.clear()
             captured.hold_fixed()
@@ -184,16 +184,16 @@ class GraphRunner:
             self.alike += 1
 
     def leave(self) -> None:
-        """Let `failures` tell those of all steps so far."""
+        """End captured steps for now; `failures` then reports all steps so far."""
         if self._captured is not None:
             self._captured.leave()
 
     def restart(self) -> None:
-        """Drop captured steps, for settings of layers have changed, and capture new ones."""
+        """Drop captured steps because settings of layers have changed; capture again later."""
         self._count_change()
         self.clear()
         if self._captured is not None:
-            self._captured.is_fused = False  # programs are fused for the settings there were
+            self._captured.is_fused = False  # programs were fused for the old settings
 
     def _count_change(self) -> None:
         self._changes = 1 if self._calm > _CALM else self._changes + 1
@@ -206,7 +206,7 @@ class GraphRunner:
             self._captured.clear()
 
     def failures(self) -> list[NonFiniteError]:
-        """Bad micro-batches that have become known: some steps late, or when captured steps end."""
+        """Errors of bad micro-batches: known some steps late, or when captured steps end."""
         return self._reports.collect(wait=not self.is_active)
 
 
@@ -276,7 +276,7 @@ def use_slots(executors: Sequence[StageExecutor], schedule: Schedule) -> None:
 
 
 def use_no_slots(executors: Sequence[StageExecutor]) -> None:
-    """Steps will not be captured."""
+    """Free all slots: steps will not be captured."""
     executors[0].transport.slots.clear()
     for executor in executors:
         executor.stage.use_slots(0, None, False)

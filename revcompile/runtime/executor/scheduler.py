@@ -42,11 +42,11 @@ class LocalScheduler:
 
         Args:
             rest: What `forward` returned.
-            may_stop: Return, and do not wait, when what is left has to wait.
+            may_stop: Return instead of waiting if all remaining actions have to wait.
         """
         waiting = list(zip(self.executors, rest, strict=True))
-        # From last to first stages free memory early. Where messages wait in slots, a stage has to
-        # read its own before the next stage sends another one.
+        # The order from last to first stage frees memory early. Where messages wait in slots, a
+        # stage has to read its message before the next stage sends another one.
         is_first_to_last = bool(self.executors[0].transport.slots)
         while waiting:
             progress = False

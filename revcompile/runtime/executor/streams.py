@@ -1,4 +1,4 @@
-"""The CUDA streams of a captured step: what runs side by side, and what waits for what.
+"""The CUDA streams of a captured step: which work runs concurrently, and what it waits for.
 
 In a full pipeline the forward and the backward pass of a stage belong to different micro-batches,
 and so do the backward passes of different stages. Four stages, two backward streams:
@@ -8,9 +8,9 @@ and so do the backward passes of different stages. Four stages, two backward str
     backward 1        '-> B1                    weights that F0 reads
     updates                U0  U1  U2  U3
 
-A stage's backward pass waits for its own forward pass only; its update for its backward pass.
+A stage's backward pass waits only for its own forward pass, and its update for its backward pass.
 Stages with large tensors stay on the current stream: their kernels fill the GPU on their own, and
-what they compute in takes the place of what the forward passes have used.
+there they can reuse the memory that the forward passes have freed.
 
 Two streams use the same memory in these places, each ordered by an event:
 
@@ -43,10 +43,10 @@ from revcompile.runtime.reversible.overlap import SMALL
 
 @functools.cache
 def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
-    """The stream of a purpose, always the same.
+    """The stream for a purpose, always the same.
 
-    torch has 32 streams and hands them out again and again: what is never given back would at last
-    share its stream with something else, and wait for it or be captured with it.
+    torch hands out its 32 streams in turn. If each call took a new one, two purposes would in the
+    end share a stream, and one would wait for the other or be captured with it.
     """
     return torch.cuda.Stream(device)
 
@@ -55,7 +55,8 @@ def large_stages(programs: Sequence[StageProgram], kind: TensorType | None, valu
     """Stages with tensors so large that each of their kernels fills the GPU.
 
     Args:
-        kind: The type of the first input, and `value` itself, which tells the number of samples.
+        kind: The type of the first input.
+        value: The first input itself, which gives the number of samples.
     """
     dim = None if kind is None else kind.batch_dim
     if dim is None or not isinstance(value, Tensor) or value.ndim <= dim:
@@ -66,14 +67,14 @@ def large_stages(programs: Sequence[StageProgram], kind: TensorType | None, valu
 
 
 def current_stream(tensor: Tensor) -> torch.cuda.Stream:
-    """That of a tensor's device."""
+    """The current stream of a tensor's device."""
     device = tensor.get_device()
     return _stream_at(device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.lru_cache(maxsize=64)
 def _stream_at(device: int, address: int) -> torch.cuda.Stream:
-    """The current stream, which is at this address: torch makes another object in each call."""
+    """The current stream, which has this address; cached: torch makes a new object in each call."""
     return torch.cuda.current_stream(device)
 
 
@@ -88,7 +89,8 @@ class StepStreams:
     def __init__(self, device: torch.device, last: int, width: int = 2) -> None:
         self.staying: set[int] = {last}
         """The stages whose forward and backward passes are on the current stream."""
-        # What one thread launches on a stream that another one captures would go to that graph.
+        # Streams of its own for each thread: work launched on a stream that another thread
+        # captures would go to that thread's graph.
         own = threading.get_ident()
         self._backward_streams = [stream_for(f"{own} backward {n}", device) for n in range(width)]
         self._update_stream = stream_for(f"{own} update", device)
@@ -102,7 +104,7 @@ class StepStreams:
         self._forward_done[stage] = torch.cuda.current_stream().record_event()
 
     def after_all_forward(self, stages: Iterable[int]) -> None:
-        """All forward passes were before, in a graph of their own."""
+        """Note that all forward passes were enqueued before, in a graph of their own."""
         self._forward_done = dict.fromkeys(stages, torch.cuda.current_stream().record_event())
 
     @contextmanager
@@ -121,10 +123,10 @@ class StepStreams:
 
     @contextmanager
     def send(self, stage: int) -> Iterator[None]:
-        """The stream in which a stage sends gradients to the stage before it.
+        """The stream on which a stage sends gradients to the stage before it.
 
-        It waits until the stage before has read the last message there, and has sent its own: parts
-        of what that stage sends (a coupling passes one stream on) lie in the message it has read.
+        It waits until the stage before has read its last message, and has sent its own. Parts of
+        both can be the same memory, because a coupling passes one residual stream on.
         """
         stays = stage in self.staying
         stream = torch.cuda.current_stream() if stays else self._backward_stream(stage)
@@ -139,14 +141,14 @@ class StepStreams:
         """The stream of a stage's update.
 
         Args:
-            read: Tensors of the backward pass that the update reads. Of one that was in a graph of
-                its own nothing is known here: the update stays on the current stream.
+            read: Tensors of the backward pass that the update reads. If that pass was in a graph of
+                its own, its end is not known here: the update stays on the current stream.
         """
         if stage not in self._backward_done:
             yield
             return
-        # The allocator gives freed memory to the stream that allocated it, at once: the backward
-        # stream could write to these while the update still reads them.
+        # The allocator reuses freed memory at once on the stream that allocated it: the backward
+        # stream could write to these tensors while the update still reads them.
         self._referenced += read
         self._update_stream.wait_event(self._backward_done[stage])
         self._used[self._update_stream] = None

@@ -1,6 +1,6 @@
 """Traces of a real run: when each stage performed which action.
 
-On a GPU times are CUDA events that are read at the end, so that tracing never synchronises.
+On a GPU times are CUDA events that are read at the end: traced steps do not synchronise.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Trace:
         self._trainer, self._rank, self._title = trainer, trainer.rank, title
         self.busy: tuple[float, ...] | None = None
         """The share of the time that each rank computed, once the trace has ended."""
-        # Clocks of machines agree as far as NTP has them agree.
+        # Clocks of different machines agree only as well as NTP synchronises them.
         self._to_wall_clock = time.time() - time.perf_counter()
         self._device: torch.device = trainer._executors[0].stage.device
         self._first_tried: dict[tuple[int, Action], Any] = {}

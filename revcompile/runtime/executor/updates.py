@@ -1,4 +1,4 @@
-"""Updates of a stage: of the mean of the gradients that backward passes have added up.
+"""Updates of a stage, with the mean of the gradients that backward passes have accumulated.
 
 Parameters that several stages share are owned by the first of them. The others send it their
 gradients before it updates, and get the new weights after that.
@@ -23,16 +23,16 @@ class StageUpdates:
     """Performs the actions of one stage that concern its updates.
 
     Args:
-        task: Has the optimizer, and says what the stage shares with others.
-        scaling: At the last stage, if the loss is scaled.
+        task: Has the optimizer, and the parameters that stages share.
+        scaling: The loss scale, at the last stage; None if the loss is not scaled.
     """
 
     is_captured = False
-    """While a captured step is performed."""
+    """Whether a captured step is being performed."""
     gradients: dict[str, Tensor] | None = None
     """The mean gradient of an update that has begun."""
     _sums: dict[str, Tensor] | None = None
-    """The sums that it is computed from, until they are averaged."""
+    """The sums from which the mean is computed, until then."""
 
     def __init__(
         self, task: Task, stage: Stage, transport: Transport, scaling: Scaling | None
@@ -41,10 +41,10 @@ class StageUpdates:
         self.stage, self.transport, self._scaling = stage, transport, scaling
         ties = task.partition.ties.items()
         self.tied_owners = {tie.owner: names for tie, names in ties if tie.holder == self.index}
-        """Of parameters shared with other stages, the names of those that other stages own and this
-        one has copies of, by owner."""
+        """Names of the tied parameters of which this stage has copies, by the stage that owns
+        them."""
         self.tied_holders = {tie.holder: names for tie, names in ties if tie.owner == self.index}
-        """The names of those that this stage owns, by the stage with the copies."""
+        """Names of the tied parameters that this stage owns, by the stage that has copies."""
         self.copied = task.copied(self.index)
         self._delay = task.delay(self.index)
         self._synchronous_updates = settings.options.synchronous_updates
@@ -66,7 +66,7 @@ class StageUpdates:
         """Whether the last backward pass was of a bad micro-batch (`Message.found_inf`)."""
 
     def clear(self) -> None:
-        """No gradient has been accumulated."""
+        """Drop an update that has begun, and the count of micro-batches."""
         self.gradients, self._sums = None, None
         self.count.zero_()
 
@@ -79,7 +79,7 @@ class StageUpdates:
 
     @property
     def average(self) -> Average | None:
-        """Of gradients over replicas, if there are some."""
+        """Averages gradients over replicas; None without replicas."""
         return self.transport.averages.get(self.index)
 
     @property
@@ -89,7 +89,7 @@ class StageUpdates:
 
     @property
     def shares_norm(self) -> bool:
-        """Whether other stages clip their gradients by the norm of this one's, too."""
+        """Whether other stages' clipping depends on the norm of this stage's gradient."""
         return self._clip_grad_norm is not None and not self._is_continuous
 
     def update(self, action: Action) -> bool:
@@ -104,7 +104,7 @@ class StageUpdates:
                 squared = torch.stack(norms).square().sum()
             is_synchronous = action.index < self._synchronous_updates
             if is_synchronous or not self._is_continuous:
-                # All stages update with the same micro-batches: clip the norm over all of them.
+                # All stages update with the same micro-batches: clip by the norm over all stages.
                 total = self.transport.sum_squared_norms(self.index, action.index, squared)
                 if total is None:
                     return False
@@ -121,7 +121,7 @@ class StageUpdates:
         return True
 
     def set_delay(self, update: int) -> None:
-        """Tell the optimizer and the prediction by how many updates the given one is late."""
+        """Tell the optimizer and the weight prediction how many updates late this update is."""
         if self._synchronous_updates:
             delay = 0.0 if update < self._synchronous_updates else self._delay
             if self.stage.weights.predicted is not None:
@@ -129,13 +129,13 @@ class StageUpdates:
             self.updater.set_delay(delay)
 
     def begin_mean(self) -> None:
-        """Take over the accumulated gradient; in captured steps after all backward passes."""
+        """Take the accumulated gradient; captured, with replicas: after all backward passes."""
         self._sums, self.stage.gradients = self.stage.gradients, {}
         if self.average is not None:
             self.average.fill(self._sums, self.count)
 
     def _take_mean(self) -> dict[str, Tensor] | None:
-        """The accumulated gradient's mean, once per update; None while other replicas compute."""
+        """The mean of the accumulated gradient, once per update; None until replicas are done."""
         average = self.average
         if self.gradients is not None:
             return self.gradients
@@ -171,7 +171,7 @@ class StageUpdates:
             return False
         names = [name for name in self.tied_owners[action.peer] if name in gradients]
         taken = {name: gradients.pop(name) for name in names}
-        if self.stage.sums is not None:  # the next micro-batches are summed in their memory
+        if self.stage.sums is not None:  # later micro-batches are summed in the same memory
             taken = {name: gradient.clone() for name, gradient in taken.items()}
         message = Message(action.index, {}, taken, found_inf=self.updater.found_inf)
         self.transport.send((self.index, action.peer, MessageKind.TIED_GRAD), message)
@@ -215,7 +215,7 @@ class StageUpdates:
         return True
 
     def load_copied(self, weights: Mapping[str, Tensor]) -> None:
-        """Let the copies take over these weights."""
+        """Write these weights to the copies of tied parameters."""
         with torch.no_grad():
             for name in self.copied:
                 self.stage.parameters[name].copy_(weights[name])
