@@ -19,10 +19,10 @@ class DelayAwareAdamW(LateOptimizer):
     Args:
         params: parameters or parameter groups.
         lr: the learning rate.
-        betas: of the means of gradients and of their squares.
+        betas: decay rates of the running means of gradients and of their squares.
         eps: added to the root of the mean square.
         weight_decay: decoupled, times the learning rate.
-        capturable: keep counters on the device, as CUDA graphs need it.
+        capturable: keep counters on the device, as CUDA graphs need.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = DelayAwareAdamW([weight], lr=0.1, weight_decay=0)
@@ -91,7 +91,7 @@ class DelayAwareAdamW(LateOptimizer):
 def with_decay(
     updates: list[Tensor], group: Mapping[str, Any], params: list[Tensor]
 ) -> list[Tensor]:
-    """Updates, with decoupled weight decay."""
+    """Add decoupled weight decay to updates, in place."""
     if group["weight_decay"]:
         decayed = torch._foreach_mul(params, group["lr"] * group["weight_decay"])
         torch._foreach_add_(updates, decayed)

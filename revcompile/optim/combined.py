@@ -13,7 +13,7 @@ from revcompile.optim.late import LateOptimizer, load_precise, loss_of
 
 
 class CombinedOptimizer(Optimizer):
-    """Steps several optimizers, each of which updates parameters of its own.
+    """Steps several optimizers, each with its own parameters.
 
     Its parameter groups are those of all, in their order, and its state holds theirs: schedules
     and checkpoints treat it as one optimizer. A trainer makes one where `optimizer=` returns a
@@ -61,7 +61,7 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once it is made: only one of the optimizers could update the parameters."""
+        """Refuse groups after construction: they would belong to none of the optimizers."""
         if hasattr(self, "optimizers"):
             raise ValueError("CombinedOptimizer: add parameter groups before combining optimizers")
         super().add_param_group(param_group)
@@ -76,7 +76,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def members(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers of a combined one; of any other, itself."""
+    """The optimizers of a `CombinedOptimizer`; else a list of the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 

@@ -2,8 +2,8 @@
 
 In a pipeline without flushes a gradient arrives t updates after the forward pass it belongs to. Let
 y be the weights of the optimizer, and u_n its n-th update: y_n = y_{n-1} - u_n. If the weights in
-use are w_n = y_n - t u_n, forward passes run at about the weights that y will have reached when the
-gradient arrives, and the gradient fits them. Written as an update of w alone:
+use are w_n = y_n - t u_n, forward passes compute with about the weights that y will have reached
+when the gradient arrives, and the gradient fits them. Written as an update of w alone:
 
     w_n = w_{n-1} - u_n - t (u_n - u_{n-1}),        u_0 = 0
 
@@ -90,11 +90,11 @@ class ErrorFeedback(LateOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of the wrapped optimizer, and what the delay adds to it."""
+        """One update of the wrapped optimizer, with error feedback."""
         loss = loss_of(closure)
         feedback = self.feedback * self.delay
         if isinstance(self.optimizer, LateOptimizer):
-            # It must not compensate the delay once more, but limits how far matrices move in it.
+            # It must only limit how far matrices move in the delay, not compensate for it again.
             self.optimizer.predicted_delay = self.delay or self.predicted_delay
         if not feedback:
             self.optimizer.step()
@@ -120,7 +120,7 @@ class ErrorFeedback(LateOptimizer):
             wrapped.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, which holds the last updates too."""
+        """The wrapped optimizer's state dict, which contains the last updates, too."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters of a model `DelayAwareMuon` updates by Muon, and which of them as three."""
+"""Parameter groups for `DelayAwareMuon`: for Muon or AdamW, and which matrices are fused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from revcompile.errors import InputError
 
 _LEAST_RATIO: Final = 1 / 8
-"""Of the sides of a matrix; below it is a factor of low rank."""
+"""Least ratio of a matrix's sides for Muon; below it, it counts as a low-rank factor."""
 
 _FUSED: Final = frozenset(("qkv", "to_qkv", "qkv_proj", "Wqkv", "c_attn"))
 """Names of layers that compute queries, keys and values as one, usually in this order."""
@@ -55,7 +55,7 @@ def muon_groups(
         )
     if isinstance(adamw, str):
         raise InputError(f"adamw={adamw!r}: expected a list of paths; write adamw=[{adamw!r}]")
-    # By all its names: a stage may know a tied weight by that of the output layer.
+    # With all names: a stage may know a tied weight by its name in the output layer.
     every = list(model.named_parameters(remove_duplicate=False))
     unknown = [path for path in adamw if not any(_is_in(name, path) for name, _ in every)]
     if unknown:
@@ -71,14 +71,14 @@ def muon_groups(
     def is_matrix(name: str, p: Tensor) -> bool:
         if p.ndim < 2 or not 1 < p.shape[0] < p.numel() or name in names:
             return False
-        # A limit by the norm of a low-rank factor would be far too small: adapters start at zero.
+        # The norm of a low-rank factor would limit its updates too much: adapters start at zero.
         return p.ndim > 2 or _LEAST_RATIO * max(p.shape) <= min(p.shape)
 
     def is_fused(name: str, p: Tensor) -> bool:
         return name in named_fused and max(p.shape) == 3 * min(p.shape)
 
     def groups(named: NamedParameters) -> list[dict[str, Any]]:
-        # By name: a compiled model may hold parameters of its own under the original names.
+        # Compared by name: a compiled model may hold its own parameters under these names.
         foreign = [name for name, _ in named if name not in known]
         if foreign:
             raise InputError(
@@ -111,7 +111,7 @@ def _not_matrices(model: nn.Module) -> list[nn.Module]:
 
 
 def _needs_arguments(method: Callable[..., Any]) -> bool:
-    """Whether a method cannot be called without arguments: then it has another meaning."""
+    """Whether a method needs arguments: then it is not the known method of that name."""
     try:
         inspect.signature(method).bind()
     except TypeError:
@@ -120,7 +120,7 @@ def _needs_arguments(method: Callable[..., Any]) -> bool:
 
 
 def _is_fused(model: nn.Module, name: str) -> bool:
-    """Does a parameter compute queries, keys and values, one after the other?"""
+    """Whether a parameter computes queries, keys and values, one after the other."""
     path, _, own_name = name.rpartition(".")
     layer = model.get_submodule(path)
     if isinstance(layer, nn.MultiheadAttention):

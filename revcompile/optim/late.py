@@ -16,18 +16,18 @@ from revcompile.errors import InputError
 
 
 class LateOptimizer(Optimizer):
-    """An optimizer that is told how late its gradients are; its state may be of more precision.
+    """An optimizer that knows how late its gradients are; its state may be in higher precision.
 
-    torch copies and pickles the state and the groups of an optimizer, but none of its attributes,
-    and converts a state that is loaded to the precision of the parameters.
+    torch copies and pickles the state and the groups of an optimizer, but not its attributes, and
+    converts a loaded state to the precision of the parameters. This class keeps them.
     """
 
     delay: float = 0.0
     """How many updates late gradients are, on average. A trainer sets it for each stage."""
     predicted_delay: float = 0.0
-    """The same where the trainer predicts weights, which compensates the delay; `delay` is 0."""
+    """The delay, if weight prediction or `ErrorFeedback` compensates for it; then `delay` is 0."""
     copied: ClassVar[tuple[str, ...]] = ("delay", "predicted_delay")
-    """Attributes that copies and pickles have, too."""
+    """Attributes that are copied and pickled."""
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self.copied}
@@ -68,7 +68,7 @@ def load_precise(
 
 
 def wide(p: Tensor) -> torch.dtype:
-    """In which precision a parameter's state is kept: float32 at least."""
+    """The precision of a parameter's state: at least float32."""
     return torch.promote_types(p.dtype, torch.float32)
 
 
@@ -82,7 +82,7 @@ def wide_gradient(p: Tensor) -> Tensor:
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What a closure that computes loss and gradients returns; None without one."""
+    """The result of a closure that computes loss and gradients; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -94,12 +94,12 @@ _BELOW_ONE: Final = ("momentum", "betas[0]", "betas[1]")
 
 
 def is_number(value: Any) -> bool:
-    """Also a tensor of one element."""
+    """Whether a value is a number or a tensor."""
     return isinstance(value, numbers.Real | Tensor) and not isinstance(value, bool)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse what is no number, or out of range; tensors of one element are numbers."""
+    """Refuse settings that are not numbers, or out of range; one-element tensors are numbers."""
     given = dict(settings)
     if "betas" in given:
         betas = given["betas"]

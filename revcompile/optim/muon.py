@@ -32,10 +32,10 @@ from revcompile.optim.adamw import DelayAwareAdamW, with_decay
 from revcompile.optim.late import LateOptimizer, check_settings, is_number, wide
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: its slope at zero is as steep as it can be (Jordan et al.)."""
+"""Coefficients of the quintic iteration, for the steepest slope at zero (Jordan et al.)."""
 
 _LEAST_SPECTRAL_NORM: Final = 0.1
-"""A matrix counts as at least so large when its update is limited: it may start at zero."""
+"""The least spectral norm assumed of a matrix that limits its update: it may start at zero."""
 
 
 class DelayAwareMuon(DelayAwareAdamW):
@@ -63,7 +63,7 @@ class DelayAwareMuon(DelayAwareAdamW):
             norm and without error feedback; None: no limit. There is none without delay either.
         ns_steps: Newton-Schulz iterations.
         eps: added to AdamW's denominators.
-        capturable: keep counters on the device, as CUDA graphs need it.
+        capturable: keep counters on the device, as CUDA graphs need.
 
     >>> weight, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.zeros(2))
     >>> optimizer = DelayAwareMuon([weight, bias])
@@ -157,7 +157,7 @@ class DelayAwareMuon(DelayAwareAdamW):
 def orthogonalise(
     matrices: Sequence[Tensor], steps: int = 5, rate: float | Tensor | None = None
 ) -> list[Tensor]:
-    """The nearest semi-orthogonal matrix of each, about, by Newton-Schulz iterations.
+    """Approximately the nearest semi-orthogonal matrix of each, by Newton-Schulz iterations.
 
     Matrices of equal shapes are iterated in one batch. Tensors of more than two dimensions count as
     matrices of their first dimension times all others.
@@ -192,7 +192,7 @@ def orthogonalise(
 
 
 def _newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Of a batch of matrices; the polynomials are of the smaller of both Gram matrices."""
+    """Iterate a batch of matrices, with polynomials of the smaller of their two Gram matrices."""
     a, b, c = _COEFFICIENTS
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     is_tall = x.shape[-2] > x.shape[-1]
@@ -204,20 +204,20 @@ def _newton_schulz(x: Tensor, steps: int) -> Tensor:
 
 
 def _limit(updates: list[Tensor], matrices: list[Tensor], share: float) -> None:
-    """Scale updates down, where they are larger than a share of the norm of their matrix."""
+    """Scale down updates whose norm is larger than a share of the norm of their matrix."""
     least = [_LEAST_SPECTRAL_NORM * math.sqrt(min(m.shape[0], m[0].numel())) for m in matrices]
     # In the precision of updates: a norm may be too large for float16.
     same = [matrix.to(update) for matrix, update in zip(matrices, updates, strict=True)]
     scales = list(torch._foreach_norm(same))
     torch._foreach_clamp_min_(scales, least)
     torch._foreach_mul_(scales, share)
-    torch._foreach_div_(scales, torch._foreach_norm(updates))  # no update: inf
+    torch._foreach_div_(scales, torch._foreach_norm(updates))  # inf for an update of zeros
     torch._foreach_clamp_max_(scales, 1.0)
     torch._foreach_mul_(updates, scales)
 
 
 def _split(group: Mapping[str, Any], adamw_lr: float) -> list[dict[str, Any]]:
-    """A group as groups of which each is updated by Muon or by AdamW."""
+    """Split a group into one that Muon updates and one that AdamW updates; none is empty."""
     given = group["params"]
     params: list[Any] = [given] if isinstance(given, Tensor) else list(given)
     if "use_muon" in group:
@@ -234,7 +234,7 @@ def _split(group: Mapping[str, Any], adamw_lr: float) -> list[dict[str, Any]]:
 
 
 def _tensor(p: Any) -> Tensor:
-    """A parameter; optimizers are given (name, parameter), too."""
+    """The tensor of a parameter, which may be given as (name, parameter)."""
     tensor = p[1] if isinstance(p, tuple) else p
     if not isinstance(tensor, Tensor):
         raise TypeError(f"DelayAwareMuon: expected parameters, got {type(tensor).__name__}")

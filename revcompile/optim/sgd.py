@@ -55,9 +55,9 @@ class DelayAwareSGD(LateOptimizer):
     Args:
         params: parameters or parameter groups.
         lr: the learning rate.
-        momentum: as of SGD without delay; the averaging horizon follows from it and the delay.
+        momentum: as in SGD without delay; the averaging horizon follows from it and the delay.
         weight_decay: L2 penalty.
-        capturable: keep the update counters on the device, so that a CUDA graph can capture `step`.
+        capturable: keep the update counters on the device, as CUDA graphs need.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = DelayAwareSGD([weight], lr=0.1)
@@ -87,7 +87,8 @@ class DelayAwareSGD(LateOptimizer):
     def _batches(self, group: dict[str, Any]) -> Iterable[list[Tensor]]:
         """Parameters with a gradient, in lists of one device, dtype and number of updates.
 
-        Counters on a device are not read: there all parameters of a group are updated together.
+        With `capturable`, counters are on the device and are not read: then all parameters of one
+        device and dtype are updated together.
         """
         batches: dict[Any, list[Tensor]] = {}
         for p in (p for p in group["params"] if p.grad is not None):
@@ -95,7 +96,7 @@ class DelayAwareSGD(LateOptimizer):
             if "step" not in state:
                 device = p.device if group["capturable"] else "cpu"
                 state["step"] = torch.zeros((), device=device)
-                # In float32 at least: a mean over 820 updates moves by less than bfloat16 can tell.
+                # At least float32: a mean over 820 updates moves by less than bfloat16 resolves.
                 state["momentum_buffer"] = torch.zeros_like(p, dtype=wide(p))
             number = None if group["capturable"] else state["step"].item()
             batches.setdefault((p.device, p.dtype, number), []).append(p)
@@ -105,7 +106,7 @@ class DelayAwareSGD(LateOptimizer):
         grads = [wide_gradient(p) for p in params]
         if group["weight_decay"]:
             grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        # As in SGD the mean is of effective steps, so that momentum may change during training.
+        # As in SGD, effective steps are averaged: momentum may change during training.
         effective = torch._foreach_mul(grads, 1 / (1 - group["momentum"]))
         means = [self.state[p]["momentum_buffer"] for p in params]
         rate = 1 / self._horizon(group, [self.state[p]["step"] for p in params])

@@ -4,7 +4,7 @@
     delay          micro-batches in flight at a stage, and how many updates late its gradients are
     generate       the action list of every stage
     dryrun         executes the lists without tensors: no deadlock, and how busy each stage is
-    drained        passes of pipelines that drain, with those that others run: time and memory
+    drained        passes of pipelines that drain, here and in other systems: time and memory
     steady_state   time per micro-batch in a full pipeline
     chrome         recorded runs as Chrome traces
 

@@ -1,6 +1,6 @@
 """How late a stage's gradients are: micro-batches in flight at a stage, and the delay in updates.
 
-Stage j of J stages. A micro-batch is in flight at a stage from its forward to its backward pass.
+For stage j of J: a micro-batch is in flight at a stage from its forward to its backward pass.
 
     order                    in flight ("window")    delay in updates, accumulation_steps = 1
     never drained            1 + ceil(n (J-1-j))     ceil(n (J-1-j)), n = `in_flight_per_stage`
@@ -19,7 +19,7 @@ from revcompile.schedule.methods import Method, Order
 
 
 def window(method: Method, stages: int, stage: int, accumulation_steps: int = 1) -> int:
-    """Most micro-batches in flight at a stage: forward done, backward not.
+    """The largest number of micro-batches in flight at a stage: forward done, backward not.
 
     `gpipe` and `1f1b` drain the pipeline after `accumulation_steps` micro-batches. DNI has one in
     flight, but keeps its output for one more step, until the true gradient has come and the
@@ -39,12 +39,12 @@ def window(method: Method, stages: int, stage: int, accumulation_steps: int = 1)
         case Order.ONE_F_ONE_B:
             return min(accumulation_steps, 1 + later_stages)
         case Order.CONTINUOUS:
-            # As a fraction of its decimal digits: 1.1 * 50 is 55, not a little more.
+            # Exact in decimal: 1.1 * 50 is 55, not a little more.
             return 1 + math.ceil(Fraction(repr(float(method.in_flight_per_stage))) * later_stages)
 
 
 def delay(method: Method, stages: int, stage: int, accumulation_steps: int = 1) -> int:
-    """Most updates of a stage between forward and backward pass of one micro-batch.
+    """The largest number of updates of a stage between the two passes of one micro-batch.
 
     >>> from revcompile.schedule import choose
     >>> [delay(choose("petra", in_flight_per_stage=1), 4, stage) for stage in range(4)]
@@ -68,7 +68,7 @@ def mean_delay(method: Method, stages: int, stage: int, accumulation_steps: int 
 
 
 def _delay_in_microbatches(method: Method, stages: int, stage: int, accumulation_steps: int) -> int:
-    """Micro-batches whose gradients a stage may apply between the two passes of one."""
+    """How many micro-batches' gradients a stage may apply between the two passes of one."""
     # Drained orders update only when nothing is in flight, locked ones have one in flight.
     if method.order is not Order.CONTINUOUS:
         return 0

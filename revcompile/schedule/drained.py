@@ -1,10 +1,10 @@
 """Pipelines that drain at every update: the passes of each device, their time and memory.
 
-GPipe and 1F1B (PipeDream-flush) are in the order of `generate`. Two orders are of pipelines that
-others run: interleaved 1F1B (Megatron-LM) has several stages on each device, stage s on device
+GPipe and 1F1B (PipeDream-flush) have the order of `generate`. Two orders are those of other
+systems: interleaved 1F1B (Megatron-LM) has several stages on each device, stage s on device
 s % devices; zero-bubble (ZB-H1 of Zero Bubble Pipeline Parallelism) splits a backward pass: I is
-the gradient of the inputs, which is sent at once; W, that of the weights, fills bubbles later. Two
-devices and four micro-batches:
+the gradient of the inputs, which is sent at once; W is the gradient of the weights, which fills
+bubbles later. With two devices and four micro-batches:
 
     1f1b          device 0   F0 F1 B0 F2 B1 F3 B2 B3
                   device 1   F0 B0 F1 B1 F2 B2 F3 B3
@@ -27,9 +27,9 @@ from revcompile.schedule.methods import Method
 OTHERS: Final = ("interleaved", "zero-bubble")
 """Orders that the methods' table does not have."""
 _SHARES: Final = {"B": 1.0, "I": 0.5, "W": 0.5}
-"""Of a backward pass."""
+"""Each kind's share of the time of a backward pass."""
 _STEPS: Final = {"F": 1, "B": -1, "I": -1, "W": 0}
-"""To the stage that a pass sends its result to."""
+"""The stage that a pass sends its result to, relative to its own; 0: it sends none."""
 
 
 class Pass(NamedTuple):
@@ -87,11 +87,11 @@ def drained_passes(
 
 
 def update_time(lists: Sequence[Sequence[Pass]], costs: Costs) -> float:
-    """How long after the first micro-batch of an update that of the next update can enter.
+    """Time from the first micro-batch of an update until the first of the next one can enter.
 
     Args:
         lists: What each device does for the update.
-        costs: Those of stages, of their updates, and of messages from one device to another.
+        costs: Times of stages, of their updates, and of messages from one device to another.
     """
     stages, queues = len(costs.forward), [deque(passes) for passes in lists]
     device_of = {one.stage: device for device, passes in enumerate(lists) for one in passes}
@@ -125,7 +125,7 @@ def update_time(lists: Sequence[Sequence[Pass]], costs: Costs) -> float:
 
 
 def peak_in_flight(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """The most that a device keeps from forward to its last backward pass, by stage's size.
+    """The most that a device keeps for backward, if each stage keeps `sizes` per micro-batch.
 
     >>> peak_in_flight(drained_passes("1f1b", 4, 4, microbatches=8)[0], [1, 1, 1, 1])
     4

@@ -1,7 +1,7 @@
 """The dry run: action lists executed against each other without tensors.
 
 It proves that the lists fit together (no deadlock, no message that nobody receives), and says how
-busy each stage would be. Every schedule that trains is checked this way first.
+busy each stage would be. Every schedule is checked this way before it trains.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ScheduleError(RevcompileError):
 class Costs:
     """Time that each stage takes for a pass or an update, and each link for a message.
 
-    Link j is between stages j and j + 1, in both directions. For `latency` of its time a message
-    does not keep the link from carrying others; the default is all of it.
+    Link j is between stages j and j + 1, in both directions. During `latency`, a part of a
+    message's time, the link can carry other messages; the default is all of its time.
     """
 
     forward: tuple[float, ...]
@@ -73,7 +73,7 @@ class Span:
 
 
 _Channel = tuple[int, int, Op]
-"""From, to, and the kind of send: messages of a channel arrive in the order they were sent."""
+"""Sender, receiver and kind of send: messages of a channel arrive in the order they were sent."""
 
 _SEND_OF: Final = {
     Op.RECV_X: Op.SEND_Y,
@@ -92,11 +92,11 @@ _NEEDS: Final = {
     Op.TRAIN: (Op.FORWARD, Op.RECV_DY),
     Op.SEND_TIED_WEIGHT: (Op.UPDATE,),
 }
-"""What a stage must have done before, with the same index."""
+"""The actions with the same index that a stage must have done before."""
 
 _BEFORE_UPDATE: Final = frozenset((Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD))
 _SHOWN: Final = 6
-"""Most stages, and most actions of a stage before and after a problem, that an error shows."""
+"""An error shows at most this many stages, and actions of a stage before and after a problem."""
 
 
 def dry_run(lists: Sequence[Sequence[Action]], costs: Costs) -> tuple[Span, ...]:
@@ -120,7 +120,7 @@ def check_schedule(
 ) -> None:
     """Dry-run a schedule from filling to drain; ScheduleError if it could deadlock."""
     longest = max(window(method, stages, stage, accumulation_steps) for stage in range(stages))
-    first = min(synchronous_updates, 2)  # they are all alike
+    first = min(synchronous_updates, 2)  # synchronous updates are all alike
     count = longest + 2 + first * accumulation_steps
     dry_run(actions(method, stages, count, accumulation_steps, ties, first), Costs.uniform(stages))
 
@@ -149,7 +149,7 @@ class _DryRun:
         return tuple(self.spans)
 
     def _run_stage(self, stage: int, ready: deque[int]) -> None:
-        """Run one stage until it has to wait; stages that waited for its messages are ready."""
+        """Run one stage until it has to wait; stages that waited for its messages become ready."""
         listed = self.lists[stage]
         while self.next[stage] < len(listed):
             action = listed[self.next[stage]]
@@ -246,7 +246,7 @@ class _DryRun:
             )
 
     def _deadlock(self, stuck: Sequence[int]) -> ScheduleError:
-        """What each stage waits for."""
+        """The error that says what each stage waits for."""
         lines = []
         ended = False
         for stage in stuck:

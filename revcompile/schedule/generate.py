@@ -50,7 +50,7 @@ class _Progress:
 
 
 _action: Final = functools.lru_cache(4096)(Action)
-"""The same action of several stages is one object: to make one takes longer than to find it."""
+"""Equal actions are one object: to look one up is faster than to make it."""
 
 
 class Schedule:
@@ -62,7 +62,7 @@ class Schedule:
     Args:
         method: A row of the methods' table, or its name.
         stages: How many there are.
-        accumulation_steps: Micro-batches an update.
+        accumulation_steps: Micro-batches per update.
         ties: Stages that share parameters.
         synchronous_updates: Updates without delay at the start: the pipeline is drained before
             each, in the 1F1B order. For methods that otherwise never drain.
@@ -96,11 +96,11 @@ class Schedule:
         self.ties = tuple(sorted(set(ties), key=lambda tie: (tie.owner, tie.holder)))
         self.injected = 0
         self.windows = [window(self.method, stages, j, accumulation_steps) for j in range(stages)]
-        """Micro-batches of each stage in a full pipeline."""
+        """Micro-batches in flight at each stage of a full pipeline."""
         self.delays = tuple(
             delay(self.method, stages, j, accumulation_steps) for j in range(stages)
         )
-        """By how many updates the gradients of each stage are late."""
+        """How many updates late the gradients of each stage are."""
         drained = dataclasses.replace(self.method, order=Order.ONE_F_ONE_B, weights=Weights.LATEST)
         self._drained_windows = [
             window(drained, stages, j, accumulation_steps) for j in range(stages)
@@ -128,14 +128,14 @@ class Schedule:
         return tuple(at.updates for at in self._progress)
 
     def is_updating(self, stage: int) -> bool:
-        """In a full pipeline: does a stage update in the next step?"""
+        """Whether a stage of a full pipeline updates in the next step."""
         return self._progress[stage].accumulated + 1 == self.accumulation_steps
 
     def waiting_tied(self, source: int, target: int) -> Sequence[int]:
-        """The updates whose tied messages from one stage to another are sent and not received.
+        """The updates whose tied messages from one stage to another are sent, but not received.
 
-        Those of an owner carry weights, which the holder receives at the beginning of the next
-        step. Those of a holder carry gradients: the owner, an earlier stage, updates later.
+        An owner's messages carry weights, which the holder receives at the beginning of the next
+        step. A holder's messages carry gradients: the owner, an earlier stage, updates later.
         """
         here, there = self._progress[target], self._progress[source]
         if target < source:
@@ -144,8 +144,8 @@ class Schedule:
 
     @property
     def is_synchronous(self) -> bool:
-        """Is the pipeline drained before the next update, as at the start of a training?"""
-        # Until then all stages have done as many updates; later, the first stage fewest.
+        """Whether the pipeline is drained before the next update, as at the start of a training."""
+        # While synchronous, all stages have done as many updates; later, stage 0 the fewest.
         return self._progress[0].updates < self.synchronous_updates
 
     @property
@@ -156,7 +156,7 @@ class Schedule:
         )
 
     def inject(self) -> tuple[tuple[Action, ...], ...]:
-        """One more micro-batch enters: what each stage does in this step."""
+        """What each stage does in the step in which one more micro-batch enters."""
         microbatch = self.injected
         self.injected += 1
         order, windows = self.method.order, self.windows
@@ -197,7 +197,7 @@ class Schedule:
         return tuple(map(tuple, lists))
 
     def receive_tied_weights(self) -> tuple[tuple[Action, ...], ...]:
-        """Each stage receives tied weights that were sent to it now, not in the next step."""
+        """Have each stage receive waiting tied weights now, and not in the next step."""
         return tuple(map(tuple, self._receive_tied()))
 
     def state(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class Schedule:
         sizes = state["stages"], state["accumulation_steps"]
         schedule = cls(method, *sizes, ties, state["synchronous_updates"])
         schedule.injected = state["injected"]
-        # A copy: the lists inside belong to whoever holds `state`.
+        # A copy: the lists inside belong to the caller.
         schedule._progress = [_Progress(**copy.deepcopy(at)) for at in state["progress"]]
         return schedule
 
@@ -271,7 +271,7 @@ class Schedule:
                 return in_flight if complete else int(full)
 
     def _backward(self, stage: int) -> Iterator[Action]:
-        """The oldest micro-batch; its gradient is sent on before the optimizer runs."""
+        """Backward of the oldest micro-batch; its gradient is sent before the optimizer runs."""
         at = self._progress[stage]
         microbatch = at.outstanding.pop(0)
         if stage < self.stages - 1 and self.method.order is not Order.SYNTHETIC:

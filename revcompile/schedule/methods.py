@@ -21,7 +21,7 @@ class Keep(enum.Enum):
     INPUT = "input"
     """The stage's inputs, from which its forward pass is computed again."""
     NOTHING = "nothing"
-    """Couplings rebuild their inputs; only what is not reversible keeps its inputs."""
+    """Couplings rebuild their inputs; only pieces that are not reversible keep theirs."""
 
 
 class Weights(enum.Enum):
@@ -32,7 +32,7 @@ class Weights(enum.Enum):
     """
 
     LATEST = "latest"
-    """Both passes use y of their own time (PETRA)."""
+    """Each pass uses y as it is at that time (PETRA)."""
     STASHED = "stashed"
     """Backward uses the parameters of its forward pass: t copies, rounded up."""
     PREDICTED = "predicted"
@@ -121,11 +121,11 @@ def choose(
     Args:
         name: A name of `METHODS`, or a method, which is returned with other choices.
         in_flight_per_stage: See `Method`; for methods that never drain.
-        weights: A value of `Weights`, for methods that never drain and keep no graphs. The method
-            is that of the table with these choices, if there is one.
+        weights: A value of `Weights`, for methods that never drain and keep no graphs. The result
+            is named after the method of the table with these choices, if there is one.
 
     Raises:
-        InputError: There is no such method or choice of weights, or the method's is fixed.
+        InputError: A method or choice does not exist, or the method does not have that choice.
 
     >>> choose("petra", in_flight_per_stage=2).in_flight_per_stage
     2.0
@@ -169,7 +169,7 @@ def _with_weights(method: Method, weights: str) -> Method:
             "forward and backward pass, or it keeps graphs, which hold those of the forward pass; "
             "leave out weights=, or use e.g. method='petra' or 'pipedream'"
         )
-    # Named after the row of the table with these choices, or with the nearest there are.
+    # Named after the row of the table with these choices; no row has predicted weights.
     published = METHODS.get(method.name, method).in_flight_per_stage
     wanted = Weights.LATEST if chosen is Weights.PREDICTED else chosen
     rows = [

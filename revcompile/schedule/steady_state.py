@@ -1,9 +1,9 @@
 """The time between two micro-batches in a full pipeline.
 
-A schedule that is never drained is a marked graph: the forward and backward passes of every stage,
-with edges for "not before". In the long run a micro-batch takes as long as the critical cycle of
-that graph, divided by the micro-batches in it. Cycles go forward from a stage i to a stage k and
-back again, so with windows w (micro-batches in flight)
+A schedule that is never drained is a marked graph: its nodes are the forward and backward passes of
+every stage, and an edge says that a pass must wait for another. In the long run a micro-batch takes
+as long as the critical cycle of that graph, divided by the micro-batches in it. Cycles go forward
+from a stage i to a stage k and back again, so with windows w (micro-batches in flight)
 
     period = max over i <= k of  (all work and links from i to k and back) / (w_i - w_k + 1)
 
@@ -38,8 +38,8 @@ def period(
 
     Args:
         method: A row of the methods' table, its name, or a name of `OTHERS`.
-        costs: Times of stages and links. A backward pass that computes forward again, or rebuilds,
-            includes the time of that.
+        costs: Times of stages and links. Backward passes include the time to recompute the forward
+            pass or to rebuild inputs.
         accumulation_steps: Micro-batches per update.
         devices: For "interleaved": stage s runs on device s % devices. Default: as many as stages.
 
@@ -65,7 +65,7 @@ def _critical_cycle(method: Method, costs: Costs, accumulation_steps: int) -> fl
     stages, time = len(costs.forward), 0.0
     windows = np.array([window(method, stages, stage) for stage in range(stages)])
     links = np.add((0.0, *costs.link_forward), (0.0, *costs.link_backward))
-    reached = np.cumsum(np.add(costs.forward, costs.backward) + links)  # up to and with a stage
+    reached = np.cumsum(np.add(costs.forward, costs.backward) + links)  # including the stage
     for i in range(stages):
         before = (reached[i - 1] if i else 0.0) + links[i]
         in_cycle = windows[i] - windows[i:] + 1
@@ -77,8 +77,8 @@ def _critical_cycle(method: Method, costs: Costs, accumulation_steps: int) -> fl
 def hiding_in_flight(method: str | Method, costs: Costs, accumulation_steps: int = 1) -> float:
     """The least `in_flight_per_stage` at which links cost no throughput.
 
-    At most one per cent of the throughput may be lost to links. Where links are too
-    narrow for any, it is the least that uses all of their bandwidth. Arguments as `period`.
+    Links may cost at most one per cent of the throughput. If their bandwidth is the limit, the
+    result is the least value that uses all of it. The arguments are those of `period`.
 
     >>> hiding_in_flight("petra", Costs.uniform(8, link=0.0))
     1.0

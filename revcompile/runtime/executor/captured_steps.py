@@ -114,9 +114,8 @@ class CapturedSteps:
         self._numbers.clear()
         self._boundary.clear()
         self._inputs: StaticBuffers | None = None
-        self._loss: StaticBuffers | None = None
-        """The last step's loss and its scale."""
-        self._output: StaticBuffers | None = None
+        self._result: StaticBuffers | None = None
+        """The last step's loss and output, and the scale of the loss."""
         self._fixed: tuple[FixedSettings, TreeSnapshot] | None = None
 
     # -- whether the next step can be one of these ----------------------------------------------
@@ -336,10 +335,8 @@ class CapturedSteps:
         if self._boundary.has_next:
             due[self._boundary.last + 1] = due[self._boundary.last]
         self._reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
-        if self._loss is not None and self._output is not None:
-            head = self._loss_head
-            loss, head.scale = self._loss.cloned()
-            head.latest = loss, self._output.cloned()
+        if self._result is not None:
+            self._loss_head.latest, self._loss_head.scale = self._result.cloned()
 
     # -- what is captured -----------------------------------------------------------------------
 
@@ -453,9 +450,8 @@ class CapturedSteps:
         if not self._boundary.has_next:
             head = self._loss_head
             assert head.latest is not None
-            loss, output = (head.latest[0], head.scale), head.latest[1]
-            if self._loss is None or self._output is None:
-                self._loss, self._output = StaticBuffers(loss), StaticBuffers(output)
-            self._loss.copy_(loss)
-            self._output.copy_(output)
-            head.add(loss[0])
+            result = head.latest, head.scale
+            if self._result is None:
+                self._result = StaticBuffers(result)
+            self._result.copy_(result)
+            head.add(head.latest[0])

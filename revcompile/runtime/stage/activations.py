@@ -1,15 +1,15 @@
-"""What a stage stores of a micro-batch until backward, and checks of what is computed again there.
+"""What a stage stores of a micro-batch until backward, and checks of what backward computes again.
 
-Inputs of stages that are not reversible are stored unchanged, or in fewer bits: backward then
-computes with rounded values. The last stage, and methods with one micro-batch in the pipeline at a
-time, have nothing in flight while other micro-batches pass, and store inputs unchanged.
+Inputs that backward recomputes from are stored unchanged, or rounded to fewer bits; backward then
+computes with the rounded values. The last stage, and methods with one micro-batch in the pipeline
+at a time, store inputs unchanged: no other micro-batch passes while one is in flight.
 
-A piece seeds the default generators, which other threads use, too: `StageDraws` compares the states
-that pieces leave behind. `StreamSamples` is the chains' reconstruction check, for stages. A stage
-that rebuilds with other weights than those of the forward pass (PETRA's own, a few updates later)
-rebuilds something else, as it must. So a micro-batch is compared where all stages behind it, and
-this one, have rebuilt it with the weights that forward had: with stashed weights always, with the
-latest ones before the first update, in the last stage, and where nothing is late.
+Pieces seed the default generators, which other threads use, too: `StageDraws` compares the states
+after each piece. `StreamSamples` is the reconstruction check of chains, for stages. A stage that
+rebuilds with other weights than the forward pass had (in PETRA, weights a few updates newer) must
+rebuild other values. So a micro-batch is compared only if this stage and all later ones rebuild it
+with the weights of its forward pass: always with stashed weights; with the latest weights before
+the first update, in the last stage, and where gradients are not late.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ from revcompile.schedule import Keep, Order
 # -- random numbers -------------------------------------------------------------------------------
 
 _StatesLeft = dict[int, RandomStates]
-"""In which each piece has left the generators, by its place in the stage."""
+"""The states of the generators after each piece, by the piece's place in the stage."""
 
 
 class StageDraws:
-    """Compares the random states that pieces leave behind in forward and in backward.
+    """Compares the generator states after each piece in forward with those in backward.
 
-    The generators of captured steps are known to nobody else: passes that are replayed need no
-    check.
+    Captured steps have their own generators, which no other thread uses, and need no check.
     """
 
     def __init__(self, program: StageProgram) -> None:
@@ -65,7 +64,7 @@ class StageDraws:
         self._checks = [DrawCheck(f"stage {program.index}, {piece.name}") for piece in pieces]
         self.is_random = any(unit.random for unit in program.units)
         self._in_flight: dict[int, _StatesLeft] = {}
-        """Of forward passes, by micro-batch."""
+        """The states of forward passes, by micro-batch."""
 
     def forward(self, microbatch: int, device: torch.device) -> AbstractContextManager[Any]:
         """Around the forward pass of a micro-batch."""
@@ -76,9 +75,9 @@ class StageDraws:
 
     @contextmanager
     def backward(self, microbatch: int, key: int, device: torch.device) -> Iterator[None]:
-        """Around its backward pass; at its end a `ModifiedError`, if that drew other numbers."""
+        """Around its backward pass; raises `ModifiedError` at the end if it drew other numbers."""
         first, second = self._in_flight.get(microbatch), _StatesLeft()
-        # The oldest comes first. Older ones were differentiated by steps that were replayed.
+        # Backward takes the oldest first; older entries were differentiated by replayed steps.
         self._in_flight = {m: states for m, states in self._in_flight.items() if m > microbatch}
         if first is None or is_capturing(device):
             yield
@@ -99,7 +98,7 @@ class StageDraws:
 
 @contextmanager
 def _recorded(device: torch.device, left: _StatesLeft) -> Iterator[None]:
-    """Record the states before each further piece seeds the generators, and at the end."""
+    """Record the generator states at the end of each piece: before the next one seeds them."""
     generators, seed = default_generators(device), current_seeder()
     latest: int | None = None
 
@@ -141,7 +140,7 @@ class StreamSamples(ReconstructionCheck):
 
     @contextmanager
     def collecting(self, is_compared: bool = True) -> Iterator[dict[str, Tensor]]:
-        """What the program that runs inside samples, by the stream's name; or nothing."""
+        """Collect, if `is_compared`, what the program inside samples, by the stream's name."""
         sampled: dict[str, Tensor] = {}
         self._sampled = sampled if is_compared else None
         try:
@@ -158,7 +157,7 @@ BUFFER_DTYPES: Final = (torch.bfloat16, torch.float16)
 
 
 def buffer_bytes(dtype: torch.dtype | None) -> int | None:
-    """Bytes for an element of a float32 input stored in `dtype`; None: unchanged.
+    """Bytes per element of a float32 input that is stored in `dtype`; None: unchanged.
 
     >>> buffer_bytes(torch.bfloat16)
     2
@@ -177,49 +176,49 @@ class InFlight:
     kept: tuple[Any, ...]
     """Values that the backward program takes, as `ActivationStore` stores them.
 
-    With `SavedTensors`: None for those that belong to a graph, then what it has saved."""
+    With `SavedTensors`: None in place of values with a graph, then the tensors the graph saved."""
     graph: Graph | None = None
-    """All of them, with their own graph, or with that of a captured step."""
+    """With `SavedTensors`: all kept values, with their own graph or that of a captured step."""
     used: Used = _UNKNOWN
     """The weights of its forward pass."""
     buffers: list[BufferSnapshot] = field(default_factory=list)
     original: Mapping[str, Tensor] = field(default_factory=dict)
-    """The stage's inputs, if the error of rebuilding them is to be measured."""
+    """The stage's inputs, if the reconstruction error is to be measured."""
     parameter_versions: tuple[int, ...] = ()
     """Autograd versions of the parameters that its graph has saved by reference."""
     samples: StartedCheck | None = None
-    """Of the streams that entered its couplings, where their reconstruction can be checked."""
+    """Samples of the streams that entered its couplings, to check their reconstruction."""
     hooks: HookRecord | None = field(default_factory=dict)
     """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
     ring: Ring | None = None
-    """In whose slot the kept values lie."""
+    """The ring whose slot holds the kept values, if they are in a slot."""
 
 
 class ActivationStore:
     """Stores and loads what one stage keeps of the micro-batches in flight.
 
     Args:
-        dtype: In which float32 inputs are stored; None: unchanged.
+        dtype: The dtype in which float32 inputs are stored; None: unchanged.
     """
 
     def __init__(self, program: StageProgram, dtype: torch.dtype | None) -> None:
         self.dtype, self._kept = dtype, program.kept
         self.low = _inputs_kept(program) if dtype is not None else frozenset()
-        """Inputs that are rounded; a compiled program takes them as they are stored."""
+        """Inputs that are rounded; a fused program takes them as they are stored."""
         self.sent = self.low & frozenset(program.sends_back)
-        """Those that every program takes so: they are sent to the stage before that way."""
+        """Rounded inputs that are sent to the stage before; every program takes these as stored."""
 
     def store(self, kept: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that a forward pass keeps, rounded as configured."""
         return self._converted(kept, self.low, torch.float32, self.dtype)
 
     def load(self, kept: tuple[Any, ...], as_stored: bool = False) -> tuple[Any, ...]:
-        """Stored values as a backward program takes them; `as_stored`: a compiled one."""
+        """Stored values as the generated backward program takes them; `as_stored`: a fused one."""
         widened = frozenset() if as_stored else self.low - self.sent
         return self._converted(kept, widened, self.dtype, torch.float32)
 
     def state(self, kept: tuple[Any, ...]) -> list[Any]:
-        """Stored values, rounded ones in float32: a trainer with other buffers can `store` them."""
+        """Stored values, rounded ones in float32: a trainer with another dtype can `store` them."""
         return list(self._converted(kept, self.low, self.dtype, torch.float32))
 
     def _converted(
@@ -229,10 +228,10 @@ class ActivationStore:
         source: torch.dtype | None,
         target: torch.dtype | None,
     ) -> tuple[Any, ...]:
-        """Kept values, those of some names in another dtype if they have this one."""
+        """Kept values, with tensors in `names` converted from `source` to `target`."""
         if not names or target is None:
             return kept
-        # Single numbers stay unchanged: a grid must be exact.
+        # Tensors of one element stay unchanged: a grid must be exact.
         return tuple(
             in_dtype(v, target)
             if name in names and isinstance(v, Tensor) and v.dtype == source and v.numel() > 1
@@ -242,7 +241,7 @@ class ActivationStore:
 
 
 def _inputs_kept(program: StageProgram) -> frozenset[str]:
-    """Inputs in float32 that backward computes with again, and that are in flight for a while."""
+    """Float32 inputs that backward recomputes from, in flight while other micro-batches pass."""
     if program.is_last or program.method.order is Order.LOCKED:
         return frozenset()
     read = (name for unit in program.units if unit.keep is Keep.INPUT for name in unit.inputs)

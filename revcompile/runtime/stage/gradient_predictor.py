@@ -35,7 +35,7 @@ class GradientPredictor:
         return zip(self._names, self.layers, strict=True)
 
     def train(self, outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
-        """One step towards the gradients that came back."""
+        """Take one optimizer step towards the gradients that came back."""
         named = list(self.layers.named_parameters())
         with torch.enable_grad():
             losses = []

@@ -2,20 +2,21 @@
 
 Loss scaling for float16, while micro-batches are in flight.
 
-The last stage multiplies a micro-batch's loss by the scale of that moment, and the scale is sent
-back with the gradients: every stage divides its parameters' gradients by it before it accumulates
-them. So accumulated gradients are right whatever happened to the scale between two micro-batches of
-one update, or while they were in flight.
+The last stage multiplies a micro-batch's loss by the current scale, and sends the scale back with
+the gradients: every stage divides its parameters' gradients by it before it accumulates them. So
+accumulated gradients are right even if the scale changes between two micro-batches of one update,
+or while they are in flight.
 
     forward messages    carry the least scale that overflowed at the stages before, unless reported
     backward messages   carry the scale of the micro-batch's loss
 
-A micro-batch whose gradient overflows at a stage is left out there and, as a void message, at the
-stages before it; the later stages have used theirs already. The last stage learns of it by forward
-messages. A stage's actions have a fixed order, so this depends on no timing and needs no message of
-its own. One incident causes many reports, since all micro-batches in flight had the same scale: the
-last stage reacts to reports whose scale is not above its present one, and then backs off below all
-of them; the others belong to an incident it has reacted to.
+If a micro-batch's gradient overflows at a stage, this stage leaves it out and sends a void message
+back, so the stages before leave it out, too; the later stages have used their gradients already.
+Forward messages report the overflow to the last stage. The actions of a stage have a fixed order,
+so this does not depend on timing and needs no extra messages. One incident causes many reports,
+because all micro-batches in flight had the same scale. The last stage reacts only to reports of a
+scale not above its current one, and lowers its scale below all of them. Other reports belong to an
+incident that it has already reacted to.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class LossHead:
         """False if the model returns its own loss."""
         averaged = any(coupling.averaged for coupling in rewired.couplings)
         self.overflow_advice = _RANGE_ADVICE if averaged else ""
-        """What else may make a number infinite, in words."""
+        """Text for errors: what else may have made a number infinite."""
         if loss is None:
             _check_returned_loss(rewired, self.assembled)
             loss = _returned_loss
@@ -76,13 +77,13 @@ class LossHead:
             )
         self.loss, self.autocast, self.last = loss, autocast, last
         self.target: Any = None
-        """Of the micro-batch to come."""
+        """The target of the next micro-batch."""
         self.latest: tuple[Tensor, Any] | None = None
         """The last micro-batch's loss, and the model's output, until a step has reported them."""
         self.totals: Tensor | None = None
-        """The sum of the losses that steps have reported, and how many, on the device."""
+        """The sum and the number of the losses that steps have reported, on the device."""
         self.scale: Tensor | None = None
-        """Factor of the last loss."""
+        """The factor by which the last loss was scaled."""
 
     def __call__(
         self,
@@ -93,8 +94,8 @@ class LossHead:
     ) -> dict[str, Tensor | None]:
         """The gradients of `scale` times the loss with respect to the outputs.
 
-        The loss itself and the output are stored in `latest`. If this `waits` for the loss, one
-        that is not finite is a `NonFiniteError`.
+        The loss itself and the output are stored in `latest`. With `waits` the host waits for the
+        loss, and raises `NonFiniteError` if it is not finite.
         """
         leaves = {name: leaf(value) for name, value in outputs.items()}
         with torch.enable_grad():
@@ -134,9 +135,9 @@ class LossHead:
         return dict(zip(inputs, grads, strict=True))
 
     def add(self, loss: Tensor) -> None:
-        """Add the loss of a step to the sum, unless the micro-batch was left out for it.
+        """Add the loss of a step to `totals`, unless it is not finite.
 
-        In place: steady steps keep no loss alive and do not wait for one.
+        This neither waits for the device nor keeps the loss alive.
         """
         if self.totals is None:
             self.totals = torch.zeros(2, dtype=widest_dtype(loss.device), device=loss.device)
@@ -186,7 +187,7 @@ class LossHead:
 
 
 def _returned_loss(output: Any, target: Any) -> Any:
-    """The loss that the model has computed: its output, or the item or attribute `loss` of it."""
+    """The loss that the model has computed: its output, or `loss`, an item or attribute of it."""
     if target is not None:
         raise InputError(
             "loss=None: the model computes its own loss, and a target was given, which nothing "
@@ -198,7 +199,7 @@ def _returned_loss(output: Any, target: Any) -> Any:
 
 
 def _needs_others(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether the loss is computed from other leaves with a gradient, too."""
+    """Whether the loss also depends on leaves that require a gradient besides the outputs."""
     known = {id(output) for output in outputs}
     waiting, seen = [loss.grad_fn], set[Any]()
     while waiting:
@@ -254,7 +255,7 @@ class _Shown(str):
 
 
 LOWEST: Final = 2.0**-16
-"""An overflow at this scale is not the scale's fault: it is an error."""
+"""An overflow at this scale or below is not due to the scale: it is an error."""
 _HIGHEST: Final = torch.finfo(torch.float32).max
 _GROWTH, _BACKOFF = 2.0, 0.5
 """Factors of torch.amp.GradScaler."""
@@ -276,7 +277,7 @@ class LossScale:
 
     init_scale: float = 2.0**16
     growth_interval: int = 2000
-    """Updates of the last stage without an overflow, after which the scale grows."""
+    """The scale grows after this many updates of the last stage without an overflow."""
     dynamic: bool = True
 
     def __post_init__(self) -> None:
@@ -317,7 +318,7 @@ def loss_scale_of(
 class Scaling:
     """State of one stage: overflows to report; at the last stage, the scale itself.
 
-    Numbers on the device: a captured step reads and changes them without waiting.
+    All numbers are on the device: a captured step reads and changes them without waiting.
 
     >>> scaling = Scaling(LossScale(init_scale=8.0, growth_interval=1))
     >>> scaling.record_overflow(8.0)
@@ -332,17 +333,17 @@ class Scaling:
         self.settings = settings
         self.values = torch.zeros(len(_NUMBERS), dtype=widest_dtype(device), device=device)
         self.scale, self._good, self._overflow, self.skipped = self.values.unbind()
-        """Factor of the next loss; updates since it last changed; the least scale that has
-        overflowed and was not reported yet; micro-batches whose gradient overflowed here."""
+        """In this order: the factor of the next loss; updates since it last changed; the least
+        scale with an overflow not reported yet; micro-batches whose gradient overflowed here."""
         self.load_state_dict(None)
 
     def overflowed(self, found: Tensor, before: Tensor, scale: Tensor) -> Tensor:
-        """The flag of a micro-batch: OVERFLOW where the scale of its loss can be the cause.
+        """The flag of a micro-batch: OVERFLOW if the scale of its loss can be the cause.
 
         Args:
             found: Whether one of its gradients is not finite.
             before: Its flag from the stage after this one, which stays if it is set.
-            scale: That of its loss.
+            scale: The scale of its loss.
         """
         is_due_to_scale = (before == 0) & (found != 0) & (scale > LOWEST) & self.settings.dynamic
         self.skipped.add_(is_due_to_scale.reshape(()))
@@ -350,7 +351,7 @@ class Scaling:
         return torch.where(before != 0, before, torch.where(is_due_to_scale, OVERFLOW, found))
 
     def record_overflow(self, scale: float | Tensor | None) -> None:
-        """A gradient overflowed at this scale, here or at a stage before; infinite: none did."""
+        """Note that a gradient overflowed at this scale, here or at a stage before; inf: none."""
         if scale is not None:
             self._overflow.clamp_(max=torch.as_tensor(scale).to(self._overflow))
 
@@ -370,7 +371,7 @@ class Scaling:
         return self.scale.clone()
 
     def updated(self, found_inf: Tensor | None = None) -> None:
-        """The last stage has updated, unless the flag is set."""
+        """Note an update of the last stage, unless the flag is set."""
         self._good.add_(1 if found_inf is None else (found_inf == 0).reshape(()))
         grows = (self._good == self.settings.growth_interval) & self.settings.dynamic
         grown = self.scale * _GROWTH
@@ -383,7 +384,7 @@ class Scaling:
         return dict(zip(_NUMBERS, self.values.tolist(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a state; start anew without one, or if the scale is fixed."""
+        """Continue from a state; start again without one, or if the scale is fixed."""
         numbers = dict(zip(_NUMBERS, (self.settings.init_scale, 0, math.inf, 0), strict=True))
         if self.settings.dynamic:
             numbers |= {name: (state or numbers)[name] for name in _NUMBERS}

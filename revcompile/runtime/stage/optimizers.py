@@ -1,4 +1,4 @@
-"""Optimizers of stages: built by functions of the user's, whose results are checked."""
+"""Builds the optimizers of stages with the user's functions, and checks what these return."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD
 from revcompile.optim.combined import CombinedOptimizer, elementary
 
 FUSED: Final = (SGD, Adam, AdamW)
-"""Their kernels read a flag `found_inf`."""
+"""Optimizers whose fused kernels read a flag `found_inf`."""
 _OURS: Final = (DelayAwareSGD, DelayAwareAdamW, DelayAwareMuon)
 _CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop, Muon, *_OURS)
-"""Their steps do not wait for the device, but know no flag."""
+"""Optimizers whose capturable steps do not wait for the device, but read no flag."""
 
 OptimizerFactory = Callable[[Any], Optimizer | Sequence[Optimizer]]
 """Makes an optimizer, or several, from a list of parameters or of parameter groups."""
@@ -43,7 +43,7 @@ EXAMPLES: Final = {
     "param_groups": "lambda named: [{'params': [p for _, p in named], 'weight_decay': 0.0}]",
     "lr_schedule": "lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 1000)",
 }
-"""What to write for an argument that is a function."""
+"""Examples of arguments that are functions, for error messages."""
 _GROUPS_ADVICE: Final = (
     f"return a list of dicts that hold every parameter once, e.g. {EXAMPLES['param_groups']}"
 )
@@ -159,7 +159,7 @@ def build_schedule(where: str, optimizer: Optimizer, factory: ScheduleFactory) -
             f"torch.optim.lr_scheduler, got {kind_of(schedule)} from it; write e.g. "
             f"lr_schedule={EXAMPLES['lr_schedule']}"
         )
-    # By parameter groups: it may be the schedule of one of several optimizers of the stage.
+    # Parameter groups are compared: it may be the schedule of one of the stage's optimizers.
     own = {id(group) for group in optimizer.param_groups}
     scheduled = getattr(getattr(schedule, "optimizer", None), "param_groups", ())
     if not all(id(group) in own for group in scheduled):
@@ -172,7 +172,7 @@ def build_schedule(where: str, optimizer: Optimizer, factory: ScheduleFactory) -
 
 @contextmanager
 def _explaining(where: str, argument: str, who: str, hint: str) -> Iterator[None]:
-    """Around a function of the user's."""
+    """Around a call of a user's function: turn its errors into an `InputError`."""
     try:
         yield
     except Exception as error:

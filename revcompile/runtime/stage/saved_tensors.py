@@ -1,8 +1,9 @@
 """What autograd saves in a forward pass, stored apart from its graph.
 
 A CUDA graph repeats its kernels on fixed addresses, but a stage that keeps autograd graphs has
-several in flight. What can be captured records the same graph each time, with other saved tensors.
-So these go to the slot of their micro-batch, and the graph of a captured forward pass serves all.
+several of them in flight. Forward passes that can be captured all record the same autograd graph,
+with other saved tensors. So each micro-batch's saved tensors go to its slot, and the autograd graph
+of one captured forward pass serves all micro-batches.
 
     forward of m      records a graph; its saved tensors --> slot of m
     backward of m-3   runs that graph; its saved tensors <-- slot of m-3
@@ -27,16 +28,16 @@ from revcompile.runtime.reversible.overlap import on_side_streams
 
 
 class Saved(NamedTuple):
-    """Stands for a saved tensor in a graph."""
+    """What a graph holds in place of a saved tensor."""
 
     number: int
-    """Of what is stored, or of the parameter."""
+    """The index of the stored tensor, or of the parameter."""
     is_parameter: bool = False
     view: tuple[torch.dtype, Sequence[int], Sequence[int], int] | None = None
-    """Which part of it: dtype, shape, strides and the offset in elements; None: all."""
+    """Which part was saved: dtype, shape, strides and the offset in elements; None: all."""
 
     def of(self, whole: Tensor) -> Tensor:
-        """The tensor."""
+        """The saved tensor, from the stored tensor or the parameter."""
         if self.view is None:
             return whole
         dtype, shape, strides, offset = self.view
@@ -45,11 +46,11 @@ class Saved(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """What a forward pass has kept, with its graph."""
+    """The values that a forward pass has kept, with their autograd graph."""
 
     kept: tuple[Any, ...]
     leaves: Mapping[str, Tensor] | None
-    """What the graph has for parameters; None: these."""
+    """The graph's leaves in place of parameters; None: the parameters themselves."""
 
 
 class Recorded:
@@ -57,39 +58,39 @@ class Recorded:
 
     Args:
         inputs: The values that the pass is given.
-        parameters: Those that are not stored.
+        parameters: The parameters of the stage, which are not stored.
         is_captured: Whether the pass is captured.
     """
 
     def __init__(self, inputs: Any, parameters: Mapping[str, Tensor], is_captured: bool) -> None:
-        # Autograd's node of a parameter stays on the stream it was made on and lives as long as a
-        # graph that holds it. A capture must not find those of graphs in flight, and if it fails,
-        # these are needed.
+        # A parameter's autograd node is bound to the stream it was made on, and lives as long as a
+        # graph that holds it. A capture must not meet the nodes of graphs in flight, which are
+        # needed if it fails: it computes with other leaves.
         self.leaves: dict[str, Tensor] | None = None
-        """Tensors for the pass to compute with in place of parameters."""
+        """In a capture: tensors that the pass computes with in place of parameters."""
         if is_captured:
             leaves = {n: p.detach().requires_grad_(p.requires_grad) for n, p in parameters.items()}
             self.leaves = leaves
         self._tensors: list[Tensor] = []
-        """What is to be stored: whole storages, as autograd would keep them."""
+        """What is to be stored: whole storages, as autograd would keep them; inputs as they are."""
         self._saved: list[Saved] = []
         self._is_complete = True
-        """Whether nothing was saved that cannot be stored."""
+        """Whether everything that was saved can be stored."""
         self._states = 0
-        """How many integers stay with the graph: states of generators, see `is_repeatable`."""
+        """How many integers stay in the graph: generator states, see `is_repeatable`."""
         self._numbers: dict[Any, int] = {}
         self._parameters: dict[int, list[tuple[int, Tensor]]] = {}
-        """By the addresses of their storages."""
+        """Parameters with their numbers, by the address of their storage."""
         for number, parameter in enumerate(parameters.values()):
             address = parameter.untyped_storage().data_ptr()
             self._parameters.setdefault(address, []).append((number, parameter))
-        # An input may lie in a message among others, whose storage is another one in each step.
+        # Inputs may share the storage of a message, which differs from step to step.
         tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
         self._devices = {x.device for x in (*tensors, *parameters.values())}
         self._inputs = {x.untyped_storage().data_ptr() for x in tensors}
 
     def pack(self, x: Tensor) -> Saved | Tensor:
-        """What a graph keeps instead of a tensor."""
+        """The saved-tensor hook: what a graph keeps instead of a tensor."""
         # Attention on a GPU saves the state of a generator, on the host unless it is captured.
         is_integer = not (x.is_floating_point() or x.is_complex())
         if x.ndim == 0 and is_integer and (x.is_cuda or x.device not in self._devices):
@@ -114,13 +115,13 @@ class Recorded:
         return Saved(number, view=(x.dtype, x.shape, x.stride(), offset))
 
     def is_repeatable(self, kept: Iterable[Any]) -> bool:
-        """Whether all that the graph has saved of its micro-batch went through hooks.
+        """Whether everything that the graph has saved of its micro-batch went through hooks.
 
-        Not so with attention that drops weights at random, which is repeated by the state of a
-        generator, and with functions in Python that store tensors as attributes.
+        False for attention with dropout, which saves a generator state instead of its mask, and
+        for Python autograd functions that store tensors as attributes.
 
         Args:
-            kept: Values, some of which belong to the graph.
+            kept: Values that the pass keeps; some belong to the graph.
         """
         states = self._states
         others = {id(p) for _, p in chain(*self._parameters.values())} if self.leaves else ()
@@ -128,8 +129,8 @@ class Recorded:
         seen = set(todo)
         while todo:
             node = todo.pop()
-            states -= 2 * ("Attention" in node.name())  # saves up to two; others are data
-            # A module that refers to a parameter elsewhere does not compute with the leaf.
+            states -= 2 * ("Attention" in node.name())  # saves up to two; other integers are data
+            # A module that reads a parameter from elsewhere has not computed with the leaf.
             if getattr(node, "_saved_dropout_p", 0.0) or id(getattr(node, "variable", 0)) in others:
                 return False
             attributes = getattr(node, "__dict__", {}).values()
@@ -141,16 +142,16 @@ class Recorded:
         return self._is_complete and states <= 0
 
     def stored(self) -> tuple[Any, ...]:
-        """What is to be stored, and how the graph reads it, which slots compare."""
+        """The tensors to store, and as text how the graph reads them: slots compare both."""
         return *self._tensors, str(self._saved)
 
     def clear(self) -> None:
-        """Let go of all tensors: autograd holds `pack` as long as the graph."""
+        """Release all tensors: autograd holds `pack`, and so this object, as long as the graph."""
         for each in (self._tensors, self._saved, self._numbers, self._parameters, self._inputs):
             each.clear()
 
     def _number(self, key: Any, tensor: Callable[[], Tensor]) -> int:
-        """That of what is stored; what was saved before is not stored again."""
+        """The index of a stored tensor; a tensor that was saved before is not stored again."""
         if key not in self._numbers:
             self._numbers[key] = len(self._tensors)
             self._tensors.append(tensor())
@@ -158,7 +159,7 @@ class Recorded:
 
 
 class SavedTensors:
-    """Those of one stage's graphs: recorded in forward, read in backward."""
+    """The saved tensors of one stage's graphs: recorded in forward, read in backward."""
 
     def __init__(self) -> None:
         self._tensors: Sequence[Tensor] = ()
@@ -176,7 +177,7 @@ class SavedTensors:
 
     @contextmanager
     def read(self, tensors: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Around a backward pass, with what the forward pass of its micro-batch has saved."""
+        """Around a backward pass, with the tensors that its forward pass saved."""
         self._tensors, self._parameters = tensors, list(parameters.values())
         try:
             with retaining(), on_side_streams():
@@ -191,5 +192,5 @@ class SavedTensors:
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """All of its storage."""
+    """A tensor's whole storage, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())

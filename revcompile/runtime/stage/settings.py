@@ -1,4 +1,4 @@
-"""What to train, and how."""
+"""The arguments of a trainer: the task, its settings and options."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from revcompile.schedule import mean_delay
 from revcompile.units import is_int
 
 Sample = Callable[[StageProgram, fx.Graph, Callable[[str, Tensor], None]], fx.Graph]
-"""A pass over one of a stage's programs, which then hands over the streams that it rebuilds."""
+"""Returns a copy of a stage's graph that passes the streams to be checked to a callback."""
 
 Fuse = Callable[[fx.Graph, fx.Graph, nn.Module, bool], Sequence[fx.Graph]]
-"""A pass over a stage's forward and backward program, which then compute the same faster.
+"""Returns faster versions of a stage's forward and backward graph.
 
-It is given the modules they run on, and whether kept values are stored as layers read them."""
+The other arguments: the root module, and whether kept values have the dtype that layers read."""
 
 
 class Backend(enum.Enum):
     """How the steps of a full pipeline are run. All give the same training."""
 
     AUTO = "auto"
-    """The fastest that is known to be safe on the model's device."""
+    """`CUDAGRAPHS` if the model is on a CUDA device, else `EAGER`."""
     EAGER = "eager"
     """Action by action."""
     CUDAGRAPHS = "cudagraphs"
     """A whole step as one CUDA graph."""
     INDUCTOR = "inductor"
-    """The same, with what surrounds convolutions and matrix products compiled, which takes a
-    minute at the start."""
+    """As `CUDAGRAPHS`, with the operations around convolutions and matrix products compiled, which
+    takes a minute at the start."""
     STATIC = "static"
-    """Over the same static buffers as CUDA graphs, but each step is called: for tests and for
+    """With the same static buffers as CUDA graphs, but every step runs in Python: for tests and
     debugging, on any device."""
 
 
@@ -62,10 +62,10 @@ class TrainerOptions:
 
     in_flight_per_stage: float | None = None
     """For methods that never drain: stage j of J has `1 + in_flight_per_stage * (J-1-j)`
-    micro-batches in flight. 1: the least delay; 2: as in the PETRA paper, twice the delay. More
-    hide the latency of links. Default: the method's."""
+    micro-batches in flight. 1: the least delay; 2: as in the PETRA paper, twice the delay. Larger
+    values hide the latency of links. Default: the method's."""
     synchronous_updates: int = 0
-    """First updates without delay: the pipeline drains before each, as with "1f1b"."""
+    """How many updates at the start have no delay: the pipeline drains before each ("1f1b")."""
     loss_scale: LossScale | float | Literal["dynamic"] | None = None
     """"dynamic" (as torch.amp.GradScaler, the default with float16), a fixed number, or a
     `LossScale`. Micro-batches whose gradients overflow are skipped."""
@@ -75,15 +75,15 @@ class TrainerOptions:
     """The dtype in which blocks that are not reversible keep their float32 inputs until backward:
     torch.bfloat16 or torch.float16 (half the memory). Default: unchanged."""
     gradient_message_dtype: torch.dtype | None = None
-    """torch.bfloat16: stages send float32 gradients to the stage before in this dtype. Values of
-    streams stay exact, because they are rebuilt from. Default: unchanged."""
+    """torch.bfloat16: stages send float32 gradients to the stage before in this dtype. Streams are
+    sent unchanged, because inputs are rebuilt from them. Default: unchanged."""
     measure_reconstruction_every: int | None = None
     """Measure the reconstruction error of every n-th micro-batch."""
     stage_to_rank: Sequence[int] | None = None
-    """The rank of each stage. Default: consecutive stages, balanced by work. With a multiple of
-    its ranks, the pipeline is replicated, and gradients are averaged at every update."""
+    """The rank of each stage. Default: consecutive stages, balanced by work. If the job has a
+    multiple of these ranks, the pipeline is replicated, and every update averages gradients."""
     timeout: float = 600.0
-    """Seconds without an answer after which a rank gives up."""
+    """A rank gives up after this many seconds without an answer."""
     loss_on_all_ranks: bool = False
     """Send the loss of each step to every rank; else only the rank of the last stage has it."""
 
@@ -140,27 +140,27 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """What a trainer is given."""
+    """What a trainer trains: the model, its stages, optimizer, loss and settings."""
 
     model: Reversible
     """Holds the parameters; ranks free the parts they do not use."""
     partition: Partition
     programs: Sequence[StageProgram]
-    """What each stage runs."""
+    """The program of each stage."""
     optimizer: OptimizerFactory
     """Builds the optimizer of a stage from its parameters."""
     loss: Loss | None
-    """Of the model's output and a target."""
+    """A function of the model's output and a target; None: the model returns its own loss."""
     settings: Settings
     sample: Sample | None = None
     fuse: Fuse | None = None
 
     def delay(self, stage: int) -> float:
-        """By how many updates the gradients of a stage are late, on average."""
+        """How many updates late the gradients of a stage are, on average."""
         method, stages = self.programs[stage].method, len(self.programs)
         return mean_delay(method, stages, stage, self.settings.accumulation_steps)
 
     def copied(self, stage: int) -> list[str]:
-        """Tied parameters of a stage that another one owns: it has copies of them."""
+        """Tied parameters that another stage owns; the given stage has copies of them."""
         ties = self.partition.ties.items()
         return [name for tie, names in ties if tie.holder == stage for name in names]

@@ -18,17 +18,17 @@ from revcompile.runtime.stage.tensors import SMALL, aligned
 Layout = tuple[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
 """For each tensor of a buffer: offset in bytes, dtype, shape and strides.
 
-None for one that is on the host although the buffer is not."""
+None: the tensor is on the host although the buffer is not."""
 
 LARGE: Final = 1 << 20
-"""Bytes from which on torch's allocator puts a tensor among other large ones."""
+"""Size in bytes above which torch's allocator uses its pool of large blocks."""
 
 
 class Flat:
-    """A pytree, flattened: whatever takes values to copy or compare takes this, too."""
+    """A flattened pytree. Functions that copy or compare pytrees accept it, too."""
 
     memory: Tensor
-    """If all its tensors lie in one buffer of bytes: that one, and where they lie in it."""
+    """The buffer of bytes that holds all tensors, if there is one; `layout` says where they lie."""
     layout: Layout = ()
 
     def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
@@ -55,7 +55,7 @@ class Flat:
         return pytree.tree_unflatten(leaves, self._spec)
 
     def with_leaves(self, leaves: list[Any]) -> Flat:
-        """A tree of the same structure."""
+        """A tree of the same structure with other leaves."""
         return Flat(leaves, self._spec)
 
     def matches(self, tree: Any) -> bool:
@@ -65,7 +65,7 @@ class Flat:
         return is_same and all(map(_is_alike, self.leaves, other.leaves))
 
     def copy_(self, tree: Any) -> None:
-        """Copy values of the same form to its tensors."""
+        """Copy values of the same structure to its tensors."""
         pairs = zip(self.leaves, Flat.of(tree).leaves, strict=True)
         copy_tensors([(own, leaf) for own, leaf in pairs if isinstance(own, Tensor)])
 
@@ -103,18 +103,18 @@ def empty_on(device: torch.device, tree: Any) -> Any:
 
 
 def free_cached(device: torch.device) -> None:
-    """Before something is allocated that lasts: free what torch's allocator has cached.
+    """Empty the cache of torch's allocator, before long-lived tensors are allocated.
 
-    A tensor that gets a part of a large cached block keeps all of that block from being freed.
+    A tensor in a part of a large cached block would keep the whole block from being freed.
     """
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        # After a capture that has failed the allocator does not wait for what is in use.
+        # After a failed capture the allocator itself does not wait for memory that is in use.
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
 def move(tensors: Iterable[Tensor]) -> None:
-    """Have large tensors on a GPU lie in memory that is allocated now."""
+    """Move large GPU tensors to newly allocated memory."""
     for tensor in tensors:
         is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         if tensor.is_cuda and is_whole and tensor.nbytes >= LARGE:
@@ -125,9 +125,9 @@ def move(tensors: Iterable[Tensor]) -> None:
 
 
 def _allocate(like: Sequence[Tensor]) -> tuple[Tensor, Layout, Iterator[Tensor]]:
-    """One buffer of bytes, what lies where in it, and tensors like these.
+    """One buffer of bytes, its layout, and tensors in it like the given ones.
 
-    Tensors on several devices get memory of their own, and the buffer stays empty.
+    If these are on several devices, each tensor gets its own memory, and the buffer is empty.
     """
     devices = list(dict.fromkeys(tensor.device for tensor in like))
     if len(devices) != 1:
@@ -139,7 +139,7 @@ def _allocate(like: Sequence[Tensor]) -> tuple[Tensor, Layout, Iterator[Tensor]]
         (offset, shape.dtype, tuple(shape.shape), shape.stride())
         for offset, shape in zip(offsets, shapes, strict=True)
     ]
-    # .data: a version counter of its own for each
+    # .data gives each view its own version counter.
     views = [
         memory[o : o + shape.nbytes].view(shape.dtype).as_strided(shape.shape, shape.stride()).data
         for o, shape in zip(offsets, shapes, strict=True)
@@ -175,9 +175,9 @@ def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def when_copied(sources: Iterable[Any], device: torch.device) -> torch.cuda.Event | None:
-    """When the device will have read these, which were copied to it; None if it has.
+    """An event that follows copies of these to the device; None if no copy can be pending.
 
-    The host's memory, pinned or not, may be read after the call that copies it.
+    A copy may still read host memory, pinned or not, after the call has returned.
     """
     is_late = device.type == "cuda" and any(isinstance(s, Tensor) and s.is_cpu for s in sources)
     return torch.cuda.current_stream(device).record_event() if is_late else None
@@ -187,15 +187,15 @@ def when_copied(sources: Iterable[Any], device: torch.device) -> torch.cuda.Even
 
 
 class Ring:
-    """Slots for nested values of one form: for what a stage keeps of each micro-batch in flight.
+    """Slots for nested values of one structure: what a stage keeps of each micro-batch in flight.
 
         slots       | m-3 | m-2 | m-1 |  m  |       m enters with the step, which differentiates m-3
                        |                 ^
                        v take            | put
                    backward           forward
 
-    The number of a slot is that of the micro-batch, modulo how many there are. The addresses in a
-    captured step are fixed: there the numbers are on the device (`ends`), and kernels read them.
+    Micro-batch m has slot `m % count`. A captured step has fixed addresses, so there the numbers of
+    its slots are on the device (`ends`), where kernels read them.
 
     >>> ring = Ring({"x": torch.zeros(2), "size": 2}, 3)
     >>> _ = ring.put(1, {"x": torch.ones(2), "size": 2})
@@ -204,14 +204,14 @@ class Ring:
     {'x': tensor([1., 1.]), 'size': 2}
 
     Args:
-        like: Values of the form.
+        like: Values of this structure.
         count: How many slots there are.
     """
 
     def __init__(self, like: Any, count: int) -> None:
         self.count = count
         self.ends: tuple[Tensor, Tensor] | None = None
-        """In a captured step: the slots that it writes to and reads from."""
+        """In a captured step: the numbers of the slots that it writes to and reads from."""
         form = Flat.of(like)
         for device in {x.device: None for x in form.leaves if isinstance(x, Tensor)}:
             free_cached(device)
@@ -224,15 +224,15 @@ class Ring:
         self._values = [slot.value for slot in self._slots]
 
     def slot(self, number: int) -> Flat:
-        """The buffers of a slot; numbers go on beyond the last slot with the first."""
+        """The buffers of a slot; numbers wrap around."""
         return self._slots[number % self.count]
 
     def value(self, number: int) -> Any:
-        """What lies in a slot."""
+        """The values in a slot, not copied."""
         return self._values[number % self.count]
 
     def put(self, number: int, tree: Any) -> bool:
-        """Copy values to a slot; False if they have another form."""
+        """Copy values to a slot; False if structure, shapes or dtypes differ."""
         if not self.slot(number).matches(tree):
             return False
         if self.ends is not None:
@@ -255,7 +255,7 @@ class Ring:
 
 
 class _Rows:
-    """Tensors of one form, each a row of a matrix: indexed in large words, which is faster."""
+    """Tensors of one shape, as rows of a matrix of large words, which are faster to index."""
 
     def __init__(self, like: Tensor, count: int) -> None:
         form = torch.empty_like(like.detach(), device="meta")
@@ -276,7 +276,7 @@ class _Rows:
         return self._shaped(self._rows.index_select(0, row))
 
     def view(self, row: int) -> Tensor:
-        # .data: a version counter of its own for each
+        # .data gives each view its own version counter.
         return self._shaped(self._rows[row : row + 1]).data
 
     def _shaped(self, row: Tensor) -> Tensor:

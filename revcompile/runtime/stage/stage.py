@@ -46,13 +46,13 @@ from revcompile.schedule import Order
 
 
 class Backward(NamedTuple):
-    """What a backward pass has computed."""
+    """The results of a backward pass."""
 
     values: dict[str, Any]
     """The stage's inputs, rebuilt."""
     input_gradients: dict[str, Tensor | None]
     gradients: dict[str, Tensor | None]
-    """Of the parameters."""
+    """Gradients of the parameters."""
     held: InFlight
     sampled: dict[str, Tensor]
 
@@ -65,18 +65,18 @@ class Stage:
     """Runs a `StageProgram` on the modules of `root`.
 
     Results depend on the order of calls, on `seed` and on the micro-batches' numbers, never on
-    time or on the global random state, which is left unchanged. Hooks of layers run in forward;
-    where backward runs a layer again, only those that took part in the computation.
+    time or on the global random state, which is left unchanged. Hooks of layers run in forward. If
+    backward runs a layer again, only those hooks run that took part in the computation.
     """
 
     runs_fused = False
-    """Whether it runs the programs that `fuse` has made, and not the generated ones."""
+    """Whether it runs the programs that `fuse` has made instead of the generated ones."""
     _ring_size = 0
-    """How many micro-batches have a slot for their activations; 0: these lie anywhere."""
+    """How many micro-batches have a slot for their activations; 0: there are no slots."""
     ring: Ring | None = None
     """The slots, from the first forward pass on."""
     sums: dict[str, Tensor] | None = None
-    """Where gradients are summed, if updates have several micro-batches; None: anywhere."""
+    """Static buffers for sums of gradients over several micro-batches; None: not static."""
 
     def __init__(self, task: Task, index: int, device: torch.device, seed: int) -> None:
         self.program, self.root = program, root = task.programs[index], task.model
@@ -86,10 +86,10 @@ class Stage:
         self.activations = ActivationStore(program, options.kept_input_dtype)
         self._gradient_message_dtype = options.gradient_message_dtype
         self.watched = read_by([program.forward], root)
-        """What it reads of the model."""
+        """The parts of the model that it reads."""
         self.parameters: dict[str, Tensor] = {n: ops.attribute(root, n) for n in program.parameters}
         self._entries = parameter_entries(root, self.parameters)
-        """Where its modules read them."""
+        """The module entries that hold its parameters."""
         for name, parameter in list(self.parameters.items()):
             if has_hooks(parameter):
                 raise InputError(f"trainer, stage {index}: {hooked(name)}")
@@ -97,7 +97,7 @@ class Stage:
                 copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                 self.parameters[name] = copy
         self._own_weights = dict(self.parameters) if copied else None
-        """What its modules compute with, if not with the parameters they have."""
+        """The parameters, if some are its own copies of tied ones; None: those of its modules."""
         self.weights = PassWeights(program, self.parameters, task.delay(index))
         names = castable_parameters(program, root, self.parameters) if self.autocast else []
         self.cast_weights = CastWeights(self.parameters, names, self.autocast)
@@ -107,7 +107,7 @@ class Stage:
         """Whether a backward pass has shown that it depends on inputs and parameters alone."""
         others = [(m, name) for m, name in reads.buffers if not isinstance(m, _BatchNorm)]
         self.stateful = StatefulBuffers(others)
-        """Those that its layers change in every call."""
+        """The buffers, other than batch norms' statistics, that its layers change."""
         # A functional batch norm updates all statistics of its layer, read by the program or not.
         norms = [module for module in reads.owners if isinstance(module, _BatchNorm)]
         self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
@@ -121,22 +121,22 @@ class Stage:
             graphs = [task.sample(program, graph, self._samples.take) for graph in graphs]
         self._generated = self._fused = self._compiled(graphs)
         self._saved = SavedTensors() if program.graphs_outlive_updates else None
-        """Takes the place of graphs in flight where these are stored in slots."""
+        """Stores the saved tensors of graphs in flight in slots."""
         self._latest: InFlight | None = None
-        """Of the last forward pass, if there are slots. In captured steps its graph serves all."""
+        """The last forward pass, if there are slots. In captured steps its graph serves all."""
         self._has_recorded = False
         self.saves_elsewhere = False
         """Whether a graph has saved something that no slot can hold."""
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
-        """Sums over micro-batches, of the parameters that have a gradient."""
+        """Sums over micro-batches, for the parameters that have a gradient."""
         self.reconstruction: float | None = None
-        """Relative error of the input rebuilt last where `measure` was set."""
+        """Relative error of the last rebuilt input for which `measure` was set."""
 
     def fuse(self, fuse: Fuse) -> None:
-        """Have a pass make the programs that run while `runs_fused` is set.
+        """Let a pass make the programs that run while `runs_fused` is set.
 
-        Not of a stage that keeps graphs: one graph serves all that are in flight.
+        A stage that keeps graphs in flight is not fused: one graph serves all its micro-batches.
         """
         if self.program.keeps_graphs_in_flight:
             return
@@ -155,12 +155,12 @@ class Stage:
         return self._fused if self.runs_fused else self._generated
 
     def use_slots(self, slots: int, updates: int | None, accumulates: bool) -> None:
-        """Store what outlives a pass in memory that stays where it is, as captured steps need it.
+        """Store values that outlive a pass in static buffers, as captured steps need.
 
         Args:
-            slots: Micro-batches in flight; 0: anywhere.
-            updates: Updates of which weights are stashed, if they are; None: anywhere.
-            accumulates: Whether gradients are summed there.
+            slots: Slots for micro-batches in flight; 0: none.
+            updates: Versions of stashed weights in static buffers; None: not static.
+            accumulates: Whether gradients are summed in static buffers.
         """
         self._ring_size, self.ring = slots, None
         self.sums = {} if accumulates else None
@@ -172,13 +172,13 @@ class Stage:
     def forward(
         self, microbatch: int, inputs: Mapping[str, Any], *, measure: bool = False
     ) -> dict[str, Any]:
-        """Run a micro-batch; what its backward pass needs is stored here until then."""
+        """Run a micro-batch, and store what its backward pass needs."""
         program = self.program
         weights = self.weights.forward()
         values = [inputs[port.name] for port in program.inputs]
         latest = self._saved_by_reference()
         recorded: AbstractContextManager[Recorded | None] = nullcontext()
-        # The first graph keeps what it saves: autograd finds out if that is written to.
+        # The first graph keeps its saved tensors: autograd then detects writes to them.
         if self._saved is not None and self._ring_size and self._has_recorded:
             recorded = self._saved.recorded(values, latest, is_capturing(self.device))
         self._has_recorded = True
@@ -230,7 +230,7 @@ class Stage:
 
         Args:
             entered: The micro-batch of its forward pass.
-            left: That of its backward pass.
+            left: The micro-batch of its backward pass.
             tied: How many updates of tied weights were received.
             has_updated: Whether its gradients were applied.
         """
@@ -239,7 +239,7 @@ class Stage:
         if self.ring is not None:
             held = self._latest
             assert held is not None
-            if held.ring is not None:  # else the step was called
+            if held.ring is not None:  # else the step was not replayed, but run in Python
                 held = InFlight(self.ring.value(entered), held.graph, ring=self.ring)
             held.used = self.weights.used(self.weights.forward())
             self.in_flight[entered] = held
@@ -250,14 +250,14 @@ class Stage:
 
     @property
     def is_in_slots(self) -> bool:
-        """Whether all that is in flight lies in slots, where a captured step finds it."""
+        """Whether all micro-batches in flight are in slots, where a captured step finds them."""
         return all(
             held.ring is not None and held.ring is self.ring and not (held.buffers or held.original)
             for held in self.in_flight.values()
         )
 
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run in the modules' present mode; nothing is stored or changed."""
+        """Run in the modules' current mode; nothing is stored or changed."""
         values = [inputs[port.name] for port in self.program.inputs]
         with self._program_context(None):
             outputs, _ = self._functions[0](self.root, self.seed, *values)
@@ -270,24 +270,24 @@ class Stage:
 
     @property
     def moves_statistics_early(self) -> bool:
-        """Whether these move in forward, or in a backward pass that follows it at once."""
+        """Whether running statistics change in forward, or in a backward pass right after it."""
         program = self.program
         return program.is_last or program.keeps_graphs or program.method.order is Order.LOCKED
 
     def snapshot(self) -> list[BufferSnapshot]:
-        """Copies of the other buffers that a forward pass can change."""
+        """Copies of the buffers other than statistics that a forward pass can change."""
         return self.stateful.snapshot()
 
     # -- backward -----------------------------------------------------------------------------
 
     def finish(self, passed: Backward, is_exact: bool) -> None:
-        """After a backward pass that is finite: check, or measure, what it has rebuilt.
+        """After a backward pass with finite gradients: check, or measure, the rebuilt values.
 
         Args:
-            is_exact: Whether the values were those of the forward pass, but for rounding.
+            is_exact: Whether they should equal those of the forward pass, up to rounding.
 
         Raises:
-            InversionError: Values that should be those of the forward pass are not.
+            InversionError: They should, but do not.
         """
         if is_exact and passed.held.samples is not None:
             self._samples.finish(passed.held.samples, passed.sampled)
@@ -302,7 +302,7 @@ class Stage:
             self.reconstruction = max(errors, default=0.0)
 
     def age(self, microbatch: int) -> int:
-        """How many updates old the weights are that its backward pass computes with."""
+        """How many updates old the stashed weights of its backward pass are; 0: the latest."""
         held = self.in_flight.get(microbatch)
         if held is None or self.weights.stash is None:
             return 0
@@ -324,15 +324,15 @@ class Stage:
 
         Args:
             values: The outputs, as far as the program needs them.
-            gradients: Those of the outputs.
+            gradients: Gradients of the outputs.
             is_exact: See `finish`.
         """
         program, held = self.program, self.in_flight.pop(microbatch)
         stored = held.kept
         if held.ring is not None:
-            stored = held.ring.take(microbatch)  # what backward returns outlives the slot
+            stored = held.ring.take(microbatch)  # a copy: backward's results outlive the slot
         else:
-            held.kept = ()  # frees what is stored
+            held.kept = ()  # `stored` is the only reference now
         is_fused = self._functions is not self._generated
         latest = self._saved_by_reference()
         parameters, weights = tuple(latest.values()), self.weights.backward(held.used)
@@ -405,7 +405,7 @@ class Stage:
 
     @contextmanager
     def _naming_microbatch(self, microbatch: int) -> Iterator[None]:
-        """Say in autograd's own error about in-place writes which micro-batch it was."""
+        """Name the micro-batch if autograd raises its error about in-place writes."""
         try:
             yield
         except RuntimeError as error:
@@ -420,8 +420,8 @@ class Stage:
     def _saved_by_reference(self) -> Mapping[str, Tensor]:
         """Parameters that graphs in flight have saved by reference, and that updates change.
 
-        Backward uses their latest values (PETRA, Eq. 5): activations are the forward pass's,
-        parameters are not. What the forward pass computed from parameters is an activation.
+        Backward uses their latest values (PETRA, Eq. 5), but the activations of the forward pass.
+        Values that the forward pass computed from parameters count as activations.
         """
         if not self.program.graphs_outlive_updates:
             return {}
@@ -430,7 +430,7 @@ class Stage:
     # -- checkpoints --------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop all micro-batches and gathered gradients."""
+        """Drop all micro-batches and accumulated gradients."""
         self.in_flight.clear()
         self.gradients = {}
 
@@ -443,7 +443,7 @@ class Stage:
         self.weights.loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
-        """Gathered gradients, and the micro-batches in flight with the weights they stashed."""
+        """Accumulated gradients, and the micro-batches in flight with their stashed weights."""
         weights, of_flights = self.weights.state(self._used(), copy)
         names = {id(module): name for name, module in self.root.named_modules()}
         for state, held in zip(of_flights, self.in_flight.values(), strict=True):
@@ -498,7 +498,7 @@ class Stage:
 
 
 def _repeated_in(program: StageProgram, root: nn.Module) -> Repeated:
-    """Layers of averaged couplings, which have to give the same bits twice."""
+    """Which layers of averaged couplings must give bit-identical results when run again."""
     pieces = (piece for unit in program.units for piece in unit.pieces)
     averaged = [p for p in pieces if isinstance(p, Coupling) and p.averaged]
     found = [repeated_layers(coupling.branch, root) for coupling in averaged]

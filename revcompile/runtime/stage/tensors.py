@@ -1,4 +1,4 @@
-"""Tensors: finite elements, overlaps in memory, flags; copies of nested values."""
+"""Helpers for tensors: non-finite elements, overlapping memory, flags, copies of nested values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TreeCopy = Callable[[Any], Any]
 
 
 SMALL: Final = 1 << 16
-"""Elements up to which tensors are copied together, by one kernel."""
+"""Tensors of at most this many elements are copied together, by one kernel."""
 _ALIGNMENT: Final = 512
 
 
 def aligned(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where tensors of so many bytes begin in one buffer, and the buffer's size.
+    """The offsets of tensors of these sizes (in bytes) in one buffer, and the buffer's size.
 
-    Each begins where a GPU's allocator would have put it: kernels are chosen by alignment.
+    Tensors are aligned as by a GPU's allocator, because kernels are chosen by alignment.
 
     >>> aligned([4, 600, 8])
     ([0, 512, 1536], 2048)
@@ -38,10 +38,10 @@ def aligned(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def all_finite(tensors: list[Tensor]) -> list[bool]:
-    """For each tensor whether all its elements are finite; waits for the device once.
+    """For each tensor, whether all its elements are finite; waits for the device once.
 
-    A finite norm proves it in one fast pass; on a CPU that is the sum of squares, which may
-    overflow, so then the elements are tested.
+    A finite norm proves it in one fast pass. On a CPU this is the 2-norm, which may overflow: if
+    it is not finite, the elements are tested.
     """
     tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     is_cuda = tensors[0].is_cuda
@@ -57,7 +57,7 @@ def all_finite(tensors: list[Tensor]) -> list[bool]:
 
 
 def not_finite(values: Mapping[str, Any]) -> list[str]:
-    """The names of those tensors that have an element that is not finite."""
+    """The names of tensors with non-finite elements."""
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.numel()}
     floats = {n: t for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
     finite = all_finite(list(floats.values())) if floats else ()
@@ -102,10 +102,10 @@ def add_gradients(
     others: Iterable[Tensor],
     places: dict[str, Tensor] | None = None,
 ) -> None:
-    """Add gradients to sums of them, in place. Each is freed once it is added: none are left.
+    """Add gradients to their sums, in place, and empty `gradients` to free each one early.
 
     Autograd may return one tensor twice (`p + q`), also among `others`, or one whose elements share
-    memory; the sums have memory of their own: that in `places`, which grows as needed, if given.
+    memory. Sums never share memory. If `places` is given they are in it; it grows as needed.
     """
     used = {storage(gradient) for gradient in others}
     given = {n: g for n, g in gradients.items() if g is not None and n in sums}
@@ -128,7 +128,7 @@ def add_gradients(
 
 
 def storage(tensor: Tensor) -> int:
-    """Identifies the memory that a tensor lies in."""
+    """An identifier of a tensor's storage."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
@@ -139,7 +139,7 @@ def clone_tree(tree: Any) -> Any:
 
 
 def detach_tree(tree: Any) -> Any:
-    """Nested values that share memory with the originals: to be read before training goes on."""
+    """Nested values that share memory with the originals: read them before training continues."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach(), tree)
 
 
@@ -195,7 +195,7 @@ def restore_if(flag: Tensor, tensors: Sequence[Tensor], snapshot: Sequence[Tenso
             small.setdefault((target.device, target.dtype), []).append((target, old))
         else:
             torch.where(flag, old, target, out=target)
-    for pairs in small.values():  # all of one type as one tensor: there may be hundreds
+    for pairs in small.values():  # concatenated by type: there may be hundreds
         now, before = (torch.cat([t.flatten() for t in part]) for part in zip(*pairs, strict=True))
         copy_parts([target for target, _ in pairs], torch.where(flag, before, now))
 
@@ -210,10 +210,10 @@ def copy_parts(targets: Sequence[Tensor], flat: Tensor) -> None:
 def non_finite_error(
     stage: int, microbatch: int, gradients: Mapping[str, Tensor | None], scale: Tensor | None
 ) -> NonFiniteError:
-    """Which gradient of a stage's parameters is not finite.
+    """The error that names a stage's non-finite gradients.
 
     Args:
-        scale: That of the loss, if there is one.
+        scale: The loss scale, if the loss is scaled.
     """
     bad = not_finite(gradients)
     more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""

@@ -1,9 +1,9 @@
 """A stage's optimizer: its updates, action by action or in captured steps, and its state by name.
 
 In captured steps fused kernels read the flag `found_inf` and do nothing if it is set. Other
-optimizers take their capturable step in any case; if the flag is set, all that it has written is
-restored from copies. Some optimizers read the learning rate on the host, but their updates are
-proportional to it: they take a step with rate 1, which is then scaled by the rate on the device.
+optimizers take their capturable step in any case; if the flag is set, everything that the step has
+written is restored from copies. Some optimizers read the learning rate on the host. Their updates
+are proportional to it, so they take a step with rate 1, which the rate on the device then scales.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from revcompile.runtime.stage.slots import StaticBuffers
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, restore_if
 
 COUNTERS: Final = ("step", "mu_product")
-"""Entries of an optimizer's state that are on the CPU whatever the parameter's device."""
+"""Counters in an optimizer's state: on the CPU, unless `counts_on_device`."""
 _BY_GROUP: Final = ("max_lrs", "base_momentums", "max_momentums")
 """Attributes of schedules with a value for each parameter group."""
 _OF_SCHEDULES: Final = frozenset(
@@ -41,7 +41,7 @@ _OF_SCHEDULES: Final = frozenset(
 )
 """Keys that schedules and parameter names add to parameter groups."""
 _PROPORTIONAL: Final = (SGD, Muon)
-"""They read the learning rate on the host (SGD unless it is fused); updates are proportional."""
+"""They read the learning rate on the host (SGD unless fused); updates are proportional to it."""
 
 
 class Updater:
@@ -66,7 +66,7 @@ class Updater:
         }
         self._names = {id(p): name for name, p in self.parameters.items()}
         self.optimizer: Any = SGD([{"params": []}], lr=0.0)
-        """A stage without parameters has one that does nothing."""
+        """For a stage without parameters: an optimizer that does nothing."""
         if self.parameters:
             self.optimizer = build_optimizer(where, self.parameters, factory, groups)
         self.set_delay(delay)
@@ -75,8 +75,8 @@ class Updater:
         """Whether the optimizer has taken a step."""
         self.found_inf: Tensor | None = None
         """In a captured step: a flag; if it is set, the update changes nothing."""
+        # Not if wrapped: after a fused kernel that does nothing, the wrapper still does its part.
         self._is_fused = all(type(member) in FUSED for member in members(self.optimizer))
-        # An optimizer that does nothing is still followed by what a wrapper around it does.
         first = next(iter(self.parameters.values()), torch.empty(0))
         # Fused kernels take single precision. The other optimizers compute with Python floats on
         # the CPU, so they get double precision here: 1 - beta ** step would lose half its digits.
@@ -88,25 +88,25 @@ class Updater:
         self._rates_on_host: list[float | None] = [None for _ in rates]
         shape = len(self.parameters), len(COUNTERS)
         self._counts = torch.zeros(shape, dtype=dtype, device=first.device)
-        """The counters of each parameter (of its updates, say) from the second update on."""
+        """Each parameter's `COUNTERS`, from the second update on."""
         if lr_schedule is not None and self.parameters:
             self.lr_schedule = build_schedule(where, self.optimizer, lr_schedule)
 
     def set_delay(self, delay: float) -> None:
-        """Tell optimizers that want to know by how many updates gradients are late.
+        """Tell optimizers that compensate for delay how many updates late gradients are.
 
-        Predicted weights compensate for the delay: an optimizer must not do so once more.
+        Predicted weights compensate for the delay already: optimizers must not do so again.
         """
         name = "predicted_delay" if self.is_predicted else "delay"
         for member in members(self.optimizer):
-            if hasattr(member, name):  # as ours have
+            if hasattr(member, name):  # those of `revcompile.optim`
                 setattr(member, name, delay)
 
     def apply(self, gradients: Mapping[str, Tensor], factor: Tensor | None = None) -> None:
         """One update with the gradients times `factor`, unless `found_inf` is set.
 
-        On a device its step is that of captured steps, also where it is not captured: but for the
-        first one, which allocates the optimizer's state.
+        After `use_device` it takes the step of captured steps, captured or not. Only the first
+        update takes the optimizer's own step, which allocates its state.
         """
         own = [gradients[name] for name in self.parameters if name in gradients]
         if not own:
@@ -137,9 +137,9 @@ class Updater:
             parameter.grad = None
 
     def advance(self) -> None:
-        """After an update: the learning rate schedule goes on, whether it was left out or not.
+        """Step the learning rate schedule after an update, even if the update was skipped.
 
-        As with `torch.amp.GradScaler`; and so the schedules of all stages stay together.
+        As with `torch.amp.GradScaler`; this also keeps the schedules of all stages together.
         """
         if self.lr_schedule is None:
             return
@@ -157,16 +157,16 @@ class Updater:
     # -- captured steps -------------------------------------------------------------------------
 
     def use_device(self) -> None:
-        """Update on a GPU as captured steps do: rates and counts are read there.
+        """Update on a GPU as captured steps do, with learning rates and counters on the device.
 
-        The optimizer's own step would compute these in another precision, so that a training would
-        depend on which of its updates were captured: after a restart the first are not.
+        The optimizer's own step computes with these in another precision. Results would then
+        depend on which updates are captured, and after a restart the first ones are not.
         """
         self._is_on_device = self._counts.is_cuda
 
     @property
     def has_started(self) -> bool:
-        """Whether there has been an update: the first one allocates the optimizer's state."""
+        """Whether the optimizer's state is allocated, as by the first update, or not needed."""
         if self.optimizer.state:
             return True
         if any(getattr(member, "delay", 0.0) for member in members(self.optimizer)):
@@ -185,7 +185,7 @@ class Updater:
 
     @property
     def state_tensors(self) -> list[Tensor]:
-        """What the optimizer keeps of each parameter."""
+        """The tensors of the optimizer's state."""
         states = self.optimizer.state.values()
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
@@ -198,7 +198,7 @@ class Updater:
                 self._rates_on_host[index] = rate
 
     def _written(self, names: Iterable[str]) -> list[Tensor]:
-        """What an update with gradients of these parameters writes to."""
+        """The tensors that an update with gradients of these parameters writes to."""
         parameters = [self.parameters[name] for name in names if name in self.parameters]
         written: list[Tensor] = [self._counts, *parameters]
         for parameter in parameters:
@@ -208,7 +208,7 @@ class Updater:
 
     @contextmanager
     def _capturable(self) -> Iterator[None]:
-        """The optimizer's settings as its capturable step takes them."""
+        """Inside, the optimizer has the settings of its capturable step."""
         before = [dict(group) for group in self.optimizer.param_groups]
         forced = {"fused": self._is_fused, "foreach": not self._is_fused, "capturable": True}
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -232,7 +232,7 @@ class Updater:
                 group.update(settings)
 
     def count_on_device(self) -> None:
-        """Have the optimizer count its updates in a static buffer, also where it was loaded."""
+        """Move the optimizer's counters to a static buffer, also after its state was loaded."""
         if not self._is_on_device:
             return
         rows = {id(p): row for row, p in enumerate(self.parameters.values())}
@@ -247,7 +247,7 @@ class Updater:
                         state[key] = self._counts[rows[id(parameter)], column].copy_(own)
 
     def stay_on_host(self) -> None:
-        """Steps will not be captured: update as the optimizer does by itself from here on."""
+        """Take the optimizer's own steps from now on, because steps will not be captured."""
         self._is_on_device = False
         for state in self.optimizer.state.values():
             for key in COUNTERS:
@@ -274,7 +274,7 @@ class Updater:
     def load_state_dict(
         self, states: Mapping[str, Any], settings: Mapping[str, Any], schedule: Any
     ) -> None:
-        """Load states and group settings by parameter name, from stages cut in any way."""
+        """Load states and group settings by parameter name; saved stages may be cut otherwise."""
         self.optimizer.state.clear()
         names = self._names
         for group in self.optimizer.param_groups:
@@ -289,7 +289,7 @@ class Updater:
             self.lr_schedule.load_state_dict(_fitted(schedule, self.lr_schedule))
 
     def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """Why saved groups do not fit: they lack a setting, have another, or do not agree."""
+        """Why saved groups do not fit: settings are missing, unknown, or differ within a group."""
         for optimizer in elementary(self.optimizer):
             for group in optimizer.param_groups:
                 saved = self._all_saved(group, settings)
@@ -317,8 +317,8 @@ class Updater:
     ) -> dict[str, Any]:
         """The settings with which the group's parameters were saved.
 
-        If they were in several groups, by another cut into stages: those of the group whose initial
-        learning rate is that of this one.
+        With another cut into stages they may come from several groups. Then the settings are those
+        of the group that has this group's initial learning rate.
         """
         saved = self._all_saved(group, settings)
         same_lr = [entry for entry in saved if _initial_lr(entry) == _initial_lr(group)]
@@ -328,16 +328,16 @@ class Updater:
     def _all_saved(
         self, group: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> list[Mapping[str, Any]]:
-        """The settings of each of the group's parameters that was saved."""
+        """The saved settings of those of the group's parameters that were saved."""
         own = (self._names[id(p)] for p in group["params"])
         return [settings[n] for n in own if n in settings]
 
 
 class FixedSettings:
-    """What captured steps hold fixed of optimizers.
+    """The parts of optimizers that captured steps hold fixed.
 
-    All settings but learning rates, and the dictionaries of their state, which `load_state_dict`
-    replaces.
+    These are all settings except learning rates, and the dictionaries of their state, which
+    `load_state_dict` replaces.
     """
 
     def __init__(self, updaters: Iterable[Updater]) -> None:
@@ -358,7 +358,7 @@ class FixedSettings:
 
 
 def _scale_updates(optimizer: Optimizer) -> Iterator[RemovableHandle]:
-    """Have each step taken with a learning rate of 1, and its update scaled on the device."""
+    """Make each step use a learning rate of 1, and scale its update on the device."""
     before: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def begin(*_: Any) -> None:
@@ -378,7 +378,7 @@ def _scale_updates(optimizer: Optimizer) -> Iterator[RemovableHandle]:
 
 
 def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """A copy of an entry of an optimizer's state, where and as the optimizer wants it."""
+    """A copy of an entry of an optimizer's state, on the device and in the dtype it must have."""
     if not isinstance(value, Tensor):
         return clone_tree(value)
     if key not in COUNTERS:
@@ -388,7 +388,7 @@ def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -
 
 
 def _contradiction(saved: Sequence[Mapping[str, Any]]) -> tuple[str, Any, Any] | None:
-    """A setting that differs between those with which parameters of one group were saved.
+    """A setting that was saved with different values for the parameters of one group.
 
     Learning rates may differ: `_saved_settings` chooses by them.
 
@@ -426,7 +426,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fitted(state: Mapping[str, Any], schedule: Any) -> dict[str, Any]:
-    """A saved schedule's state for this one, which may have other parameter groups."""
+    """A saved schedule's state, adapted to this schedule's parameter groups."""
     groups = schedule.optimizer.param_groups
     own = {name: copy.copy(getattr(schedule, name, None)) for name in _BY_GROUP}
     own["base_lrs"] = list(map(_initial_lr, groups))

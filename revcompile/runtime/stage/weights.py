@@ -5,7 +5,7 @@
     predicted           forward with the parameters as they will be when its gradient arrives
     in low precision    made once per update, where autocast would cast them again in every call
 
-`parameter_entries` are where the modules read them.
+`parameter_entries` are the places where modules read their parameters.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Used(NamedTuple):
     """Which weights a forward pass has computed with."""
 
     copies: Mapping[str, Tensor] | None = None
-    """Copies, if its graph refers to them."""
+    """Copies that its graph refers to, if there are any."""
     updates: int | None = None
-    """How many updates there were when it ran with the latest weights; None: unknown."""
+    """How many updates came before it; None: unknown, or it did not use the latest weights."""
 
 
 class PassWeights:
@@ -45,15 +45,15 @@ class PassWeights:
         stashes, is_late = weights is Weights.STASHED, delay > 0
         self._has_copies = stashes and program.keeps_graphs_in_flight
         self._copies: Mapping[str, Tensor] | None = None
-        """Of the latest weights."""
+        """Copies of the latest weights."""
         self.stash = StashedWeights(parameters) if stashes and not self._has_copies else None
-        """Where backward passes compute with past weights that are not in their graphs."""
+        """Past weights for backward passes; None: not used, or graphs refer to copies of them."""
         predicts = weights is Weights.PREDICTED and is_late
         self.predicted = PredictedWeights(parameters, delay) if predicts else None
         self._updates = 0
 
     def forward(self) -> Mapping[str, Tensor] | None:
-        """What a forward pass computes with now."""
+        """The weights that a forward pass computes with now."""
         if self.predicted is not None:
             return self.predicted.current
         if self._has_copies and self._copies is None:
@@ -68,19 +68,20 @@ class PassWeights:
     def age(self, used: Used) -> int:
         """How many updates there were since a forward pass with the latest weights.
 
-        Where weights are stashed only those count before which a micro-batch in flight has run.
+        With stashed weights an update counts only if a micro-batch in flight has used the weights
+        that it replaced.
         """
         assert used.updates is not None
         return self._updates - used.updates
 
     def backward(self, used: Used) -> Mapping[str, Tensor] | None:
-        """What the backward pass computes with."""
+        """The weights that the backward pass computes with."""
         if self.stash is not None and (age := self.age(used)):
             return self.stash.past[age - 1]
         return used.copies
 
     def are_unchanged(self, used: Used) -> bool:
-        """Whether those of the backward pass are those of the forward pass."""
+        """Whether the backward pass computes with the weights of the forward pass."""
         is_stashed = used.copies is not None or self.stash is not None
         return is_stashed or used.updates == self._updates
 
@@ -94,20 +95,20 @@ class PassWeights:
         self.count_update(in_flight)
 
     def count_update(self, in_flight: Sequence[Used]) -> None:
-        """Note a change of the parameters. Where weights are stashed, one that was shifted."""
+        """Count a change of the parameters. Stashed weights were shifted before it."""
         is_counted = self.stash is None or any(self.age(used) == 0 for used in in_flight)
         self._updates += is_counted
         self._copies = None
 
     def noted(self) -> tuple[Any, ...]:
-        """What is known of its updates on the host, for `note`."""
+        """The host's record of updates, which `note` restores."""
         return self._updates, self._copies
 
     def note(self, noted: tuple[Any, ...]) -> None:
         self._updates, self._copies = noted
 
     def loaded(self) -> None:
-        """Parameters were written to, not by an update, with nothing in flight."""
+        """Take note that parameters were written to, not by an update, with nothing in flight."""
         self._copies = None
         if self.predicted is not None:
             self.predicted.load(None)
@@ -117,9 +118,9 @@ class PassWeights:
     def state(
         self, in_flight: Sequence[Used], copy: TreeCopy
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What `load` needs, and for each micro-batch in flight what `load_used` needs.
+        """The state for `load`, and for each micro-batch in flight the state for `load_used`.
 
-        None has a graph, which cannot be saved, nor copies to which that would refer.
+        No micro-batch in flight may have a graph, which cannot be saved, or copies for a graph.
         """
         ages = [0 if self.stash is None else self.age(used) for used in in_flight]
         count = max(ages, default=0)
@@ -131,7 +132,7 @@ class PassWeights:
         return state, [{"version": count - age if age else None} for age in ages]
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         if self.predicted is not None:
             self.predicted.load(state.get("predicted"))
         versions = [
@@ -167,14 +168,15 @@ class StashedWeights:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
         self.past: list[dict[str, Tensor]] = []
-        """Of one update ago, of two, and so on."""
+        """The weights of one update ago, of two, and so on."""
         self.count: int | None = None
-        """How many to have in static buffers; None: as many as are needed, anywhere."""
+        """How many versions to keep in static buffers; None: as many as needed, not static."""
 
     def shift(self, ages: Collection[int]) -> None:
-        """Before an update, while the weights of micro-batches in flight are so many updates old.
+        """Before an update: stash the current weights, if a micro-batch in flight has used them.
 
-        What none of them needs is not kept, and the update is not counted.
+        `ages`: how many updates old the weights of each are. Versions that none of them needs are
+        dropped, unless buffers are static.
         """
         if self.count is None:
             del self.past[max(ages, default=0) :]
@@ -191,7 +193,7 @@ class StashedWeights:
         return self.past
 
     def load(self, past: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from these: of one update ago, of two, and so on."""
+        """Continue from the weights of one update ago, of two, and so on."""
         if self.count is None:
             self.past = [dict(weights) for weights in past]
         else:
@@ -206,10 +208,10 @@ def _copy_weights(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) ->
 
 
 class PredictedWeights:
-    """What forward passes compute with: y - t u.
+    """The weights that forward passes compute with: y - t u.
 
-    y are the parameters, u the last update, by which they were lowered, and t the delay of the
-    stage in updates. Before the first update there is none, and forward passes compute with y.
+    y are the parameters, u is what the last update subtracted from them, and t is the delay of the
+    stage in updates. Before the first update forward passes compute with y.
 
     >>> y = {"w": torch.tensor([1.0], requires_grad=True)}
     >>> weights = PredictedWeights(y, delay=3.0)
@@ -223,7 +225,7 @@ class PredictedWeights:
     def __init__(self, parameters: Mapping[str, Tensor], delay: float) -> None:
         self._parameters, self.delay = parameters, delay
         self.current: dict[str, Tensor] | None = None
-        """The same tensors from the first update on. Frozen parameters are themselves."""
+        """The same tensors from the first update on. Frozen parameters are not copied."""
 
     @contextmanager
     def following(self, names: Iterable[str]) -> Iterator[None]:
@@ -241,9 +243,9 @@ class PredictedWeights:
             torch._foreach_lerp_(predicted, parameters, 1 + self.delay)
 
     def load(self, values: Mapping[str, Tensor] | None) -> None:
-        """Go on from these; None: from the parameters.
+        """Continue from these values; None: from the parameters.
 
-        Tensors that exist are written to: captured steps hold their addresses.
+        Existing tensors are overwritten in place: captured steps hold their addresses.
         """
         if self.current is None:
             if values is None:
@@ -257,7 +259,7 @@ class PredictedWeights:
                 self.current[name].detach().copy_((p if values is None else values[name]).detach())
 
     def state(self) -> dict[str, Tensor] | None:
-        """What `load` needs."""
+        """The values for `load`; None before the first update."""
         return self.current and {
             name: value
             for name, value in self.current.items()
@@ -277,7 +279,7 @@ def parameter_entries(root: nn.Module, parameters: Mapping[str, Tensor]) -> list
 
 
 def detached_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that no optimizer updates; frozen weights are themselves, as none does."""
+    """Copies that no optimizer updates; frozen weights are not copied."""
     return {
         n: p.detach().clone().requires_grad_() if p.requires_grad else p for n, p in weights.items()
     }
@@ -287,8 +289,8 @@ def detached_copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def at_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> Iterator[None]:
     """Differentiate graphs made when the tensors had these versions, with their present values.
 
-    Autograd saves parameters (and views of them) by reference, and refuses to use those that were
-    written to since. PETRA intends that: backward uses the latest weights. So their version
+    Autograd saves parameters (and views of them) by reference, and raises if they were written to
+    since. PETRA writes to them on purpose: backward uses the latest weights. So their version
     counters are set back inside the context.
 
     >>> weight, x = torch.tensor([2.0], requires_grad=True), torch.ones(1, requires_grad=True)
@@ -316,8 +318,8 @@ _version: Final = attrgetter("_version")
 class CastWeights:
     """Copies of some of a stage's weights in the dtype in which autocast uses them.
 
-    In-place changes of a weight are noticed by its version counter, but not those through `.data`,
-    nor those of fused optimizers: an update ends with `refresh`.
+    A weight's version counter shows in-place changes, except those through `.data` and by fused
+    optimizers: every update ends with `refresh`.
     """
 
     def __init__(
@@ -329,7 +331,7 @@ class CastWeights:
         self._fresh_for: list[int] = []
 
     def current(self) -> dict[str, Tensor] | None:
-        """All parameters, cast where that is possible; None if it is for none."""
+        """All parameters, cast where possible; None if none can be cast."""
         self.refresh_if_changed()
         return {**self._parameters, **self.copies} if self._names else None
 
@@ -373,9 +375,9 @@ def _is_laid_out_as(gradient: Tensor, weight: Tensor) -> bool:
 def castable_parameters(
     program: StageProgram, root: nn.Module, parameters: Mapping[str, Tensor]
 ) -> list[str]:
-    """Float32 parameters that only layers read which autocast casts them for.
+    """Float32 parameters that are read only by layers whose weights autocast casts.
 
-    None where weights may change while graphs or copies of them are in flight.
+    Empty where weights may change while graphs or copies of them are in flight.
     """
     method = program.method
     if method.weights is Weights.STASHED or method.order in (Order.GPIPE, Order.ONE_F_ONE_B):

@@ -83,7 +83,7 @@ class RunningMeans:
 
 
 def loader_problem(loader: Any, is_needed: bool) -> str | None:
-    """Why it cannot be iterated over; ranks that need no data may have none."""
+    """Why the loader cannot be used, or None; ranks that need no data may have no loader."""
     if isinstance(loader, Iterable) or (loader is None and not is_needed):
         return None
     return f"expected a loader of batches (inputs, target), got {loader!r}"
@@ -104,7 +104,7 @@ def _explaining(where: str, inputs: Any) -> Iterator[None]:
 
 
 def evaluate_model(steps: Steps, model: nn.Module, loader: Any, means: RunningMeans) -> None:
-    """In one process: run the model, which in eval mode may compute something else than stages."""
+    """Evaluate in one process, with the model: in eval mode it may differ from the stages."""
     binder = steps.binder
     for number, batch in enumerate(loader):
         inputs, target = split_batch(batch, steps.loss_head.has_target)
@@ -116,7 +116,7 @@ def evaluate_model(steps: Steps, model: nn.Module, loader: Any, means: RunningMe
         with _explaining(where, inputs):
             output = model(*args, **kwargs)
         means.add(where, output, target, samples)
-        del output  # not beside that of the next batch: logits may be the largest tensor there is
+        del output  # before the next batch's output: logits may be the largest tensor there is
         binder.wait_copied()
 
 
@@ -128,8 +128,8 @@ class EvaluationPass:
 
     Args:
         steps: Has the stages of this rank.
-        loader: For the first and the last stage; read once, also if both are here.
-        means: Of the batches that reach the last stage here.
+        loader: Batches for the first and the last stage; read once, even if both are here.
+        means: Sums over the batches that reach the last stage, if it is here.
     """
 
     def __init__(self, steps: Steps, loader: Iterable[Any] | None, means: RunningMeans) -> None:
@@ -138,7 +138,7 @@ class EvaluationPass:
         self._binder, self._head = steps.binder, steps.loss_head
         has_target = self._head.has_target
         given = () if loader is None else loader
-        # `for .. in (given,)`: `iter(given)` is called by the first `next`, which may fail.
+        # `for .. in (given,)` delays `iter(given)`, which may fail, to the first `next`.
         batches = (split_batch(batch, has_target) for each in (given,) for batch in each)
         self._ends = itertools.tee(batches, steps.is_first + steps.is_last)
         self.error: Exception | None = None

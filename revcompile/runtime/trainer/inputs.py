@@ -36,14 +36,14 @@ class InputBinder:
 
     def __init__(self, model: Reversible, partition: Partition, device: torch.device) -> None:
         self._partition, self.device = partition, device
-        self._guards = model._cases.first  # it knows what the model was like when it was made
+        self._guards = model._cases.first  # they compare the model with how it was captured
         self._copied: torch.cuda.Event | None = None
-        """When the device has read all that was copied from the host."""
+        """An event after which the device has read everything that is copied from the host."""
 
     def prepare(
         self, inputs: Any, where: str = "trainer.step", dense: bool = False
     ) -> dict[str, Any]:
-        """Inputs by argument name, such that every guard holds; still the caller's (`take`)."""
+        """Inputs by argument name, if every guard holds; they are not copied (see `take`)."""
         self.check_tensors(inputs, where, dense)
         values, rewired = self.bind(inputs, where), self._partition.rewired
         problem = self._guards.failing(rewired.root, values)
@@ -58,7 +58,7 @@ class InputBinder:
         return values
 
     def bind(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
-        """Inputs by the names of the model's arguments; not moved."""
+        """Inputs by the names of the model's arguments, not moved to the device."""
         args, kwargs = split_call(inputs)
         rewired = self._partition.rewired
         try:
@@ -77,7 +77,7 @@ class InputBinder:
         """A copy on the device: once `wait_copied` returns, callers may refill their memory.
 
         Args:
-            copy: False if what is there already may stay the caller's.
+            copy: False: tensors that are on the device already are not copied.
         """
 
         def own(tensor: Tensor) -> Tensor:
@@ -88,13 +88,13 @@ class InputBinder:
         return taken
 
     def wait_copied(self) -> None:
-        """At the end of a step: the device computes it while the host waits for its copies."""
+        """Wait, at the end of a step, until inputs are copied; the device computes meanwhile."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
 
     def check_tensors(self, tree: Any, where: str = "trainer.step", dense: bool = False) -> Any:
-        """The values; tensors on the meta device and, if `dense`, sparse ones are refused."""
+        """Return the values; refuse tensors on the meta device and, if `dense`, sparse ones."""
         for tensor in (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)):
             if tensor.is_meta and self.device.type != "meta":
                 raise InputError(
@@ -160,7 +160,7 @@ def split_batch(batch: Any, has_target: bool = True) -> tuple[Any, Any]:
 
 
 Loader = DataLoader[Any] | list[tuple[None, None]]
-"""For ranks that need no data: as many batches without any."""
+"""A DataLoader; for ranks that need no data, as many empty batches."""
 _TAKEN_OVER: Final = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "drop_last"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
@@ -185,8 +185,8 @@ def make_loader(
 ) -> Loader:
     """The batches of an epoch for one replica, after the first `skip`; see `Trainer.loader`.
 
-    Replicas read disjoint samples, equally many. What workers draw at random (augmentation) comes
-    from the same seed too. If batches are not `needed` in this process, none are read.
+    Replicas read disjoint samples, equally many. Random numbers in workers (augmentation) come from
+    the same seed. If batches are not `needed` in this process, none are read.
 
     >>> rows = torch.utils.data.TensorDataset(torch.arange(6.0))
     >>> one, other = (make_loader(rows, 4, seed=1) for _ in range(2))

@@ -60,14 +60,14 @@ class Placement:
             task.model.to(device)
         self.device = device_of_model(task.model)
         self.stages: Sequence[int] = range(len(task.programs))
-        """Those of this process."""
+        """The stages of this process."""
         self.transport = Transport(len(task.programs))
         self.ranks = Ranks(Layout((0,) * len(task.programs)), 0, None, None)
 
     # -- building a trainer -------------------------------------------------------------------
 
     def attach(self, executors: Sequence[StageExecutor]) -> None:
-        """Take the executors of this process's stages into service."""
+        """Set up communication for the executors of this process's stages."""
 
     # -- what all ranks do --------------------------------------------------------------------
 
@@ -77,9 +77,9 @@ class Placement:
 
     @contextmanager
     def all_or_none(self, where: str) -> Iterator[None]:
-        """If what is inside fails on one rank all raise: its own error there, or one that names it.
+        """If the code inside fails on one rank, all ranks raise. Every rank calls it.
 
-        Every rank calls it.
+        The rank that failed raises its own error, the others one that names that rank.
         """
         own = None
         try:
@@ -94,15 +94,15 @@ class Placement:
     # -- steps --------------------------------------------------------------------------------
 
     def refuse_step(self, problem: str | None) -> None:
-        """Refuse a step before it begins, where no other rank counts on it."""
+        """Refuse a step before it begins, if no other rank waits for it."""
         if problem is not None:
             raise InputError(f"trainer.step: {problem}")
 
     def check_shared_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
-        """Refuse buffers of stages on several ranks that a forward pass has changed."""
+        """Refuse changes in forward of a buffer that stages on several ranks share."""
 
     def share_loss(self, loss: Tensor | None) -> Tensor | None:
-        """The loss of a step, from the rank that knows it if ranks report it to all."""
+        """The loss of a step; with `loss_on_all_ranks`, sent from the rank that knows it."""
         return loss
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Placement:
         """End the training."""
 
     def mixed_up(self, where: str, what: str) -> InputError:
-        """Why targets cannot be used that are not those of the first stage's inputs."""
+        """The error for targets that do not belong to the first stage's inputs."""
         ranks = self.ranks
         first, last = (ranks.named(ranks.owner(s)) for s in (0, len(self._task.programs) - 1))
         return InputError(
@@ -180,7 +180,7 @@ class RankPlacement(Placement):
         _open.append(self.transport)
 
     def _refuse_different_optimizers(self, executors: Sequence[StageExecutor]) -> None:
-        """Replicas of a stage would drift apart."""
+        """Replicas of a stage with different optimizers would drift apart."""
         named = self.ranks.named
         own = [[e.index, _described(e.updater.optimizer)] for e in executors]
         first: dict[int, tuple[int, str]] = {}
@@ -203,7 +203,7 @@ class RankPlacement(Placement):
     # -- steps --------------------------------------------------------------------------------
 
     def refuse_step(self, problem: str | None) -> None:
-        """Others count on this rank's messages: it takes part, and leaves the micro-batch out."""
+        """Do not raise: others wait for this rank's messages, so it only skips the micro-batch."""
 
     def check_shared_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
         for in_flight in (executor.stage.in_flight for executor in executors):
@@ -224,9 +224,9 @@ class RankPlacement(Placement):
     # -- checkpoints --------------------------------------------------------------------------
 
     def own_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Replicas have the same parameters, but each its own buffers.
+        """Replicas have the same parameters, which the first one saves, but their own buffers.
 
-        What no stage uses never changes: the rank of the first stage saves it.
+        Entries that no stage uses never change: the rank of the first stage saves them.
         """
         owners, first = self._weights.owners, self.ranks.owner(0)
         own = {name: v for name, v in state.items() if owners.get(name, first) == self.rank}
@@ -243,7 +243,7 @@ class RankPlacement(Placement):
 
 
 def _described(optimizer: Any) -> str:
-    """What decides the updates of a stage: classes, settings, and shapes of parameters."""
+    """A stage's optimizer as text: classes, settings, and shapes of parameters."""
     texts = []
     for each in elementary(optimizer):
         for group in each.param_groups:
@@ -256,10 +256,10 @@ def _described(optimizer: Any) -> str:
 
 @atexit.register
 def close_all() -> None:
-    """Threads that wait inside torch would crash the interpreter at exit.
+    """Close transports: threads that wait inside torch would crash the interpreter at exit.
 
-    A rank that ends for an error nobody caught says so first: others may wait for it where no
-    message tells them that it has closed, as in a save.
+    A rank that ends with an uncaught error tells the others first: they may wait for it where no
+    message says that it has closed, as in a save.
     """
     error = getattr(sys, "last_value", None)
     for transport in _open:

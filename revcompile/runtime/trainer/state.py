@@ -1,9 +1,9 @@
 """What a trainer saves and loads: its state, and whether a state fits it.
 
-Trainers write to the model's own parameters. Two that take turns would train each other's weights,
-and weights that are loaded while micro-batches are in flight would get gradients that belong to
-others: only the trainer that was made last goes on, and one that cannot go on raises when it is
-used again.
+Trainers write to the model's own parameters. Two trainers that take turns would train each other's
+weights, so only the latest one can continue. Weights that are loaded while micro-batches are in
+flight would get the gradients of other weights, so the trainer stops. A trainer that cannot
+continue raises when it is used again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TrainerState:
         self._programs = programs = tuple(task.programs)
         self._placement, self._transport = placement, placement.transport
         self.rank, self.replica = placement.rank, placement.replica
-        """The second: which copy of the pipeline this is, with its own part of the data."""
+        """`replica`: which copy of the pipeline this is; each has its own part of the data."""
         self.replicas = placement.replicas
         row = programs[0].method, len(programs), task.settings.accumulation_steps
         synchronous = task.settings.options.synchronous_updates
@@ -56,16 +56,16 @@ class TrainerState:
         self._steps = steps = Steps(task, placement, self._schedule, self._stage_seed)
         self._executors, self._runner = steps.executors, steps.runner
         self._stop_reason: str | None = None
-        """Why it cannot go on, if it cannot."""
+        """Why this trainer cannot continue; None if it can."""
 
     @property
     def _stage_seed(self) -> int:
-        """The seed of the stages' random numbers: copies of the pipeline drop other elements."""
+        """The seed of the stages' random numbers (dropout): each replica has another one."""
         seed: int = self._settings.seed
         return mix(seed, self.replica) if self.replica else seed
 
     def _check_savable(self) -> None:
-        """Refuse what no checkpoint can hold. All ranks come to the same result."""
+        """Refuse graphs in flight, which no checkpoint can hold. All ranks decide alike."""
         for program in self._programs:
             if self._schedule.outstanding[program.index] and program.keeps_graphs:
                 raise InputError(
@@ -97,7 +97,7 @@ class TrainerState:
         }
 
     def _read_state(self, checkpoint: Checkpoint, device: torch.device, world: int = 1) -> Any:
-        """The state in a checkpoint, with those tensors read that this process needs."""
+        """The state in a checkpoint; only the tensors that this process needs are read."""
         read, state = checkpoint.read, merged_state(checkpoint, self.replica)
         devices, rng = {state["device"]: device}, state["rng"]
         entries = self.model.state_dict().items()
@@ -127,7 +127,7 @@ class TrainerState:
             self._check_in_flight(state)
 
     def _check_in_flight(self, state: State) -> None:
-        """Refuse micro-batches in flight of another pipeline: only an empty one can be recut."""
+        """Refuse micro-batches in flight from another pipeline: only an empty one can be recut."""
         saved, replicas = Schedule.load(state["schedule"]), state["replicas"]
         if saved.idle or (self._is_same_pipeline(state) and replicas == self.replicas):
             return
@@ -159,7 +159,7 @@ class TrainerState:
         """Load a state that fits."""
         same = self._is_same_pipeline(state)
         saved = Schedule.load(state["schedule"])
-        if not same:  # nothing is in flight; these stages count on where those were
+        if not same:  # nothing is in flight; all stages continue the count of updates
             progress = [{"updates": max(saved.updates)}] * self._schedule.stages
             counts = {"injected": saved.injected, "progress": progress}
             saved = Schedule.load(self._schedule.state() | counts)
@@ -172,7 +172,7 @@ class TrainerState:
         weights = dict(self.model.named_parameters())
         for executor in self._executors:
             executor.reset(self._stage_seed, weights)
-            # As the last update has left it: captured steps hold it fixed.
+            # The delay that the last update has set: captured steps hold it fixed.
             executor.updates.set_delay(self._schedule.updates[executor.index] - 1)
             if same:
                 executor.load_state_dict(state["stages"][executor.index])
@@ -180,7 +180,7 @@ class TrainerState:
             self._load_scaling(state)
 
     def _load_updaters(self, state: State, same: bool) -> None:
-        """Optimizers by parameter name; after a new cut, every schedule continues as the first."""
+        """Load optimizers by parameter name; after a new cut all continue the first schedule."""
         schedules = {index: stage["lr_schedule"] for index, stage in state["stages"].items()}
         first = next((schedules[i] for i in sorted(schedules) if schedules[i] is not None), None)
         settings = _group_settings(state)
@@ -189,7 +189,7 @@ class TrainerState:
             executor.updater.load_state_dict(state["optimizer"], settings, schedule)
 
     def _load_scaling(self, state: State) -> None:
-        """After a new cut: the last stage takes over the scale and overflows to be reported."""
+        """After a new cut: the last stage takes over the scale, and overflows not reported yet."""
         *_, last = saved = [state["stages"][index]["scaling"] for index in sorted(state["stages"])]
         for executor in self._executors:
             if last and executor.scaling is not None and executor.loss_head is not None:
@@ -215,7 +215,7 @@ class TrainerState:
 
 
 def _mismatches(state: State, model: nn.Module, updaters: Iterable[Updater]) -> Iterator[str]:
-    """Why it is no trainer's state, or that of another model or optimizer."""
+    """Why a state is not a trainer's state, or is from another model or optimizer."""
     if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
         got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         yield f"expected what trainer.state_dict() returns (format {_FORMAT}), got {got!r}"
@@ -268,16 +268,16 @@ _latest: Final[WeakKeyDictionary[nn.Module, ref[Any]]] = WeakKeyDictionary()
 
 
 def make_latest(trainer: Any, model: nn.Module) -> None:
-    """Let a trainer train a model from now on; it learns of weights that are loaded into it."""
+    """Let a trainer train a model from now on; it is told when other weights are loaded."""
     if model not in _latest:
         model.register_load_state_dict_post_hook(_tell_trainer)
     _latest[model] = ref(trainer)
 
 
 def check_latest(trainer: Any, model: nn.Module, to_read: bool) -> None:
-    """Raise if another trainer has taken over; the state can be read until that one trains."""
-    found = _latest.get(model)
-    latest = trainer if found is None else found()  # None if both are copies
+    """Raise if another trainer has taken over; until that one trains, the state can be read."""
+    found = _latest.get(model)  # None if trainer and model are copies
+    latest = trainer if found is None else found()
     is_unused = latest is not None and latest.microbatches_seen == 0
     if latest is not trainer and not (to_read and is_unused):
         raise TrainerStoppedError(
@@ -287,7 +287,7 @@ def check_latest(trainer: Any, model: nn.Module, to_read: bool) -> None:
 
 
 def _tell_trainer(model: nn.Module, _: Any) -> None:
-    """After `load_state_dict`; copies of the model have this hook, too, and no trainer."""
+    """Called after `load_state_dict`; copies of the model have this hook, too, but no trainer."""
     latest = _latest.get(model)
     trainer = None if latest is None else latest()
     if trainer is not None:

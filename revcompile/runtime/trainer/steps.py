@@ -118,8 +118,8 @@ class Steps:
     """Runs the steps of this process's stages.
 
     A micro-batch that cannot be used, or on which the model or the loss fails, is left out by all
-    stages: a void message is sent where its values would have been. The step itself goes on, with
-    those in flight; `failure` is the error to be raised after it.
+    stages: a void message is sent in place of its values. The step itself continues with the
+    micro-batches in flight; `failure` returns the error to raise after it.
     """
 
     def __init__(self, task: Task, placement: Placement, schedule: Schedule, seed: int) -> None:
@@ -136,9 +136,9 @@ class Steps:
             self.executors = [StageExecutor(task, index, *given) for index in placement.stages]
         placement.attach(self.executors)
         self._given: tuple[Any, Any] = None, None
-        """What the step was called with, where the last stage is."""
+        """Inputs and target of the step, if the last stage is here."""
         self._samples = 0
-        """Of the micro-batch, where the first or the last stage is."""
+        """Samples in the micro-batch, if the first or the last stage is here."""
         if self.is_last and not self.is_first:
             self.executors[-1].check_data = self._check_data
         self.scheduler = LocalScheduler(self.executors)
@@ -153,13 +153,13 @@ class Steps:
         refusal: str | None = None,
         is_traced: bool = False,
     ) -> Values | None:
-        """The step in which a micro-batch enters.
+        """Run the step in which a micro-batch enters.
 
         Args:
-            inputs: The model's, if they are needed here.
-            target: Likewise.
+            inputs: The model's inputs, if they are needed here.
+            target: The target, if it is needed here.
             refusal: Why no micro-batch can enter now.
-            is_traced: It is run action by action.
+            is_traced: Whether a trace records the step, which is then run action by action.
 
         Returns:
             The inputs, if they are needed here and can be used.
@@ -182,7 +182,7 @@ class Steps:
         return values
 
     def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
-        """At the last stage: refuse a target that is not that of the first stage's inputs."""
+        """At the last stage: refuse a target that does not belong to the first stage's inputs."""
         self._samples = sent.samples
         different = compared(sent, *self._given, microbatch)
         if different is not None:
@@ -207,7 +207,7 @@ class Steps:
     def _run_eagerly(
         self, schedule: Schedule, values: Values | None, fingerprint: Fingerprint
     ) -> None:
-        """Action by action."""
+        """Run the step action by action."""
         microbatch, take, first = schedule.injected, self.binder.take, self.executors[0]
         if self.is_first:
             first.inputs[microbatch] = self._inputs(lambda: take(values))
@@ -224,7 +224,7 @@ class Steps:
     def _run_captured(
         self, schedule: Schedule, values: Any, fingerprint: Fingerprint, allowed: bool
     ) -> bool:
-        """As a replay of captured sections; False if it has to be run action by action."""
+        """Run the step as captured sections; False if it has to be run action by action."""
         if not self.runner.is_on:
             return False
         microbatch, first = schedule.injected, self.executors[0].index
@@ -250,7 +250,7 @@ class Steps:
     # -- what a step reports ------------------------------------------------------------------
 
     def metrics(self, schedule: Schedule, microbatch: int, values: Values | None) -> Metrics:
-        """Those of the step that has ended; `run` returned `values`."""
+        """The metrics of the step that has ended, for which `run` returned `values`."""
         loss, output = self.loss_head.latest or (None, None)
         self.loss_head.latest = None
         samples = 0 if values is None and loss is None else self._samples
@@ -277,10 +277,10 @@ class Steps:
         )
 
     def failure(self, microbatch: int, values: Values | None = None) -> Any:
-        """An error of a micro-batch left out, if one has become known; it names the others.
+        """The error of a micro-batch that was left out, with further errors as notes, or None.
 
-        That of a bad gradient comes first: it is of an older one. Others are of `microbatch`, which
-        has just entered, with the inputs `values` where they are known.
+        Errors of bad gradients come first: their micro-batches are older. Other errors are of
+        `microbatch`, which has just entered, with the inputs `values` if they are known.
         """
         failures: list[Exception] = [*self.runner.failures()]
         for executor in self.executors:
@@ -322,13 +322,13 @@ def _choose_cpu_matmuls(task: Task) -> None:
 
     On a CPU without bf16 instructions the first bf16 matmul of some size makes torch switch
     oneDNN off for the whole process, and float32 convolutions and products round differently from
-    then on. Ranks would meet that first product at different moments, or never, and no longer
-    equal a run in one process.
+    then on. Ranks would compute that first product at different moments, or never, and no longer
+    get the results of a run in one process.
     """
     dtypes = dict.fromkeys([task.settings.autocast, *(p.dtype for p in task.model.parameters())])
     for dtype in (torch.bfloat16, torch.float16):
         if dtype in dtypes:
             operand = torch.ones(64, 64, dtype=dtype)
             with torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that it does what is wanted here
+                warnings.simplefilter("ignore")  # torch warns of the switch, which is intended here
                 F.linear(operand, operand)

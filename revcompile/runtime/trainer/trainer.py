@@ -48,10 +48,11 @@ class Trainer(TrainerState):
     `step` takes a micro-batch, `flush` drains the pipeline, `evaluate` can be called at any
     moment, `save` and `load` write and read checkpoints.
 
-    A bad micro-batch is skipped: one on which the model or the loss fails, or whose loss or
-    gradient is not finite (a gradient: its stage and the stages before it skip it). It counts as a
-    step, but not in the mean of its update. An error after the step names it, and training can
-    continue. Captured steps report it some steps later. Other errors in a step stop the trainer.
+    A bad micro-batch is skipped: the model or the loss fails on it, or its loss or gradient is not
+    finite. (If a gradient is not finite, only its stage and the stages before it skip the
+    micro-batch.) It counts as a step, but not in the mean of its update. An error after the step
+    names it, and training can continue; captured steps report it some steps later. Other errors in
+    a step stop the trainer.
 
     On several ranks every rank calls the same methods in the same order. `step` needs inputs on the
     rank of the first stage and targets on the rank of the last; other ranks may pass nothing. If
@@ -76,7 +77,7 @@ class Trainer(TrainerState):
         """What the last step returned."""
 
     def _take_over(self) -> None:
-        """Train the model from now on. Until then, a trainer that is refused changes nothing."""
+        """Become the model's trainer. A trainer that is refused before this has changed nothing."""
         self._tree = TreeGuard(self._partition.rewired, self.model, only_here=True)
         self._guard = StageGuard([watched for e in self._executors for watched in e.stage.watched])
         make_latest(self, self.model)
@@ -126,13 +127,13 @@ class Trainer(TrainerState):
         self._resume_training()
         problem = self._refusal()
         self._placement.refuse_step(problem)
-        # What is in flight goes back all the same, with the settings it was computed with.
+        # Micro-batches in flight still run backward, with the settings of their forward pass.
         with nullcontext() if problem is None else self._guard.settings.restored():
             try:
                 return self._step(inputs, target, problem)
             finally:
                 if not self._runner.is_replaying:
-                    self._follow_settings()  # layers may change their own as they run
+                    self._follow_settings()  # layers may change their own settings as they run
 
     def steps(self, batches: Iterable[Any]) -> Iterator[Metrics]:
         """Train on batches of `(inputs, target)`, or of inputs alone, and yield their metrics."""
@@ -193,10 +194,10 @@ class Trainer(TrainerState):
 
     @contextmanager
     def _stop_on_error(self, *, changes_nothing: bool = False) -> Iterator[None]:
-        """Around what cannot be left out: after an error there this trainer is unusable.
+        """Around code that must run completely: after an error there this trainer is unusable.
 
-        If training stays as it is, one process can go on, and ranks after an `InputError`, which
-        all of them raise.
+        If the code `changes_nothing`, a trainer in one process can continue; on several ranks it
+        can continue after an `InputError`, which all of them raise.
         """
         try:
             yield
@@ -211,22 +212,22 @@ class Trainer(TrainerState):
             raise
 
     def _check_usable(self, *, to_read: bool = False, to_load: bool = False) -> None:
-        """Raise if it cannot go on, or another trainer has taken over.
+        """Raise if this trainer cannot continue, or another trainer has taken over.
 
         Args:
-            to_read: Its state can be read until the other one trains.
-            to_load: A trainer that has stopped goes on from a state that is loaded.
+            to_read: The state is only read, which is allowed until the other trainer trains.
+            to_load: A state is loaded, from which a trainer that has stopped can continue.
         """
         check_latest(self, self.model, to_read)
         if self._stop_reason is not None and not (to_load and self._stop_reason != _CLOSED):
             raise TrainerStoppedError(f"{self._stop_reason}; {_REMEDY}")
 
     def _refusal(self) -> str | None:
-        """Why the model cannot be trained on as it is, or None; changed settings are followed."""
+        """Why the model cannot be trained as it is now, or None; adopt changed settings."""
         return self._tree.problem() or self._guard.problem() or self._changed_in_flight()
 
     def _changed_in_flight(self) -> str | None:
-        """What is different of layers since something that is in flight was computed."""
+        """The error if settings of layers changed with micro-batches in flight; else adopt them."""
         change = self._guard.settings.first_change()
         if change is None:
             return None
@@ -236,13 +237,13 @@ class Trainer(TrainerState):
         return None
 
     def _follow_settings(self) -> None:
-        """Go on with the settings of layers as they are now."""
+        """Adopt the current settings of layers."""
         if self._guard.settings.first_change() is not None:
             self._guard.settings.take()
             self._runner.restart()
 
     def _check_tree(self, where: str, problem: str | None = None) -> None:
-        """Raise if modules have changed; on all ranks if they have on one. Every rank calls it."""
+        """Raise on all ranks if modules have changed on one. Every rank calls it."""
         for found in self._placement.gather(self._tree.problem() or problem):
             if found is not None:
                 raise InputError(f"{where}: {found}")
@@ -254,8 +255,8 @@ class Trainer(TrainerState):
     ) -> Evaluation:
         """Means over a loader of `(inputs, target)`, in eval mode; training is not affected.
 
-        Every rank calls it, and gets the result. The loader is read on the ranks of the first and
-        the last stage: for inputs and targets. An error on one rank is raised on all.
+        Every rank calls it, and gets the result. The loader is read on the rank of the first stage,
+        for inputs, and of the last stage, for targets. An error on one rank is raised on all.
 
         Args:
             loader: batches of `(inputs, target)`; of inputs, if the model returns its own loss
@@ -276,7 +277,7 @@ class Trainer(TrainerState):
                 f"trainer.evaluate: {self._partition.rewired.name} computes something else in eval "
                 "mode than in training, which stages on several ranks cannot; use net.to_module()"
             )
-        self._finish(self._schedule.receive_tied_weights())  # they wait for the next step
+        self._finish(self._schedule.receive_tied_weights())  # usually done by the next step
         evaluation = EvaluationPass(self._steps, loader, means)
         with self._stop_on_error(changes_nothing=True), self._evaluating():
             evaluation.run()
@@ -291,7 +292,7 @@ class Trainer(TrainerState):
     def _evaluating(self) -> Iterator[None]:
         """Eval mode without gradients; modules' modes and random generators are restored.
 
-        What layers change themselves is no change of settings.
+        Settings that layers change themselves are adopted.
         """
         is_same = self._guard.settings.first_change() is None
         modes = {module: module.training for module in self.model.modules()}
@@ -436,7 +437,7 @@ class Trainer(TrainerState):
         placement = self._placement
 
         def find() -> str | None:
-            # The first rank chooses: what others see of the folder may be older.
+            # Rank 0 chooses: other ranks may see an older version of the folder.
             return os.path.relpath(find_checkpoint(folder), folder) if self.rank == 0 else None
 
         def read(name: str) -> None:
