@@ -17,7 +17,7 @@ from tests.support.accounting import BATCH, STAGES, Row, revnet50, table3
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     parser.add_argument("--batch", type=int, default=BATCH)
     return parser.parse_args(argv)

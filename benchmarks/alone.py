@@ -1,8 +1,8 @@
-"""What a rank's passes and messages take, for forecasts of pipelines.
+"""Times of a rank's passes and messages, for forecasts of pipelines.
 
-All ranks run their own stages at the same time, in the order of their schedule, and nobody waits
-for another: a stage takes what has arrived, or the message before once more. So the times contain
-everything that a rank does for a micro-batch, and that cores are busy, but no wait.
+All ranks run their own stages at the same time, in the order of their schedule, and no rank waits
+for another: a stage takes the message that has arrived, or the previous one again. So the times
+contain everything that a rank does for a micro-batch, while all cores are busy, but no waiting.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from revcompile.schedule import Action, Costs, Method, Op, actions, dry_run
 from revcompile.schedule.drained import Pass
 
 EXCHANGES: Final = 8
-"""Messages there and back of which one time is the mean."""
+"""Round trips over which the time of a message is averaged."""
 
 
 class Passes(NamedTuple):
-    """Seconds of one rank, by stage: of every micro-batch, and of the update."""
+    """Seconds of one rank's passes and updates, by stage."""
 
     forward: dict[int, list[float]]
     backward: dict[int, list[float]]
     update: dict[int, list[float]]
     message: float
-    """From a rank to the next one; nan if there is none."""
+    """Seconds of a message to the next rank; nan if there is none."""
 
 
 class Uneven(tuple[float, ...]):
-    """By stage, a time that is another one whenever it is read: those measured, in turn."""
+    """Times by stage; each time a stage is read, it gives the next of its measured times."""
 
     _times: list[Iterator[float]]
 
@@ -55,7 +55,7 @@ class Uneven(tuple[float, ...]):
 
 
 def costs_of(ranks: Sequence[Passes], is_uneven: bool = False) -> Costs:
-    """The mean costs of all stages and messages; or those of every micro-batch."""
+    """The costs of all stages and messages: means, or with `is_uneven` single times in turn."""
     merged = ({s: t for rank in ranks for s, t in rank[part].items()} for part in range(3))
     times = [Uneven(found[stage] for stage in sorted(found)) for found in merged]
     forward, backward, update = times if is_uneven else map(tuple, times)
@@ -75,9 +75,9 @@ def played(method: Method, costs: Costs, microbatches: int) -> float:
 
 
 def message_time(send: Callable[[int], None], receive: Callable[[int], None]) -> float:
-    """Seconds until a message has come to the next rank: half of there and back.
+    """Seconds until a message reaches the next rank: half of a round trip.
 
-    Ranks 0 and 1 exchange messages, 2 and 3, ...; and then 1 and 2, 3 and 4, ...
+    First ranks 0 and 1, 2 and 3, ... exchange messages, then ranks 1 and 2, 3 and 4, ...
     """
     rank, world, found = distributed.get_rank(), distributed.get_world_size(), math.nan
     for first in (0, 1):
@@ -110,10 +110,10 @@ def time_torch(
     loss: Callable[[Tensor], Tensor] | None,
     update: Callable[[], None],
 ) -> Passes:
-    """The passes of one update, without messages.
+    """Time the passes of one update, without messages.
 
     Args:
-        loss: Of the output of the last module, on the last rank.
+        loss: Function of the last module's output; for the last rank.
     """
     spent: dict[str, dict[tuple[int, int], float]] = {"F": {}, "B": {}}
     held: dict[tuple[int, int], Any] = {}
@@ -156,7 +156,7 @@ def time_torch(
 
 
 class Clock:
-    """The seconds that actions of one step take."""
+    """The seconds that the backward pass and the update of one step take."""
 
     def __init__(self) -> None:
         self.backward = self.update = self._began = 0.0
@@ -173,14 +173,14 @@ class Clock:
 
 
 class Unawaited:
-    """A rank's transport whose receives end at once."""
+    """A rank's transport whose receives return at once."""
 
     def __init__(self, transport: Any) -> None:
         self._transport, self.latest = transport, dict[Route, Message]()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Note the latest message of every route."""
+        """Record the latest message of every route."""
         send, receive = self._transport.send, self._transport.receive
 
         def noted_send(route: Route, message: Message) -> Any:
@@ -199,7 +199,7 @@ class Unawaited:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Receive what has come, whatever its number, or the message noted last."""
+        """Receive the message that has arrived, whatever its number, or else the recorded one."""
         transport = self._transport
 
         def receive(route: Route, number: int | None = None, **how: Any) -> Message:
@@ -230,7 +230,7 @@ class Unawaited:
 
 
 def time_petra(trainer: Any, batch: tuple[Tensor, Tensor], microbatches: int) -> Passes:
-    """The passes of one update, with its messages; nothing is in flight afterwards.
+    """Time the passes of one update, with its messages; nothing is in flight afterwards.
 
     Each rank has one stage.
     """
@@ -244,7 +244,7 @@ def time_petra(trainer: Any, batch: tuple[Tensor, Tensor], microbatches: int) ->
         step()
         trainer.flush()
     distributed.barrier()
-    check = executor.stage._samples  # of what is rebuilt, here from outputs of other micro-batches
+    check = executor.stage._samples  # fails on outputs of other micro-batches
     tolerance, check._tolerance = check._tolerance, math.inf
     with unawaited.at_once():
         for _ in range(trainer._schedule.windows[0]):
@@ -254,7 +254,7 @@ def time_petra(trainer: Any, batch: tuple[Tensor, Tensor], microbatches: int) ->
             executor.observer = clock = Clock()
             begin = time.perf_counter()
             step()
-            # What the host does for a step counts as forward.
+            # The host's work for a step counts as forward.
             forward.append(time.perf_counter() - begin - clock.backward - clock.update)
             backward.append(clock.backward)
             updates += [clock.update] if clock.update else []

@@ -31,13 +31,13 @@ class Cifar:
         return Cifar(*(t.to(device) for t in vars(self).values()))
 
     def cut(self, samples: int) -> Cifar:
-        """The first few of each, for trying things out."""
+        """The first few images and labels, for trying things out."""
         return Cifar(*(t[:samples] for t in vars(self).values()))
 
     def epoch(
         self, batch: int, seed: int, epoch: int, skip: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """An epoch of full batches, shuffled, cropped and flipped as seed and epoch say."""
+        """An epoch of full batches, shuffled, cropped and flipped depending on seed and epoch."""
         device, count = self.train.device, len(self.train)
         generator = torch.Generator(device).manual_seed(1_000_003 * seed + epoch)
         order = torch.randperm(count, generator=generator, device=device)
@@ -73,7 +73,7 @@ def _cropped(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
 
 
 def load(folder: Path) -> Cifar:
-    """From torchvision's folder, or from sheets of images (`train_00.webp`, ..., `labels.npz`)."""
+    """Load torchvision's folder, or sheets of images (`train_00.webp`, ..., `labels.npz`)."""
     if (folder / "labels.npz").exists():
         labels = np.load(folder / "labels.npz")
         parts = [(_sheets(folder, part), labels[part]) for part in ("train", "test")]
@@ -88,7 +88,7 @@ def load(folder: Path) -> Cifar:
 
 
 def _sheets(folder: Path, part: str) -> np.ndarray:
-    """Sheets hold their images in rows, 32 pixels each."""
+    """All images of a part; a sheet has them in rows and columns, 32 x 32 pixels each."""
     images = []
     for file in sorted(folder.glob(f"{part}_*.webp")):
         sheet = np.asarray(Image.open(file).convert("RGB"))

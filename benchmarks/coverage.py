@@ -5,7 +5,7 @@
     python -m benchmarks.coverage resnet convnext_atto         # some, by family or name
 
 Shares are of the original model's parameters and forward FLOPs (policy "same_parameters", which
-adds none). timm's `test_*` toys are passed over. `--torchvision` does torchvision's classifiers.
+adds none). timm's `test_*` models are skipped. `--torchvision` examines torchvision's classifiers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ GROUPS: Final = (
     (0, "none"),
     (-1, "not captured"),
 )
-"""Least share, and its name in the page."""
+"""The least share of a group, and the group's name on the page."""
 
 
 def smallest_of_each_family() -> dict[str, str]:
-    """Family (timm's module) -> its model of fewest parameters."""
+    """Family (timm's module) -> its model with the fewest parameters."""
     sizes: dict[str, tuple[int, str]] = {}
     for name in track(timm.list_models(exclude_filters="test_*"), "counting parameters"):
         family = _model_to_module[name]
@@ -54,13 +54,13 @@ def smallest_of_each_family() -> dict[str, str]:
             with torch.device("meta"):
                 size = sum(p.numel() for p in timm.create_model(name).parameters())
         except (RuntimeError, NotImplementedError, TypeError):
-            continue  # some build tables from real numbers; their siblings stand for them
+            continue  # some need real values to be built; others of the family stand in
         sizes[family] = min(sizes.get(family, (size, name)), (size, name))
     return {family: name for family, (_, name) in sorted(sizes.items())}
 
 
 def chosen(names: list[str], of_torchvision: bool) -> Iterator[tuple[str, str, nn.Module, Any]]:
-    """Family, name, model and example inputs of everything to be looked at."""
+    """Family, name, model and example inputs of each model to examine."""
     if of_torchvision:
         import torchvision
 
@@ -111,7 +111,7 @@ def examine(model: nn.Module, example: Any, check: str) -> dict[str, Any]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("names", nargs="*", help="families or models; all families if there are none")
@@ -122,7 +122,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and write it where asked; 1 if a model was not captured."""
+    """Print the table, and write it if asked to; returns 1 if a model was not captured."""
     args = parse_args(argv)
     torch.manual_seed(0)
     rows: list[Row] = []
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a page: families by the share of their smallest model."""
+    """The rows as a page: families grouped by the share of their smallest model."""
     groups: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda row: (-row.get("flops_share", -1.0), row["family"])):
         share = row.get("flops_share", -1.0)

@@ -7,16 +7,16 @@
         --buffers bf16 --messages bf16
     python -m benchmarks.engine --device cpu --batch 4 --backends eager static
 
-Every variant trains the same weights on the same micro-batches with a full pipeline. Times are of
-whole turns of `--steps` steps, one variant after the other; losses are compared with those of the
-first backend in the same order. Memory is what the process takes of the device while one variant
-trains alone (`allocated` of it by torch's allocator); on the CPU, where bytes are counted, what
-training adds to the parameters. `moved` is
-how many of the allocator's counters change over 100 steps. `start` is the time until all steps are
-captured, compilation included; torch keeps what it has compiled on disk, for the next process.
+Every variant trains the same weights on the same micro-batches with a full pipeline. Variants take
+turns; a turn of `--steps` steps is timed as a whole. Losses are compared with those of the first
+backend in the same order. Memory is what the process takes on the device while one variant trains
+alone (`allocated`: the part in torch's allocator); on the CPU, where bytes are counted, it is what
+training adds to the parameters. `moved` is the number of the allocator's counters that change over
+100 steps. `start` is the time until all steps are captured, compilation included; torch keeps
+compiled code on disk for the next process.
 
-The order `backprop` is plain backpropagation of the same rewired model, `kept` is `1f1b` with
-graphs kept as far as `--memory-budget` allows.
+The order `backprop` is plain backpropagation of the same rewired model. The order `kept` is `1f1b`
+with as many graphs kept as `--memory-budget` allows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 
 QUIET: Final = 100
-"""Steps over which the allocator's counters should stand still."""
+"""Steps over which the allocator's counters should not change."""
 
 
 MODELS: Final = {
@@ -58,12 +58,12 @@ MODELS: Final = {
     "revnet34": (Case("resnet34", 32, 256), 18),
     "revnet50": (Case("resnet50", 224, 64, 1000), 18),
 }
-"""The paper's: what is trained, and its stages."""
+"""The paper's models: the case, and the number of stages."""
 
 
 @dataclass
 class Row:
-    """What is known of one variant."""
+    """The measurements of one variant."""
 
     backend: str
     order: str
@@ -71,19 +71,19 @@ class Row:
     seconds: list[float] = field(default_factory=list)
     bytes: int = 0
     allocated: int = 0
-    """Of these, by torch's allocator and outside of graphs."""
+    """The part of `bytes` in torch's allocator and outside of CUDA graphs."""
     start: float = 0.0
     moved: list[str] = field(default_factory=list)
     deviation: float = 0.0
 
     @property
     def name(self) -> str:
-        """Backend and order."""
+        """The name of the variant: backend and order."""
         return f"{self.backend}, {self.order}"
 
 
 def chosen(options: argparse.Namespace) -> tuple[Case, int]:
-    """What is trained, and its stages: the paper's, or as the options say."""
+    """The case and the number of stages: the paper's, unless options change them."""
     case, stages = MODELS.get(options.model, (Case(options.model, 32, 64), 4))
     asked = {"size": options.size, "batch": options.batch}
     case = replace(case, **{name: value for name, value in asked.items() if value})
@@ -91,7 +91,7 @@ def chosen(options: argparse.Namespace) -> tuple[Case, int]:
 
 
 def build(case: Case, stages: int, device: torch.device) -> StagedModel:
-    """The compiled model: the same weights each time."""
+    """The compiled model, with the same weights each time."""
     net = create(case.model, case.size, case.classes, small=case.size < 64)
     net = net.to(device).to(memory_format=torch.channels_last)
     x, _ = replace(case, batch=2).data(device)
@@ -109,7 +109,7 @@ class Feed:
         self._next = 0
 
     def turn(self, trainer: Trainer, steps: int) -> list[Tensor]:
-        """So many steps; the losses, still on the device."""
+        """Run some steps; returns the losses, still on the device."""
         found = []
         for _ in range(steps):
             x, y = self.batches[self._next % len(self.batches)]
@@ -147,7 +147,7 @@ class Bench:
         )
 
     def run(self) -> list[Row]:
-        """Each variant alone, for losses and memory; then all of them in turn, for time."""
+        """Run each variant alone, for losses and memory; then time all of them in turns."""
         turns = {}
         for row in self.rows:
             trainer, feed = self._alone(row)
@@ -165,7 +165,7 @@ class Bench:
         return self.rows
 
     def _alone(self, row: Row) -> tuple[Trainer, Feed]:
-        """A variant filled and warmed up: losses, memory, and what moves."""
+        """Fill and warm up a variant; record its losses, memory and changing counters."""
         is_gpu = self.device.type == "cuda"
         before, began = device_bytes(self.device) if is_gpu else 0, time.perf_counter()
         allocated = torch.cuda.memory_allocated(self.device) if is_gpu else 0
@@ -192,7 +192,7 @@ class Bench:
             row.deviation = max(abs(a - b) / abs(a) for a, b in pairs)
 
     def _moved(self, trainer: Trainer, feed: Feed) -> list[str]:
-        """The allocator's counters that change over some steps, with a step's memory cached."""
+        """The allocator's counters that change over some steps, once a step's memory is cached."""
         if self.options.skip_quiet:
             return []
         feed.turn(trainer, 4)
@@ -229,7 +229,7 @@ def report(title: str, rows: list[Row]) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", default="revnet18", help=f"{', '.join(MODELS)}, or any other")

@@ -3,9 +3,10 @@
     python -m benchmarks.families                       # all families, 4 stages, three steps
     python -m benchmarks.families resnet swin_transformer  # some, by family or model name
 
-Three PETRA steps at learning rate 0, the last batch of another size: every parameter's gradient
-must equal that of autograd on `net.to_module()`. Double precision up to `--double` million
-parameters, float32 above (there the bar is what two float32 runs differ by, 1e-3).
+Each model runs three PETRA steps at learning rate 0, the last with another batch size. Every
+parameter's gradient must equal that of autograd on `net.to_module()`. Models of up to `--double`
+million parameters run in double precision, larger ones in float32 (with a bar of 1e-3, which is how
+much two float32 runs differ).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.support.comparing import examine_timm
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("names", nargs="*", help="families or models; all families if there are none")
@@ -39,7 +40,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if a gradient differs."""
+    """Print the table; returns 1 if a gradient differs."""
     args = parse_args(argv)
     shard, shards = map(int, args.shard.split("/"))
     models = {name: name for name in args.names if timm.is_model(name)}

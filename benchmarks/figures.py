@@ -1,6 +1,6 @@
-"""Matplotlib's figures as SVG files that follow the page: light, or dark where the reader's is.
+"""Save matplotlib's figures as SVG files that follow the reader's light or dark colour scheme.
 
-Our own drawings have two palettes (`theme`). A figure has one, of which the lightness is inverted.
+revcompile's own drawings have two palettes. A figure has one; dark mode inverts its lightness.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SETTINGS: Final[dict[Any, Any]] = {
     "font.family": "sans-serif",
     "svg.hashsalt": "figure",
 }
-"""Letters stay text, which is small and can be searched; files are the same at every run."""
+"""Letters stay text, which is small and searchable; files are the same in every run."""
 
 
 def save_figure(figure: Any, file: str | Path) -> Path:

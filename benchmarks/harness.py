@@ -1,7 +1,7 @@
 """What the scripts share: options and JSON, interleaved timing, peak memory, tables.
 
-Times are compared only within one run: the variants take turns, round by round, and a ratio is the
-median of the rounds' own ratios, so that a machine that slows down slows all of them.
+Times are compared only within one run. Variants take turns, round by round, and a ratio is the
+median of the ratios of all rounds. A machine that slows down then slows all variants.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Row = dict[str, Any]
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is, and every option's default."""
+    """Shows the docstring as it is written, and every option's default."""
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """With the options that every script has."""
+    """A parser with the options that every script has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser
 
 
 def save(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows with device, versions and commit; a reader never sees half of a file."""
+    """Write the rows with device, versions and commit; the file is replaced atomically."""
     if args.json is None:
         return
     device = torch.device(getattr(args, "device", None) or "cpu")
@@ -86,10 +86,10 @@ def interleave(
     warmup: int,
     device: torch.device,
 ) -> dict[str, list[float]]:
-    """Seconds of every variant in every round; who goes first moves on by one each round.
+    """Seconds of every variant in every round; each round starts with the next variant.
 
-    One thread on the CPU is timed by the processor time it takes: other load on the machine then
-    matters less.
+    A single thread on the CPU is timed by its processor time, on which other load of the machine
+    has less effect.
     """
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
@@ -122,7 +122,7 @@ class Ratio:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Round by round `ours / theirs`.
+    """The ratio `ours / theirs`, round by round.
 
     >>> print(ratio([1.0, 2.0, 6.0], [1.0, 1.0, 2.0]))
     2.000 (1.500 – 2.500)
@@ -142,10 +142,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure_peak(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that `run` adds at any moment, what it leaves behind included.
+    """The most bytes that `run` adds at any moment, including those that it leaves behind.
 
-    CUDA graphs keep memory to themselves that the allocator does not count: there it is at least
-    what the device has less afterwards.
+    The allocator does not count the memory of CUDA graphs, so on a GPU the result is at least the
+    device memory that is taken afterwards and was free before.
     """
     if device.type != "cuda":
         with LiveStorages() as storages:
@@ -159,7 +159,7 @@ def measure_peak(run: Callable[[], object], device: torch.device) -> int:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that are taken, caches left out."""
+    """Bytes in use on a GPU, without caches."""
     synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()

@@ -3,12 +3,12 @@
     python -m benchmarks.huggingface                   # all of them, 4 stages
     python -m benchmarks.huggingface gpt2 llama        # some
 
-For each, in double precision and without dropout: the captured graph gives what the original gives
-at two lengths, with padding; three PETRA steps at learning rate 0, the last of another batch size
-and length, yield autograd's gradients on `net.to_module()`; and the share of the forward FLOPs that
-is inside reversible blocks. Where Python loops over the length (Mamba), stages refuse another one,
-which is asserted; they get another batch size alone, and the net of `reversify`, which captures
-anew, gets the other length. `transformers` has to be installed; no weights are fetched.
+Each model runs in double precision and without dropout. The captured graph must give the original's
+outputs at two lengths, with padding. Three PETRA steps at learning rate 0, the last with another
+batch size and length, must give autograd's gradients on `net.to_module()`. The table also has the
+share of the forward FLOPs inside reversible blocks. If Python loops over the length (Mamba), stages
+refuse another length: they get another batch size only, and the other length goes to the net of
+`reversify`, which captures again. `transformers` has to be installed; no weights are downloaded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ over it.
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)}; all if there are none")
@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if something differs."""
+    """Print the table; returns 1 if something differs."""
     args = parse_args(argv)
     rows: list[Row] = []
     for name in track(args.names or list(ARCHITECTURES), "petrafying"):
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row |= examine_transformer(name, args.stages)
             worst = max(row["captured_error"], row["gradient_error"])
             row |= {} if worst <= TOLERANCE else {"failed": f"differs by {worst:.1e}"}
-        except Exception as error:  # one that fails is a row like the others
+        except Exception as error:  # a failure becomes a row, too
             row["failed"] = f"{type(error).__name__}: {error}"
         rows.append(row)
         save(args, rows)

@@ -4,18 +4,19 @@
     python -m benchmarks.late --data input.txt --trainer --only stages=32
     python -m benchmarks.late --check
 
-In a full pipeline, the forward pass of a micro-batch runs at a stage with the weights of as many
-updates ago as the stage is late, and its backward pass with the latest weights (PETRA, Eq. 5). So
-micro-batches can be computed one after the other, with a ring of past weights, and many settings as
-one batch of matrix products. `--check` compares the losses with those of `net.trainer`, `--trainer`
-trains the settings with it, one after the other.
+In a full pipeline, a stage with a delay of t updates runs the forward pass of a micro-batch with
+the weights of t updates ago, and the backward pass with the latest weights (PETRA, Eq. 5). So
+micro-batches can be computed one after the other, with a ring buffer of past weights, and many
+settings as one batch of matrix products. `--check` compares the losses with those of `net.trainer`;
+`--trainer` trains the settings with `net.trainer` instead, one after the other.
 
 The model is the GPT of `benchmarks.text` in two streams, one block per stage or several, with token
-embeddings of standard deviation 0.5. Muon updates matrices, AdamW everything else, on a cosine to
-zero. `--data` is a text or a folder of Python files; its last twentieth is for validation.
+embeddings of standard deviation 0.5. Muon updates matrices, AdamW everything else, with a cosine
+schedule to zero. `--data` is a text or a folder of Python files; its last twentieth is for
+validation.
 
     loss           on validation data, after the last update
-    updates to ..  when the loss was reached first, between two evaluations in proportion
+    updates to ..  the update that first reached this loss, interpolated between evaluations
 """
 
 from __future__ import annotations
@@ -56,24 +57,24 @@ class Setting:
 
     updates: int
     stages: int = 1
-    """1 is backprop."""
+    """Number of stages; 1 is backprop."""
     accumulation_steps: int = 1
     rate: float = 0.01
-    """Of matrices."""
+    """Learning rate of matrices."""
     adamw_rate: float = 1e-3
     embedding_rate: float = 1.5e-2
-    """Of token and position embeddings."""
+    """Learning rate of token and position embeddings."""
     full_rate_within: float = math.inf
-    """All rates are multiplied by this over (1 + delay), where that is less than 1."""
+    """All learning rates are multiplied by min(1, full_rate_within / (1 + delay))."""
     momentum: float = 0.9
-    """Of Muon."""
+    """Momentum of Muon."""
     adamw_momentum: float = 0.9
     feedback: float = 0.0
     max_drift: float = math.inf
     weights: str = "latest"
 
     def delays(self, blocks: int) -> list[int]:
-        """Of each block, in updates."""
+        """The delay of each block, in updates."""
         per_stage = blocks // self.stages
         later = [self.stages - 1 - block // per_stage for block in range(blocks)]
         return [round(count / self.accumulation_steps) for count in later]
@@ -88,7 +89,7 @@ _PLAIN: Final = Setting(0)
 
 
 def table(updates: int) -> Iterator[Setting]:
-    """What docs/results.md has."""
+    """The settings in docs/results.md."""
     late: dict[str, Any] = {"momentum": 0.8, "adamw_momentum": 0.8}
     doubled: dict[str, Any] = {"adamw_rate": 2e-3, "embedding_rate": 3e-2}
     yield Setting(updates)
@@ -104,22 +105,22 @@ def table(updates: int) -> Iterator[Setting]:
 # -- weights ---------------------------------------------------------------------------------------
 
 Weights = dict[str, Tensor]
-"""Of blocks, `(blocks, settings, ...)`, and of the rest, `(settings, ...)`."""
+"""Weights of blocks have the shape `(blocks, settings, ...)`, all others `(settings, ...)`."""
 
 MATRICES: Final = {"qkv": (1, 3), "proj": (1, 1), "up": (1, 4), "down": (4, 1)}
-"""Inputs and outputs of a block's linear layers, in widths."""
+"""Inputs and outputs of a block's linear layers, in multiples of the width."""
 EMBEDDINGS: Final = ("tokens", "positions")
 OUTPUT: Final = ("norm", "norm_bias", "head")
 BRANCHES: Final = (
     ("attention", ("norm1", "norm1_bias", "qkv", "qkv_bias", "proj", "proj_bias")),
     ("mlp", ("norm2", "norm2_bias", "up", "up_bias", "down", "down_bias")),
 )
-"""Of a block, and their weights in the order of their arguments."""
+"""The branches of a block, each with its weights in the order of its arguments."""
 IN_BLOCKS: Final = {name for _, names in BRANCHES for name in names}
 
 
 def initial(sizes: Sizes, vocabulary: int) -> Weights:
-    """As `benchmarks.text.GPT` is initialised, but for the embeddings."""
+    """Initial weights of one setting, as in `benchmarks.text.GPT` except for the embeddings."""
     generator = torch.Generator().manual_seed(0)
     blocks, width = sizes.blocks, sizes.width
     weights = {
@@ -148,7 +149,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def attention(x: Tensor, *weights: Tensor, sizes: Sizes) -> Tensor:
-    """`(settings, tokens, width)` to the same."""
+    """Map `(settings, tokens, width)` to the same shape."""
     norm, norm_bias, qkv, qkv_bias, proj, proj_bias = weights
     mixed = _linear(_norm(x, norm, norm_bias), qkv, qkv_bias)
     q, k, v = mixed.view(-1, sizes.context, 3, sizes.heads, sizes.width // sizes.heads).permute(
@@ -159,7 +160,7 @@ def attention(x: Tensor, *weights: Tensor, sizes: Sizes) -> Tensor:
 
 
 def mlp(x: Tensor, *weights: Tensor) -> Tensor:
-    """`(settings, tokens, width)` to the same."""
+    """Map `(settings, tokens, width)` to the same shape."""
     norm, norm_bias, up, up_bias, down, down_bias = weights
     hidden = F.gelu(_linear(_norm(x, norm, norm_bias), up, up_bias))
     return _linear(hidden, down, down_bias).float()
@@ -178,7 +179,7 @@ def head(target: Tensor, a: Tensor, b: Tensor, *weights: Tensor) -> Tensor:
 
 
 class Simulation:
-    """Everything lies on the device, so that a CUDA graph can capture a step."""
+    """Trains all settings at once; all state is on the device: a CUDA graph can capture a step."""
 
     def __init__(
         self, settings: Sequence[Setting], sizes: Sizes, vocabulary: int, device: torch.device
@@ -204,7 +205,7 @@ class Simulation:
         self.number = torch.zeros((), dtype=torch.long, device=device)
         """Updates so far."""
         self.losses = torch.zeros(len(settings), device=device)
-        """Of the last micro-batch."""
+        """The loss of each setting for the last micro-batch."""
         numbers = [f.name for f in fields(Setting) if f.name != "weights"]
         self._numbers = {
             field: torch.tensor([float(getattr(s, field)) for s in settings], device=device)
@@ -222,7 +223,7 @@ class Simulation:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Begin again."""
+        """Start again from the initial weights."""
         for name, weight in initial(self.sizes, self.vocabulary).items():
             self.weights[name].copy_(weight.unsqueeze(int(name in IN_BLOCKS)))
         for state in (self._means, self._last, self._squares):
@@ -231,29 +232,29 @@ class Simulation:
         self.number.zero_()
 
     def _given(self, name: str, field: str) -> Tensor:
-        """What the settings say, as a factor of weights of this name."""
+        """A field of all settings, shaped to multiply weights of this name."""
         return self._of(name, self._numbers[field])
 
     def _of(self, name: str, values: Tensor) -> Tensor:
-        """A number for each setting, as a factor of weights of this name."""
+        """A number for each setting, shaped to multiply weights of this name."""
         lead = int(name in IN_BLOCKS)
         return values.view(*[1] * lead, -1, *[1] * (self.weights[name].ndim - lead - 1))
 
     def _late(self, name: str) -> Tensor:
-        """Delays, as a factor of weights of this name."""
+        """Delays, shaped to multiply weights of this name."""
         if name in IN_BLOCKS:
             return self._delays.reshape(*self._delays.shape, *[1] * (self.weights[name].ndim - 2))
         return self._of(name, self._delays[0] * int(name in EMBEDDINGS))
 
     def _cast(self, name: str, weight: Tensor) -> Tensor:
-        """As autocast does."""
+        """Cast a weight as autocast does."""
         return weight.to(self._low) if name in MATRICES or name == "head" else weight
 
     # -- passes
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor) -> None:
-        """One micro-batch of `(sequences, context)`: its passes and the update."""
+        """Run the passes and the update of one micro-batch of `(sequences, context)`."""
         now = {n: self._cast(n, w) for n, w in self.weights.items()}
         before = now | self._before()
         a, b = self._forward(*self._enter(before, x), before)
@@ -265,7 +266,7 @@ class Simulation:
         self.number += 1
 
     def _before(self) -> Weights:
-        """What forward passes compute with; keeps the present weights for those to come."""
+        """The weights for forward passes; also stores the current weights in the ring buffer."""
         rows = torch.arange(len(self.settings), device=self.number.device)
         blocks = torch.arange(self.sizes.blocks, device=self.number.device).view(-1, 1)
         version = (self.number - self._delays).clamp(min=0) % self._versions
@@ -314,7 +315,7 @@ class Simulation:
 
     @torch.no_grad()
     def validation_losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-        """With the latest weights, for each setting."""
+        """The validation loss of each setting, with its latest weights."""
         now = {n: self._cast(n, w) for n, w in self.weights.items()}
         total = torch.zeros_like(self.losses)
         for x, y in batches:
@@ -360,7 +361,7 @@ class Simulation:
 def nesterov(
     gradient: Tensor, mean: Tensor, momentum: Tensor, chunks: int, low: torch.dtype
 ) -> Tensor:
-    """The momentum of matrices, `(blocks, settings, chunks, outputs, inputs)`."""
+    """Nesterov momentum of matrices, `(blocks, settings, chunks, outputs, inputs)`."""
     wide = gradient.float()
     mean.copy_(torch.lerp(wide, mean, momentum))
     ahead = torch.lerp(wide, mean, momentum)
@@ -391,7 +392,7 @@ def apply(
 
 WARM_UP: Final = 0.05
 REACHED: Final = (2.05, 1.6, 1.3)
-"""Losses for which the table says when they were."""
+"""Losses for which the table shows when they were first reached."""
 Log = list[dict[str, float]]
 
 
@@ -420,7 +421,7 @@ def validation(text: Text, sequences: int, context: int) -> Sequence[tuple[Tenso
 def simulate(
     settings: Sequence[Setting], sizes: Sizes, text: Text, sequences: int, evaluations: int
 ) -> list[Log]:
-    """Train all settings side by side; for each the losses it had."""
+    """Train all settings side by side; returns the validation losses of each."""
     device = text.train.device
     simulation = Simulation(settings, sizes, text.vocabulary, device)
     updates = max(setting.updates for setting in settings)
@@ -446,7 +447,7 @@ def simulate(
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """A CUDA graph of it."""
+    """Capture a step as a CUDA graph; returns a function that replays it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -460,7 +461,7 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def trainer_of(setting: Setting, sizes: Sizes, vocabulary: int, device: torch.device) -> Any:
-    """The trainer that is simulated."""
+    """The trainer that the simulation reproduces."""
     model, start = GPT(vocabulary, sizes), initial(sizes, vocabulary)
     with torch.no_grad():
         model.tokens.weight.copy_(start["tokens"])
@@ -510,7 +511,7 @@ def trainer_of(setting: Setting, sizes: Sizes, vocabulary: int, device: torch.de
 
 
 def train(setting: Setting, sizes: Sizes, text: Text, sequences: int, evaluations: int) -> Log:
-    """One setting, with stages; the losses it had."""
+    """Train one setting with stages; returns its validation losses."""
     trainer = trainer_of(setting, sizes, text.vocabulary, text.train.device)
     count = setting.updates * setting.accumulation_steps
     every, batches = max(1, count // evaluations), validation(text, sequences, sizes.context)
@@ -528,7 +529,7 @@ def train(setting: Setting, sizes: Sizes, text: Text, sequences: int, evaluation
 
 
 def check() -> float:
-    """The largest difference between losses of trainers and those simulated, in float32."""
+    """The largest difference between losses of trainers and simulated losses, in float32."""
     sizes, vocabulary = Sizes(8, 32, 2, 16), 16
     late: dict[str, Any] = {"rate": 0.02, "momentum": 0.8}
     settings = [
@@ -558,7 +559,7 @@ def check() -> float:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--data", type=Path, help="a text, or a folder of Python files", default=Path("."))

@@ -3,15 +3,15 @@
     python -m benchmarks.learning cosine --data data --out out/cosine --jobs 8
     python -m benchmarks.learning cosine --out out/cosine --show
 
-The first command trains whatever of the table has no result yet; stopped (or out of `--minutes`)
-and given again it goes on from the last checkpoints. `results.json` in the folder holds all results
-so far: copied to another machine, training goes on there with what is missing. The second command
+The first command trains every row of the table that has no result yet. Run again, it continues
+trainings that ran out of `--minutes` from their checkpoints. `results.json` in the folder holds all
+results so far; with a copy of it, another machine trains only the missing rows. The second command
 prints the results and draws the curves.
 
-Tables: orders (two orders of PETRA, and delay-aware momentum, against backprop, by accumulation,
-with the paper's learning rates), cosine (the same on a cosine), ablation (PETRA's Table 4),
-transformer (vit_tiny in 8 stages by the weights of backward), deeper (resnet34 and resnet50 in 18
-stages).
+Tables: orders (two orders of PETRA, and delay-aware momentum, against backprop, by accumulation
+steps, with the paper's learning rates), cosine (the same with a cosine schedule), ablation (PETRA's
+Table 4), transformer (vit_tiny in 8 stages, by the weights that backward uses), deeper (resnet34
+and resnet50 in 18 stages).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ USUAL: Final = {
     "resnet50": ("sgd", 18, (64, 256)),
     "vit_tiny": ("adamw", 8, (64, 256)),
 }
-"""Optimizer, stages and micro-batch sizes of a model, unless the name says otherwise."""
+"""By model, the optimizer, stages and micro-batch sizes that names of trainings leave out."""
 
 Log = list[dict[str, Any]]
 
@@ -75,15 +75,15 @@ class Experiment:
     weight_decay: float = 5e-4
     backend: str = "auto"
     weights: str | None = None
-    """Which weights backward uses; None: as the method has it."""
+    """Which weights backward uses; None: the method's."""
     policy: str = "paper"
-    """How the compiler makes two streams of one."""
+    """The policy of `petrafy`."""
     synchronous_updates: float = 0
-    """Epochs without delay at the start."""
+    """Epochs (not updates) without delay at the start."""
 
     @property
     def setting(self) -> str:
-        """Its name, without the seed: what is averaged over seeds.
+        """The name without epochs and seed; results are averaged over seeds.
 
         >>> Experiment("petra", None, 4, model="vit_tiny", stages=4, optimizer="nadam").setting
         'vit_tiny-petra-k4-4stages-nadam'
@@ -103,7 +103,7 @@ class Experiment:
 
     @property
     def name(self) -> str:
-        """Its name: of its folder, and in tables."""
+        """The unique name, which is also that of its folder."""
         return f"{self.setting}-{self.epochs}e-s{self.seed}"
 
 
@@ -118,7 +118,7 @@ _BACKPROP: Final[_Row] = ("backprop", None, "sgd")
 
 
 def _orders(seeds: int, epochs: int, schedule: str = "steps") -> Iterator[Experiment]:
-    """What matters most comes first."""
+    """The most important rows come first."""
     others = range(1, seeds)
     for seeded, rows in (
         (range(1), (_DELAY_AWARE, _BACKPROP, _ONE_F_ONE_B, _PAPER)),
@@ -144,7 +144,7 @@ def _orders(seeds: int, epochs: int, schedule: str = "steps") -> Iterator[Experi
 
 
 def _ablation(seeds: int, epochs: int) -> Iterator[Experiment]:
-    """Which buffer matters, k = 1, the paper's order."""
+    """Which buffer matters, with k = 1 and in the paper's order."""
     for seed in range(seeds):
         for method in ("reversible_backprop", "delayed", "dsp"):
             yield Experiment(method, None, 1, seed, epochs=epochs)
@@ -152,7 +152,7 @@ def _ablation(seeds: int, epochs: int) -> Iterator[Experiment]:
 
 
 def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
-    """A vision transformer with matrices by Muon, 256 images per update."""
+    """A vision transformer with 256 images per update; Muon trains the matrices."""
     same = Experiment(
         "petra",
         accumulation_steps=4,
@@ -213,7 +213,7 @@ def run(experiment: Experiment, data: Cifar, folder: Path, deadline: float) -> s
         start = time.monotonic()
         line = {"epoch": epoch + 1, **training.epoch(epoch)}
         log.append(line | {"seconds": round(time.monotonic() - start, 2)})
-        (folder / "progress.json").write_text(json.dumps(log))  # all there is if the machine goes
+        (folder / "progress.json").write_text(json.dumps(log))  # the only record if it is killed
         if time.monotonic() > deadline and epoch + 1 < experiment.epochs:
             training.save(folder)
             (folder / "log.json").write_text(json.dumps(log))
@@ -249,7 +249,7 @@ def recipe_of(experiment: Experiment, samples: int) -> Recipe:
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Share of right answers."""
+    """Share of correct predictions."""
     return (output.argmax(1) == target).float().mean()
 
 
@@ -302,16 +302,16 @@ class Staged:
         }
 
     def load(self, folder: Path) -> None:
-        """The last checkpoint."""
+        """Load the last checkpoint."""
         self.trainer.load(folder / "checkpoints")
 
     def save(self, folder: Path) -> None:
-        """Leave what is needed to go on."""
+        """Save a checkpoint."""
         self.trainer.save(folder / "checkpoints", keep=1, drain=True)
 
 
 def _muon(recipe: Recipe, params: Any) -> DelayAwareMuon:
-    """Matrices at the recipe's rate and decay; the rest as AdamW has it by default."""
+    """Matrices use the recipe's rate and weight decay; the rest uses AdamW's defaults."""
     return DelayAwareMuon(params, lr=recipe.rate, weight_decay=recipe.weight_decay)
 
 
@@ -358,13 +358,13 @@ class Plain:
         return self.model, self.optimizer, self.schedule
 
     def load(self, folder: Path) -> None:
-        """The last checkpoint."""
+        """Load the last checkpoint."""
         states = torch.load(folder / "plain.pt", weights_only=True)
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
 
     def save(self, folder: Path) -> None:
-        """Leave what is needed to go on."""
+        """Save a checkpoint."""
         torch.save([part.state_dict() for part in self._parts], folder / "plain.pt")
 
 
@@ -372,7 +372,7 @@ class Plain:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("table", choices=TABLES)

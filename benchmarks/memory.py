@@ -1,12 +1,12 @@
-"""Activation memory: plain, checkpointed and by `reversify`, against depth or of one timm model.
+"""Activation memory of plain, checkpointed and reversible training, by depth or for a timm model.
 
     python -m benchmarks.memory                                # two stacks, 2 to 32 blocks, CPU
     python -m benchmarks.memory --device cuda --picture memory.svg
     python -m benchmarks.memory --device cuda --model vit_large_patch16_224 --batch 64
 
-Parameters, their gradients and the batch are there before a step begins and do not count. The bars:
-what a block adds is under 5 % of what it adds to the plain model, and a whole large model takes at
-least 5 times less.
+Parameters, their gradients and the batch exist before a step begins and do not count. The bars: a
+block adds less than 5 % of the memory that it adds to the plain model, and a large model takes at
+least 5 times less memory than when trained plainly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def against_depth(
     dtype: str,
     **options: Any,
 ) -> dict[str, list[Memory]]:
-    """The memory of one stack by each means at every depth. `options` of `reversify`."""
+    """The memory of one stack at every depth, by way to train. `options` go to `reversify`."""
     x, y = batch_of(kind, sizes, device)
     memory: dict[str, list[Memory]] = {"plain": [], "checkpointing": [], "reversify": []}
     for depth in depths:
@@ -57,7 +57,7 @@ def against_depth(
 
 
 def slope_share(depths: Sequence[int], memory: dict[str, list[Memory]], of: str) -> float:
-    """What a block adds to the reversible stack, as a share of what it adds to the plain one."""
+    """Memory per block of the reversible stack, as a share of that of the plain stack."""
     grown = {name: slope(depths, [getattr(m, of) for m in all_]) for name, all_ in memory.items()}
     return grown["reversify"] / grown["plain"]
 
@@ -65,7 +65,7 @@ def slope_share(depths: Sequence[int], memory: dict[str, list[Memory]], of: str)
 def report_depths(
     kind: str, sizes: Sizes, depths: Sequence[int], memory: dict[str, list[Memory]]
 ) -> dict[str, float]:
-    """Print one stack's table; returns its slopes' shares."""
+    """Print one stack's table; returns its `slope_share` of held and of peak memory."""
     what = "tokens" if kind == "transformer" else "pixels"
     side = f"{sizes.side}" if kind == "transformer" else f"{sizes.side}x{sizes.side}"
     rows: list[list[object]] = []
@@ -120,7 +120,7 @@ def of_model(
 
 
 def report_model(title: str, memory: dict[str, Memory]) -> float:
-    """Print one model's table; returns how many times less memory `reversify` takes."""
+    """Print one model's table; returns plain memory divided by the memory of `reversify`."""
     plain = memory["plain"].peak
     rows = [[n, mib(m.held), mib(m.peak), f"{plain / m.peak:.2f}x"] for n, m in memory.items()]
     show(title, ("training", "held", "peak", "less than plain"), rows)
@@ -154,7 +154,7 @@ def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--device", default="cpu")

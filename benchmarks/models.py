@@ -1,4 +1,4 @@
-"""The models that benchmarks train: any of timm's, or a stack of equal blocks, fed with images."""
+"""The models that benchmarks train: any of timm's, or a stack of equal blocks, on images."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Case:
         return create(self.model, self.size, self.classes)
 
     def data(self, device: torch.device | str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
-        """A micro-batch, always the same."""
+        """A micro-batch, always the same for a seed."""
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(self.batch, 3, self.size, self.size, generator=generator)
         y = torch.randint(0, self.classes, (self.batch,), generator=generator)
@@ -57,8 +57,8 @@ class Case:
 def create(name: str, size: int, classes: int = 10, *, small: bool = False) -> nn.Module:
     """A model for images of `size` pixels, always with the same weights.
 
-    `name` is timm's, or `transformer-12x128` and `conv-6x32`: a stack of 12 (or 6) blocks of that
-    width. `small` gives a ResNet the first layer for small images.
+    `name` is timm's, or a stack of blocks: `transformer-12x128` has 12 blocks of width 128,
+    `conv-6x32` has 6 of width 32. `small` gives a ResNet a first layer for small images.
     """
     torch.manual_seed(0)
     if match := STACK.fullmatch(name):

@@ -1,18 +1,18 @@
-"""One training step by every means: plain, checkpointed, reversible, in stages; time and memory.
+"""One training step, plain, checkpointed, reversible and in stages: time and memory.
 
     python -m benchmarks.peers                                  # a stack of transformer blocks
     python -m benchmarks.peers --model conv-6x32
     python -m benchmarks.peers --model vit_tiny_patch16_224 --size 96 --batch 4
     python -m benchmarks.peers --device cuda --dtype bf16 --backends eager cudagraphs inductor
 
-All start from the same weights; a step is forward, backward and SGD's update for one micro-batch.
-They take turns, and a ratio is the median of the rounds' own. With `--stages` stages, all in this
-process, come PETRA on each of `--backends` (an update every micro-batch, the pipeline full) and
-torch's GPipe and 1F1B (which drain it every `--microbatches`). On several ranks these are compared
-by `ranks`, backends closely by `engine`.
+All variants start from the same weights; a step is forward, backward and SGD's update for one
+micro-batch. Variants take turns, and a ratio is the median of the ratios of all rounds. PETRA runs
+on each of `--backends` with `--stages` stages, all in this process (an update every micro-batch,
+with a full pipeline); torch's GPipe and 1F1B run the same stages and drain every `--microbatches`.
+`ranks` compares them on several ranks, and `engine` compares backends in detail.
 
-Memory is the most that there is at any moment beyond parameters, optimizer state and lasting
-gradients. PETRA's stages make new gradients each time, so those of one stage are counted.
+Memory is the peak beyond parameters, optimizer state and lasting gradients. PETRA's stages make new
+gradients for each micro-batch, so the gradients of one stage count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Setting:
-    """What all train, and how."""
+    """What all variants train, and how."""
 
     case: Case
     stages: int
@@ -51,7 +51,7 @@ class Setting:
     dtype: str
 
     def model(self) -> nn.Module:
-        """With the same weights each time."""
+        """The model, with the same weights each time."""
         return self.case.create().to(self.device).train()
 
     def data(self) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to train, ready: a turn of some steps, its memory, the loss of its first step."""
+    """One way to train: a function that runs some steps, their memory, the loss of the first."""
 
     turn: Callable[[], object]
     bytes: int
@@ -91,7 +91,7 @@ def module_peer(
     setting: Setting,
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Peer:
-    """A module in an ordinary loop."""
+    """A module trained in an ordinary loop."""
     x, y = setting.data()
     optimizer = sgd(net.parameters())
 
@@ -109,7 +109,7 @@ def module_peer(
 
 
 def plain(setting: Setting) -> Peer:
-    """Backpropagation."""
+    """Plain backpropagation."""
     return module_peer(setting.model(), setting)
 
 
@@ -126,7 +126,7 @@ def checkpointed(setting: Setting, early_stop: bool = True) -> Peer:
 
 
 def checkpointed_whole(setting: Setting) -> Peer:
-    """The same computing whole blocks again, as a reversible block must."""
+    """The same, but recomputing whole blocks, as reversible blocks must."""
     return checkpointed(setting, early_stop=False)
 
 
@@ -141,7 +141,7 @@ def reversified(setting: Setting) -> Peer:
 
 
 def petra(backend: str) -> Make:
-    """Our trainer."""
+    """The trainer of revcompile."""
 
     def make(setting: Setting) -> Peer:
         if backend in ("cudagraphs", "inductor") and setting.device.type != "cuda":
@@ -204,7 +204,7 @@ def torch_schedule(kind: str) -> Make:
 
 @contextlib.contextmanager
 def group_of_one() -> Iterator[None]:
-    """torch's schedules want a process group, even for one process."""
+    """A process group of one process: torch's schedules require a group."""
     store = distributed.HashStore()  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -259,7 +259,7 @@ def report(
     seconds: dict[str, list[float]],
     skipped: dict[str, str],
 ) -> None:
-    """Print the table, and who is not in it and why."""
+    """Print the table, and the peers that are left out, with the reasons."""
     rows = []
     for name, peer in ready.items():
         less = f"{ready[PLAIN].bytes / peer.bytes:.2f}x"
@@ -273,7 +273,7 @@ def report(
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", default="transformer-6x128", help="timm's name, or a stack: conv-6x32")

@@ -4,28 +4,29 @@
     torchrun --nproc-per-node 8 -m benchmarks.pipelines --model vit --methods 1f1b petra-kept
     torchrun --nproc-per-node 8 -m benchmarks.pipelines --train input.txt --updates 300
 
-A GPT, or timm's ViT with patches of 4 x 4, of 16 blocks. torch's schedules train the original
-model, cut into stages of equally many blocks. PETRA trains the rewired model, cut by revcompile.
-The samples of an update are the same. With two cores for each rank, a rank is bound to its two, and
-computes with `--threads`.
+The model is a GPT, or timm's ViT with patches of 4 x 4, with 16 blocks. torch's schedules train the
+original model, cut into stages with equal numbers of blocks. PETRA trains the rewired model, cut by
+revcompile. All methods have the same number of samples per update. If there are two cores for each
+rank, each rank is bound to two of its own. It computes with `--threads` threads.
 
-    ms        per micro-batch, of the slowest rank; rounds of the methods take turns, the median
-    forecast  from mean times of passes and messages that are measured in every round (`alone`)
-    uneven    the same, but each micro-batch takes the time that one has taken, not the mean
-    compute   the share of that time in which the main thread of the busiest rank runs
-    memory    the most that a rank has taken of the operating system for this training
+    ms        per micro-batch, of the slowest rank; methods take turns, the median of the rounds
+    forecast  from mean times of passes and messages, which are measured in every round (`alone`)
+    uneven    the same, but with the measured time of each micro-batch instead of the mean
+    compute   the share of `ms` in which the main thread of the busiest rank runs
+    memory    the most memory that a rank takes from the operating system for this training
 
 Methods: gpipe, 1f1b, interleaved, zbv (torch's; over gloo, torch 2.11 cannot run the last one);
 petra (everything is rebuilt), petra-kept (all graphs are kept). petra:2 has two micro-batches in
 flight per stage, petra-kept:1.5 has one and a half.
 
 With `--model device` a block computes next to nothing, but sleeps: `--milliseconds` in forward, and
-twice as long in backward. That models ranks with a device each, whose passes do not take longer
+twice as long in backward. That models ranks with one device each, whose passes do not take longer
 when other ranks compute; messages and all work of the host are real.
 
 With `--train` the methods train a character-level GPT one after the other, each with every
-optimizer of `--optimizers`. Printed is how long each takes to the loss that the first method
-reaches with that optimizer, as a mean of the last 20 updates; the others train a quarter longer.
+optimizer of `--optimizers`. The table shows how long each method takes to reach the loss of the
+first method with the same optimizer (the mean of the last 20 updates). All methods but the first
+train a quarter longer.
 """
 
 from __future__ import annotations
@@ -76,29 +77,29 @@ VOCABULARY: Final = 256
 CLASSES: Final = 10
 PATCH: Final = 4
 MEAN_OF: Final = 20
-"""Updates whose mean loss is compared."""
+"""Number of updates over which the compared loss is averaged."""
 LONGER: Final = 1.25
-"""How much longer than the first one all others train."""
+"""How much longer the other methods train than the first one."""
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class Job(Protocol):
-    """A training that is under way."""
+    """A running training."""
 
     def update(self, batches: Batches) -> list[float]:
-        """Train on the micro-batches of an update; on the last rank their losses."""
+        """Train on the micro-batches of an update; returns their losses on the last rank."""
 
     def fill(self, batches: Batches) -> None:
-        """Fill the pipeline, if it is one that stays full; ranks need not end this together."""
+        """Fill the pipeline, if it is one that stays full; ranks may return at different times."""
 
     def passes(self, batches: Batches) -> Passes:
-        """Seconds of this rank's passes, all ranks alone; nothing is in flight afterwards."""
+        """Seconds of this rank's passes without waiting; nothing is in flight afterwards."""
 
     def forecast(self, ranks: Sequence[Passes]) -> tuple[float, float]:
-        """Seconds per micro-batch: of mean passes, and of passes as uneven as they were."""
+        """Seconds per micro-batch: from mean times, and from the single times of passes."""
 
     def close(self) -> None:
-        """End it."""
+        """End the training."""
 
 
 class Embedding(nn.Module):
@@ -128,7 +129,7 @@ class Patches(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Those after them."""
+    """The layers of a ViT after its blocks."""
 
     def __init__(self, model: VisionTransformer) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class Classifier(nn.Module):
 
 @torch.library.custom_op("benchmarks::device", mutates_args=())
 def on_device(x: Tensor, seconds: float, backward_seconds: float) -> Tensor:
-    """A copy, as late as a device would have it."""
+    """A copy, after the time that a device would take."""
     time.sleep(seconds)
     return x.clone()
 
@@ -165,7 +166,7 @@ on_device.register_autograd(_differentiate, setup_context=_remember)
 
 
 class Branch(nn.Module):
-    """Half a block that a device computes."""
+    """Half a block, which takes the time of a device."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class Branch(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the input's shape."""
+        """Compute an output of the input's shape."""
         out: Tensor = self.up(self.down(on_device(x, self.seconds, 2 * self.seconds)))
         return out
 
@@ -186,13 +187,13 @@ class DeviceBlock(nn.Module):
         self.attention, self.mlp = (Branch(width, seconds / 2) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the input's shape."""
+        """Compute an output of the input's shape."""
         x = x + self.attention(x)
         return x + self.mlp(x)
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """The model as a sequence: what is before its blocks, the blocks, the rest."""
+    """The model as a sequence: the layers before its blocks, the blocks, the layers after them."""
     if isinstance(model, GPT):
         return [Embedding(model), *model.blocks, nn.Sequential(model.norm, model.head)]
     return [Patches(model), *model.blocks, Classifier(model)]
@@ -356,7 +357,7 @@ def make_model(args: argparse.Namespace) -> nn.Module:
 
 
 def side_of(args: argparse.Namespace) -> int:
-    """Pixels of an image's edge."""
+    """The side of an image in pixels."""
     return PATCH * math.isqrt(args.tokens)
 
 
@@ -384,7 +385,7 @@ def data_of(args: argparse.Namespace) -> Batches:
 def optimizer_of(
     args: argparse.Namespace, name: str, model: nn.Module
 ) -> tuple[Any, Callable[[Any], list[dict[str, Any]]] | None]:
-    """How to make it, and its groups of parameters."""
+    """A function that makes the optimizer, and one that makes its parameter groups."""
     if name == "adamw":
         return partial(torch.optim.AdamW, lr=args.lr), None
     return DelayAwareMuon, muon_groups(model, adamw=("head",))
@@ -416,8 +417,8 @@ def resident(key: str) -> float:
 def measure_memory(args: argparse.Namespace, method: str) -> float:
     """The most MiB that a rank takes for a training."""
     malloc = ctypes.CDLL(None)
-    malloc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what a tensor frees goes back at once
-    # What the libraries take when they are first used is not the training's.
+    malloc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: freed tensors go back to the system at once
+    # Memory that the libraries take at their first use does not count.
     warm, (inputs, targets) = make_model(args), next(data_of(args))
     loss_of(args)(warm(inputs), targets).backward()
     torch.optim.AdamW(warm.parameters()).step()
@@ -477,7 +478,7 @@ def measure_times(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    # Before there is memory of other trainings, which a new one would take.
+    # Measure memory first: later, a training would reuse what others have freed.
     memory = {m: measure_memory(args, m) if args.memory else math.nan for m in args.methods}
     no_times = dict.fromkeys(("ms", "from", "to", "forecast", "uneven", "compute"), math.nan)
     rows = list(measure_times(args)) if args.rounds else [{"method": m} | no_times for m in memory]
@@ -518,7 +519,7 @@ def title(args: argparse.Namespace) -> str:
 def train(
     args: argparse.Namespace, method: str, optimizer: str, updates: int
 ) -> list[tuple[float, float]]:
-    """Seconds since the beginning and mean of the latest losses, after every update."""
+    """After every update, seconds since the beginning and the mean of the latest losses."""
     batches, job = data_of(args), make_job(args, method, optimizer)
     distributed.barrier()
     begin, seen = time.perf_counter(), []

@@ -7,21 +7,21 @@
         --steps 8 --backends eager model-parallel torch-1f1b torch-1f1b-checkpointed torch-gpipe
 
 Cases are model:pixels:batch:stages. Every rank count trains the same weights on the same
-micro-batches with a full pipeline; backends take turns. All ranks may be on one GPU; there each
-claims to be a machine of its own, and messages go through the host, so the link's own time is
-measured too. A GPU runs the kernels of several processes in turns, also while one only waits for
-a message: with `--mps` (NVIDIA's multi-process service) it runs them side by side.
+micro-batches with a full pipeline; backends take turns. All ranks may be on one GPU. Each rank then
+claims to be a separate machine, and messages go through the host, so the time of the link alone is
+measured too. A GPU runs the kernels of several processes in turns, even while one of them only
+waits for a message; with `--mps` (NVIDIA's multi-process service) it runs them side by side.
 
-Beside PETRA's backends there are `model-parallel` (reversible, one micro-batch at a time) and, on
-CPU ranks with a stage each, torch's schedules on the same stages, which drain every `--steps`.
+Besides PETRA's backends there are `model-parallel` (reversible, one micro-batch at a time) and, on
+CPU ranks with one stage each, torch's schedules on the same stages, which drain every `--steps`.
 
     ms        per micro-batch, of the slowest rank; the median of the rounds
     host      processor time of each rank's main thread per micro-batch, waiting not counted
     kernels   each rank's captured sections alone, while all others are idle
     link      all messages of a micro-batch at once between all ranks, and nothing else
     of bound  ms, divided by the larger of link and all kernels together
-    memory    the most that each rank has taken of the device for this training; on a CPU the most
-              that a round adds to parameters and optimizer state
+    memory    the most device memory that each rank takes for this training; on a CPU the most that
+              a round adds to parameters and optimizer state
     driver    allocations of device memory by each rank's driver, in all rounds but the first
     losses    largest relative difference to the first row of the case
 """
@@ -66,7 +66,7 @@ REPLAYS: Final = 20
 
 @dataclass
 class Found:
-    """What one rank has measured of one variant."""
+    """One rank's measurements of one variant."""
 
     backend: str
     losses: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Found:
     """Bytes per micro-batch to other ranks."""
     reserved: int = 0
     segments: list[int] = field(default_factory=list)
-    """Blocks of memory that the driver has given so far, after each round."""
+    """Number of memory segments that the driver has allocated so far, after each round."""
     captured: bool = False
 
 
@@ -91,7 +91,7 @@ class Variant:
         self.device = torch.device(options.device)
         self._control, self._links = groups
         before = self._reserved()
-        with self.device:  # made there, which is faster
+        with self.device:  # faster than a copy
             model = create(case.model, case.size, case.classes)
         batches = Feed(case, self.device).batches
         example, _ = replace(case, batch=2).data(self.device)
@@ -120,11 +120,11 @@ class Variant:
             self.found.reserved = torch.cuda.max_memory_reserved() - before
 
     def _reserved(self) -> int:
-        """What this process takes of the GPU, caches emptied; the peak is counted from here."""
+        """GPU memory reserved by this process after emptying caches; also resets the peak."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.synchronize()
-        gc.collect()  # trainers of other variants
+        gc.collect()  # frees trainers of other variants
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_reserved()
@@ -148,7 +148,7 @@ class Variant:
             self.found.segments.append(torch.cuda.memory_stats()["segment.all.allocated"])
 
     def finish(self, steps: int) -> Found:
-        """Measure what the steps are compared with, and close the trainer."""
+        """Measure memory, link and kernels, and close the trainer."""
         found = self.found
         if self.device.type == "cpu":
             with LiveStorages() as live:
@@ -161,7 +161,7 @@ class Variant:
         return found
 
     def _kernels(self) -> float:
-        """Seconds of a rank's captured sections. What they compute is of no use any more."""
+        """Seconds of a rank's captured sections, run alone; their results are meaningless."""
         pipeline = self.trainer._runner._captured
         assert pipeline is not None and isinstance(pipeline._replay, CudaGraphReplay)
         seconds = 0.0
@@ -180,7 +180,7 @@ class Variant:
         return seconds
 
     def _link(self) -> tuple[int, float]:
-        """Bytes that a rank sends for a micro-batch, and seconds of all ranks' messages alone."""
+        """Bytes that a rank sends per micro-batch, and seconds of all ranks' messages alone."""
         placement = self.trainer._placement
         if not isinstance(placement, RankPlacement):
             return 0, 0.0
@@ -214,7 +214,7 @@ class Variant:
 
 
 class TorchVariant(Variant):
-    """One rank's part with a schedule of torch, on the same stages."""
+    """One rank's part of the training with a schedule of torch, on the same stages."""
 
     def __init__(self, text: str, backend: str, options: argparse.Namespace, groups: Any) -> None:
         *parts, stages = text.split(":")
@@ -246,7 +246,7 @@ class TorchVariant(Variant):
         return []
 
     def finish(self, steps: int) -> Found:
-        """Count memory."""
+        """Measure memory."""
         with LiveStorages() as live:
             self._turn(steps)
         self.found.reserved = live.peak
@@ -303,7 +303,7 @@ def _backend(options: argparse.Namespace) -> str:
 
 
 def row_of(case: str, by_rank: list[Found], reference: Losses) -> Row:
-    """A variant's figures over all ranks."""
+    """A variant's measurements over all ranks."""
     ms = 1e3 * median(map(max, zip(*(each.seconds for each in by_rank), strict=True)))
     kernels = 1e3 * sum(each.kernels for each in by_rank)
     link = 1e3 * max(each.link for each in by_rank)
@@ -333,7 +333,7 @@ COLUMNS: Final = {
     "driver": 8,
     "losses": 7,
 }
-"""Their widths."""
+"""The table's columns and their widths."""
 
 
 def line_of(row: Row) -> str:
@@ -395,8 +395,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int, device: str) -> list[Any]:
-    """Call `work(rank, *arguments)` on every rank, in processes of their own; their results."""
-    # Memory goes back to the allocator, not to the system: else page faults come and go by chance.
+    """Call `work(rank, *arguments)` in one process per rank; returns the results."""
+    # Freed memory stays in the allocator: returned to the system, it causes random page faults.
     os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, context.Manager() as manager:
@@ -415,9 +415,9 @@ def on_ranks(work: Callable[..., Any], *arguments: Any, ranks: int, device: str)
 
 @contextmanager
 def side_by_side() -> Iterator[None]:
-    """NVIDIA's multi-process service: processes that start meanwhile share a GPU at any moment.
+    """NVIDIA's multi-process service: processes that start inside run kernels at the same time.
 
-    Without it the kernels of one process run at a time, and those of others wait for their turn.
+    Without it, a GPU runs the kernels of one process at a time, and other processes wait.
     """
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
@@ -435,7 +435,7 @@ def side_by_side() -> Iterator[None]:
 
 
 def _join(processes: Sequence[Any]) -> None:
-    """Wait for all; once one has failed the others wait for it in vain, and are ended."""
+    """Wait for all processes; if one fails, terminate the others, which would wait for ever."""
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in connection.wait(list(running)):
@@ -455,14 +455,14 @@ def _rank(
     arguments: Any,
     device: str,
 ) -> None:
-    """One rank's life. It ends without clean-up: threads of links may still wait for the other."""
+    """Run one rank. It exits without clean-up: threads of links may still wait for other ranks."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     if device == "cuda":
         # NCCL wants a GPU for each rank, unless the ranks claim to be on different machines.
         os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-        # As many hardware queues as there are. Ranks that run side by side have to share them.
+        # Use all hardware queues; ranks that run side by side have to share them.
         shared = ranks if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else 1
         os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": f"{max(1, 32 // shared)}"}
         os.environ |= {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}

@@ -3,8 +3,8 @@
     python -m benchmarks.stage_memory --model resnet18 --stages 10 --batch 4 --size 64
     python -m benchmarks.stage_memory --device cuda --model resnet50 --stages 18 --batch 64
 
-Each stage is measured as if it had a device of its own, and so is the most that the whole process
-holds at any moment. The bar: within 15 %.
+Each stage is measured as if it had a device of its own. The peak of the whole process is measured,
+too. The bar: within 15 %.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUFFERS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--device", default="cpu")
@@ -84,7 +84,7 @@ def report(title: str, found: Measured) -> None:
 
 
 def allocated(device: torch.device) -> int:
-    """What a GPU holds now, the libraries' workspaces included."""
+    """Bytes allocated on a GPU now, including the libraries' workspaces."""
     if device.type != "cuda":
         return 0
     square = torch.ones(64, 64, device=device)

@@ -3,14 +3,14 @@
     python -m benchmarks.text --data input.txt --out out/text --table weights --jobs 6
     python -m benchmarks.text --out out/text --table weights --show
 
-Twelve pre-norm blocks of width 384, 256 characters of context, 64 sequences an update, 1,200
-updates; the last tenth of the text is for validation, every 50 updates. What has a result in the
-folder is not trained again. Every row is the best validation loss of its run; where several
-learning rates of a setting were trained, `--show` gives the best one and says which.
+The model has twelve pre-norm blocks of width 384 and a context of 256 characters. It trains for
+1,200 updates of 64 sequences. The last tenth of the text is for validation, every 50 updates. Rows
+with a result in the folder are not trained again. A row shows the best validation loss of a run; if
+several learning rates of a setting were trained, it shows the best of them, with its learning rate.
 
 Tables: weights (8 stages, an update every micro-batch), averaged (the same with averaged
 couplings), accumulated (micro-batches of 8 and an update every 8), orders (12 stages, and the
-paper's order). `--max-drift` trains rows of `DelayAwareMuon` with another limit to how far matrices
+paper's order). `--max-drift` trains rows of `DelayAwareMuon` with other limits on how far matrices
 move during the delay.
 """
 
@@ -39,14 +39,14 @@ from revcompile import TrainerOptions
 from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, muon_groups
 
 MAX_DRIFT = 0.0075
-"""The default of `DelayAwareMuon`, which names of trainings leave out."""
+"""The default of `DelayAwareMuon`; names of trainings leave it out."""
 SEQUENCES = 64
-"""In an update, at any `accumulation_steps`."""
+"""Sequences per update, at any `accumulation_steps`."""
 WARM_UP = 0.05
 LAST_RATE = 0.1
 """Share of the peak learning rate at the end of the cosine."""
 FEEDBACK = "muon-feedback"
-"""`DelayAwareMuon` as it is; without error feedback it is called muon."""
+"""Name of `DelayAwareMuon` with error feedback; without it, the name is "muon"."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Training:
     size: str = "char"
     policy: str = "paper"
     max_drift: float | None = MAX_DRIFT
-    """Of `DelayAwareMuon`."""
+    """The argument of `DelayAwareMuon`."""
 
     @property
     def setting(self) -> str:
-        """Its name without learning rate and seed."""
+        """The name without learning rate, updates and seed."""
         in_flight_per_stage = f"-{self.in_flight_per_stage}" if self.in_flight_per_stage else ""
         weights = f"-{self.weights}" if self.weights else ""
         where = f"{self.size}-{self.stages}stages-k{self.accumulation_steps}"
@@ -81,7 +81,7 @@ class Training:
 
     @property
     def name(self) -> str:
-        """Its name: of its folder, and in tables."""
+        """The unique name, which is also that of its folder."""
         return f"{self.setting}-lr{self.rate:g}-{self.updates}u-s{self.seed}"
 
 
@@ -100,7 +100,7 @@ class Text:
     def batches(
         self, count: int, sequences: int, context: int, seed: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Random places of the text, the same for every row with a seed."""
+        """Batches from random places of the text, the same for every row with this seed."""
         device = self.train.device
         generator = torch.Generator().manual_seed(seed)
         along = torch.arange(context + 1, device=device)
@@ -110,10 +110,10 @@ class Text:
             yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
     def validation_batches(self, context: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The held-out text from its beginning, the same part of it for every row.
+        """Batches of the held-out text from its beginning, the same for every row.
 
-        Its last 12,000 characters are harder than the rest: with batches of another size, which
-        leave fewer of them out, a loss would be larger by some hundredths.
+        Its last 12,000 characters are harder than the rest. Batches of another size would leave
+        fewer of them out, and losses would be larger by some hundredths.
         """
         count = (len(self.validation) - 1) // (context * SEQUENCES)
         used = count * SEQUENCES * context
@@ -123,7 +123,7 @@ class Text:
 
 
 def load(file: Path) -> Text:
-    """From a text file."""
+    """Load a text file."""
     text = file.read_text()
     numbers = {character: number for number, character in enumerate(sorted(set(text)))}
     encoded = torch.tensor([numbers[character] for character in text])
@@ -132,12 +132,12 @@ def load(file: Path) -> Text:
 
 
 def run(training: Training, text: Text, folder: Path, deadline: float) -> str:
-    """Train to the end; writes the result and gives it in a line.
+    """Train to the end; writes the result and returns it as a line of text.
 
-    What was measured so far is in the folder's `log.json` at any time.
+    The folder's `log.json` has the measurements so far at any time.
 
     Raises:
-        OutOfTime: the deadline has come before; there is no result then.
+        OutOfTime: The deadline came first; there is no result then.
     """
     torch.manual_seed(training.seed)
     sizes, device = SIZES[training.size], text.train.device
@@ -193,7 +193,7 @@ def rate_factor(update: int, updates: int, last: float = LAST_RATE) -> float:
 
 
 def split_parameters(model: nn.Module) -> Callable[[Any], list[dict[str, Any]]]:
-    """`param_groups=` of a GPT for Muon: its output layer and positions are AdamW's."""
+    """`param_groups=` of a GPT for Muon; AdamW trains its output layer and positions."""
     return muon_groups(model, adamw=["head", "positions"])
 
 
@@ -238,7 +238,7 @@ OPTIMIZERS: dict[str, Callable[[Any, Training, bool], torch.optim.Optimizer]] = 
         params, lr=training.rate, max_drift=training.max_drift, capturable=on_gpu
     ),
 }
-"""From parameters, the row and "on a GPU?" to an optimizer."""
+"""Functions that make an optimizer from parameters, the row and whether it is on a GPU."""
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ _MUON_RATES = (0.02, 0.015, 0.012, 0.01, 0.007, 0.005)
 def _rows(*rows: tuple[str, str | None, str], **same: Any) -> Iterator[Training]:
     """Each `(method, weights, optimizer)` at the learning rates of its optimizer."""
     for method, weights, optimizer in rows:
-        # Without delay, an update of several micro-batches is one of all of them together.
+        # Without delay, an update of several micro-batches equals one of a single large one.
         own = same | {"accumulation_steps": 1} if method == "backprop" else same
         for rate in _RATES.get(optimizer, _MUON_RATES):
             yield Training(method, optimizer, rate, weights=weights, **own)
@@ -317,7 +317,7 @@ TABLES: dict[str, Callable[[int, str], Iterator[Training]]] = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--table", nargs="+", choices=TABLES, default=["weights"])
@@ -380,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def updates_to(loss: float, log: Sequence[Mapping[str, float]]) -> str:
-    """When a validation loss was reached, between two evaluations in proportion.
+    """The update that first reached a validation loss, interpolated between evaluations.
 
     >>> updates_to(1.5, [{"update": n, "validation_loss": 2 - n / 100} for n in (40, 60)])
     '50'
@@ -402,7 +402,7 @@ def updates_to(loss: float, log: Sequence[Mapping[str, float]]) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a GPT."""
+    """Sizes of a GPT."""
 
     blocks: int = 12
     width: int = 384
@@ -414,7 +414,7 @@ SIZES = {"char": Sizes(), "tiny": Sizes(4, 32, 2, 16)}
 
 
 class Attention(nn.Module):
-    """Causal self-attention behind a layer norm."""
+    """Causal self-attention after a layer norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(batch, tokens, width)` to the same."""
+        """Map `(batch, tokens, width)` to the same shape."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
@@ -444,14 +444,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(batch, tokens, width)` to the same."""
+        """Map `(batch, tokens, width)` to the same shape."""
         x = x + self.attention(x)
         out: Tensor = x + self.mlp(x)
         return out
 
 
 class GPT(nn.Module):
-    """Characters to logits of the next ones."""
+    """A GPT that maps characters to logits of the next ones."""
 
     def __init__(self, vocabulary: int, sizes: Sizes) -> None:
         super().__init__()
@@ -480,7 +480,7 @@ class GPT(nn.Module):
 
 
 def next_character_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy in nats a character."""
+    """Cross entropy in nats per character."""
     return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 

@@ -1,4 +1,4 @@
-"""Several trainings side by side, each in a process of its own; their results in a folder."""
+"""Several trainings side by side, in separate processes, with results in a folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch import multiprocessing
 
 Result = dict[str, Any]
 Run = Callable[[Any, Any, Path, float], str]
-"""Trains one experiment on data, with a folder for results, until a deadline; the result in a
-line."""
+"""Trains one experiment on data, with a folder for results, until a deadline; returns the result as
+a line of text."""
 
 
 class OutOfTime(Exception):
-    """The deadline has come before the end of a training; its message says how far that came."""
+    """A training was not finished at its deadline; the message says how far it came."""
 
 
 def add_options(parser: argparse.ArgumentParser, *, seeds: int, jobs: int) -> None:
@@ -79,7 +79,7 @@ def _news(messages: Any, workers: Sequence[Any], count: int) -> Iterator[str]:
 def work(
     run: Run, todo: Any, messages: Any, data: Any, device: str, out: Path, deadline: float
 ) -> None:
-    """One process: one failed training does not end the others."""
+    """Run trainings in one process; a failed training does not end the others."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     data = data.to(torch.device(device))
@@ -97,7 +97,7 @@ def work(
 
 
 def gather(out: Path) -> dict[str, Result]:
-    """All results so far by name, of this machine and of others, collected in `results.json`."""
+    """All results so far by name, of this machine and of others; writes them to `results.json`."""
     file = out / "results.json"
     results: dict[str, Result] = json.loads(file.read_text()) if file.exists() else {}
     for path in sorted(out.glob("*/result.json")):

@@ -5,8 +5,8 @@
         --model swin_base_patch4_window7_224 [--captured]
     python -m benchmarks.whole --device cuda --dtype bf16 --model vit_large_patch16_224 --fit 16
 
-`--captured` runs every variant's step as a CUDA graph, so that starting kernels costs nothing and
-what is left is what the GPU itself cannot hide.
+`--captured` runs every variant's step as a CUDA graph. Kernel launches then cost nothing, and only
+the time of the GPU itself remains.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Setting:
 
 
 def variants(name: str, device: torch.device) -> dict[str, nn.Module]:
-    """The same model trained in every way; convolutions in channels_last."""
+    """The same model for each way to train; convolutions in channels_last."""
     with device:
         plain: nn.Module = timm.create_model(name)  # as it comes, stochastic depth included
     nets = {"plain": plain}
@@ -62,12 +62,12 @@ def variants(name: str, device: torch.device) -> dict[str, nn.Module]:
 
 
 def has_convolutions(net: nn.Module) -> bool:
-    """Whether a model has more than one convolution (that of a ViT's patches)."""
+    """Whether a model has more than one convolution; a ViT has one, for its patches."""
     return sum(isinstance(module, nn.Conv2d) for module in net.modules()) > 1
 
 
 def batch_for(plain: nn.Module, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images as a timm model wants them, and labels."""
+    """Images of the size that a timm model takes, and labels."""
     size = tuple(getattr(plain, "pretrained_cfg", {}).get("input_size", (3, 224, 224)))
     x = torch.randn(batch, *size, device=device)
     if has_convolutions(plain):
@@ -79,7 +79,7 @@ def batch_for(plain: nn.Module, batch: int, device: torch.device) -> tuple[Tenso
 
 
 def step_of(net: nn.Module, x: Tensor, y: Tensor, setting: Setting) -> Callable[[], None]:
-    """Forward and backward."""
+    """A step: forward and backward."""
 
     def step() -> None:
         net.zero_grad()
@@ -93,7 +93,7 @@ def step_of(net: nn.Module, x: Tensor, y: Tensor, setting: Setting) -> Callable[
 def timed(
     nets: Mapping[str, nn.Module], batch: int, setting: Setting
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of every round, and the peak of activation memory, of every variant."""
+    """For every variant, the seconds of each round and the peak of activation memory."""
     x, y = batch_for(nets["plain"], batch, setting.device)
     peaks = {}
     steps: dict[str, Callable[[], None]] = {}
@@ -113,7 +113,7 @@ def report(
     peaks: Mapping[str, int],
     captured: bool = False,
 ) -> dict[str, Any]:
-    """Print one table and what it says of the bars; returns the figures."""
+    """Print one table and whether it meets the bars; returns the measurements."""
     of_plain = {name: ratio(times, seconds["plain"]) for name, times in seconds.items()}
     rows = [
         (name, f"{median(times) * 1e3:.2f} ms", f"{peaks[name] / GIB:.2f} GiB", of_plain[name])
@@ -156,7 +156,7 @@ def time_models(
 
 
 def largest_batch(net: nn.Module, plain: nn.Module, setting: Setting, step: int = 8) -> int:
-    """The largest multiple of `step` with which `net`, made of `plain`, trains in the memory."""
+    """About the largest batch that fits, a multiple of `step`; `plain` defines the image size."""
     low, high = 0, step
     while fits(net, plain, high, setting):
         low, high = high, 2 * high
@@ -167,7 +167,7 @@ def largest_batch(net: nn.Module, plain: nn.Module, setting: Setting, step: int 
 
 
 def fits(net: nn.Module, plain: nn.Module, batch: int, setting: Setting) -> bool:
-    """Whether one step runs."""
+    """Whether one step fits into the memory."""
     gc.collect()
     torch.cuda.empty_cache()
     try:
@@ -206,7 +206,7 @@ def fit_models(names: Sequence[str], gib: float, setting: Setting) -> Iterator[d
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Its options."""
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--model", nargs="+", default=["vit_tiny_patch16_224"], help="of timm's")

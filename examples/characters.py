@@ -1,8 +1,8 @@
 """Lines of text as characters, and a small language model that has learnt a little of them.
 
 Nothing is downloaded: the text is this folder's own source code, and the model is trained here and
-saved as transformers saves models. Give the examples the folder or the name of a model, and your
-own tokens, in its place.
+saved as transformers saves models. For your own model, pass its folder or name to the examples, and
+replace the lines by your own tokens.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ PADDING, IGNORED = 0, -100
 
 
 def lines(longest: int = 40) -> list[Tensor]:
-    """The lines of this folder's files as numbers of characters: of different lengths, shuffled."""
+    """The lines of this folder's files as character codes, of different lengths, shuffled."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     text = [line[:longest] for file in files for line in file.read_text().splitlines()]
     found = [torch.tensor([min(ord(c), 127) for c in line]) for line in text if len(line) > 4]
@@ -25,7 +25,7 @@ def lines(longest: int = 40) -> list[Tensor]:
 
 
 def padded(batch: list[Tensor]) -> dict[str, Tensor]:
-    """A batch for a language model: padded at the right, where neither attention nor loss look."""
+    """A batch for a language model, padded at the right; attention and loss ignore the padding."""
     ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=PADDING)
     mask = ids != PADDING
     labels = ids.masked_fill(~mask, IGNORED)

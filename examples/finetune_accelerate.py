@@ -1,7 +1,7 @@
 """Fine-tune reversibly in a loop of your own with Accelerate, on one process or several.
 
 The loader is an ordinary `DataLoader`; Accelerate gives every rank its share of the batches and
-adds up the gradients.
+averages the gradients.
 
     python examples/finetune_accelerate.py
     torchrun --nproc-per-node 2 examples/finetune_accelerate.py

@@ -1,4 +1,4 @@
-"""Fine-tune a language model of transformers reversibly, by its own Trainer.
+"""Fine-tune a language model of transformers reversibly, with the library's own Trainer.
 
 `reversify` gives a model of the same class: Trainer, PEFT and `save_pretrained` take it as it is.
 

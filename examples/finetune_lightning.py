@@ -1,4 +1,4 @@
-"""Fine-tune reversibly by Lightning: the reversible model is a module like any other.
+"""Fine-tune reversibly with Lightning: the reversible model is a module like any other.
 
 python examples/finetune_lightning.py
 """
@@ -19,7 +19,7 @@ import revcompile
 
 
 class LanguageModel(lightning.LightningModule):
-    """What Lightning has to know: the loss of a batch, and the optimizer."""
+    """What Lightning needs: the loss of a batch, and the optimizer."""
 
     def __init__(self, net: torch.nn.Module) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class LanguageModel(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor]) -> None:
-        """The loss in eval mode, which is the original's."""
+        """The loss in eval mode, where the model computes the original's function."""
         self.log("loss", self.net(**batch).loss)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Of all parameters."""
+        """An optimizer of all parameters."""
         return torch.optim.AdamW(self.net.parameters(), lr=3e-3)
 
 

@@ -1,7 +1,7 @@
 """Fine-tune a pretrained timm model reversibly, in a training loop of your own.
 
-`reversify` gives an ordinary `nn.Module` that keeps the activations of no reversible block. With
-`policy="pretrained"` it starts as the function it was made of, and the original comes back from it
+`reversify` gives an ordinary `nn.Module` that stores no activations of reversible blocks. With
+`policy="pretrained"` it starts as the original's function, and `to_original` gives the original
 with the new weights. Nothing is downloaded: the "pretrained" weights are made first.
 
     python examples/finetune_vit.py
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     fit(model, data, args.epochs, what="making pretrained weights")
     save_file(model.state_dict(), args.out / "pretrained.safetensors")
 
-    # As timm loads weights from its hub, but from this file.
+    # Load weights as timm does from its hub, but from this file.
     weights = {"file": str(args.out / "pretrained.safetensors"), "num_classes": data.classes}
     model = timm.create_model(
         args.model, pretrained=True, pretrained_cfg_overlay=weights, **options

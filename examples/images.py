@@ -18,7 +18,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Images:
-    """A dataset for training and one for testing, and what a model must know of them."""
+    """A dataset for training and one for testing, their number of classes and image size."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -27,7 +27,7 @@ class Images:
 
 
 def digits(folder: Path | None, size: int | None) -> Images:
-    """scikit-learn's 1,797 grey 8x8 digits, enlarged and in three colours: nothing to download."""
+    """scikit-learn's 1,797 grey 8x8 digits, enlarged, in three channels: nothing to download."""
     size, raw = size or 16, load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1)
     images = F.interpolate(images, size=size, mode="bilinear")

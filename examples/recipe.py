@@ -29,15 +29,15 @@ class Recipe:
     schedule: str = "steps"
 
     def optimizer(self, parameters: Any) -> Optimizer:
-        """Called once a stage."""
+        """The optimizer of a stage; called once per stage."""
         return OPTIMIZERS[self.kind](parameters, lr=self.rate, weight_decay=self.weight_decay)
 
     def lr_schedule(self, optimizer: Optimizer) -> LambdaLR:
-        """Stepped at every update."""
+        """The schedule of the learning rate; stepped at every update."""
         return LambdaLR(optimizer, self.factor)
 
     def param_groups(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """No weight decay on norms and biases (Goyal et al., 2017): all that has one dimension."""
+        """No weight decay on norms and biases (Goyal et al., 2017), which have one dimension."""
         parameters = [parameter for _, parameter in named]
         matrices = {"params": [p for p in parameters if p.dim() > 1]}
         vectors = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
@@ -61,7 +61,7 @@ def paper_recipe(
 ) -> Recipe:
     """The paper's recipe for epochs of `steps` micro-batches of `batch` samples.
 
-    Without `rate` it is 0.1 for 256 samples per update, in proportion, for SGD, 5e-4 for others.
+    The default `rate` is 0.1 per 256 samples in an update for SGD, and 5e-4 for other optimizers.
     A sixth of all epochs, 5 at most, is warm-up. `options` are further fields of the recipe.
 
     >>> paper_recipe(100, 128, 2, 12)
@@ -91,7 +91,7 @@ def small_stem(model: nn.Module) -> None:
 
 
 def _steps(done: float) -> float:
-    """A tenth after half of the training, a hundredth after three quarters."""
+    """The factor: 0.1 after half of the training, 0.01 after three quarters."""
     return 0.1 ** ((done >= 0.5) + (done >= 0.75))
 
 
@@ -107,4 +107,4 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "delay-aware-sgd": DelayAwareSGD,
     "delay-aware-adamw": DelayAwareAdamW,
 }
-"""The last two make up for how late a stage's gradients are."""
+"""The last two compensate for the delay of a stage's gradients."""

@@ -1,9 +1,9 @@
 """Train a compiled model: any of timm's or torchvision's, with PETRA or any other method.
 
 `petrafy` rewires the model's residual blocks into reversible couplings, cuts it into balanced
-stages and generates each stage's programs; the trainer runs them, all in one process or, started by
-torchrun, on several. Without options: a ResNet-18 a quarter as wide, in four stages, on
-scikit-learn's digits; nothing to download, under a minute on two CPU cores.
+stages and generates each stage's programs. The trainer runs them in one process or, started by
+torchrun, in several. The default is a ResNet-18 of a quarter of the width, in four stages, on
+scikit-learn's digits: nothing to download, under a minute on two CPU cores.
 
     python examples/train_compiled.py
     python examples/train_compiled.py --method 1f1b --accumulation-steps 4
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> float:
         seed=args.seed,
         options=TrainerOptions(in_flight_per_stage=args.in_flight_per_stage),
     )
-    shown = trainer.is_last and trainer.replica == 0  # one of several ranks
+    shown = trainer.is_last and trainer.replica == 0  # only one rank prints
     if shown:
         net.method = trainer.method
         print(net.summary(args.batch_size))

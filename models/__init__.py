@@ -1,5 +1,5 @@
-"""Reference models written out by hand in plain PyTorch: the yardstick for compiled ones.
+"""Reference models written by hand in plain PyTorch, to compare compiled models with.
 
-`revnet`: the RevNets of the PETRA paper. `vit`: a small Rev-ViT. Nothing here knows the compiler,
-and the compiler knows nothing of this.
+`revnet`: the RevNets of the PETRA paper. `vit`: a small Rev-ViT. These models do not use the
+compiler, and the compiler does not use them.
 """

@@ -1,7 +1,8 @@
-"""Rev-ViT: a vision transformer on two streams, every block of which can be run backwards.
+"""Rev-ViT: a vision transformer on two streams, whose blocks can all be run backwards.
 
-Both streams start as the embedded patches. Attention on the second is added to the first, the MLP
-on the first to the second. The head reads their mean, which adds no parameter to a plain ViT.
+Both streams start as the embedded patches. Attention reads the second stream and is added to the
+first; the MLP reads the first stream and is added to the second. The head reads the mean of both,
+so the model has the parameters of a plain ViT.
 
 >>> net = RevViT(image=32, patch=8, width=48, depth=3, heads=3, num_classes=10)
 >>> net(torch.randn(2, 3, 32, 32)).shape
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_EPS = 1e-6  # of layer norms: the ViT paper's, not torch's
+_EPS = 1e-6  # of layer norms, as in the ViT paper; not torch's default
 
 
 class Attention(nn.Module):
-    """F of a transformer: normalise, then every token looks at every other."""
+    """F of a transformer: normalise, then every token attends to all tokens."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """F(x), of the tokens' own shape `(batch, tokens, width)`."""
+        """F(x), with the shape of the tokens, `(batch, tokens, width)`."""
         query, key, value = (
             part.unflatten(2, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(self.norm(x)).chunk(3, dim=2)
@@ -39,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """G of a transformer: normalise, then each token by itself through a wider layer."""
+    """G of a transformer: normalise, then pass each token through a wider layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """G(x), of the tokens' own shape."""
+        """G(x), with the shape of the tokens."""
         out: Tensor = self.fc2(F.gelu(self.fc1(self.norm(x))))
         return out
 
@@ -67,7 +68,7 @@ class RevBlock(nn.Module):
 
 
 class RevViT(nn.Module):
-    """Patches and a class token, reversible blocks, a head on what the class token has become."""
+    """Patches and a class token, reversible blocks, and a head on the class token's output."""
 
     def __init__(
         self, image: int, patch: int, width: int, depth: int, heads: int, num_classes: int

@@ -43,7 +43,7 @@ _MODULES = {
     "Trainer": "runtime.trainer.trainer",
     "TrainerOptions": "runtime.stage.settings",
 }
-"""The module that defines a public name; `api` has all others."""
+"""The modules that define public names; all other names are in `api`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -161,7 +161,7 @@ def _reversified(
     tolerance: float | None,
     overlap: str | Overlap = "auto",
 ) -> tuple[ReversibleModule, Compared | None]:
-    """The passes from a model to a module, and the gradients its chains were compared with."""
+    """Run the passes from a model to a module; also return the gradients it was compared with."""
     _refuse_reversible(model, caller)
     check_model(caller, model)
     chosen = member_of(caller, "policy", policy, Policy)
@@ -199,7 +199,7 @@ def _reversified(
         calls = (n for branch in branches for n in branch.find_nodes(op="call_module"))
         _refuse_state_in_python(rewired, caller, (str(node.target) for node in calls))
         if level is not Check.OFF:
-            is_single = net.rewired.batch == 1  # the model takes no more samples
+            is_single = net.rewired.batch == 1  # the model takes one sample only
             example = make_example(model, example_inputs, example_kwargs, is_single)
             args, kwargs = example.arguments(example.tensors(0))
             _refuse_uninvertible(net, args, kwargs, caller)
@@ -386,7 +386,7 @@ def _refuse_reversible(model: Any, caller: str) -> None:
 
 
 def _refuse_state_in_python(rewired: Rewired, caller: str, computed_again: Iterable[str]) -> None:
-    """Backward computes modules again, which would advance their state once more."""
+    """Raise for modules with state that backward computes again: it would advance their state."""
     found = sorted(rewired.stateful.keys() & set(computed_again))
     if found:
         raise InputError(
@@ -397,7 +397,7 @@ def _refuse_state_in_python(rewired: Rewired, caller: str, computed_again: Itera
 
 
 def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
-    """One warning, at the line that called `caller`."""
+    """Warn, at the line that called `caller`, if there is no coupling."""
     if rewired.couplings:
         return
     leaves = [note for note in rewired.notes if " is a leaf module: " in note]
@@ -417,7 +417,7 @@ def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: 
     if any(t.is_meta for t in tensors):
         return
     with preserve_model(net):
-        if not net.training:  # else frozen modules of a model in training mode would be unfrozen
+        if not net.training:  # net.train() would also switch frozen modules to train mode
             net.train()
         report = _inversion_report(net, args, kwargs, net.tolerance)
     if not report.ok:

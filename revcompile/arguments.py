@@ -1,4 +1,4 @@
-"""Wrong arguments are refused before anything runs: what came, what was expected, what to write.
+"""Checks arguments before anything runs; errors name the value, the expectation and the fix.
 
 The `Literal` types list the strings an argument may be, for type checkers and for `help()`.
 """
@@ -54,9 +54,9 @@ OverlapName = Literal["auto", "on", "off"]
 def known_keywords(
     caller: str, others: Mapping[str, str] | None = None
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """A function that names the nearest keyword if it is given one that it does not have.
+    """Decorate a function: for an unknown keyword, the error suggests the nearest known one.
 
-    `others` are names that belong elsewhere, and how to write them there.
+    `others` maps names that belong elsewhere to how to write them there.
     """
 
     def decorated(function: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -89,7 +89,7 @@ def check_model(caller: str, model: Any) -> None:
 
 
 def check_examples(model: nn.Module, inputs: Any, kwargs: Any) -> None:
-    """Refuse example arguments that are certainly not what the model is called with."""
+    """Refuse example arguments that can certainly not be inputs of the model."""
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InputError(
             f"example_kwargs: expected a dict of keyword arguments, got {type(kwargs).__name__}; "
@@ -122,7 +122,7 @@ def check_meta(caller: str, model: nn.Module, inputs: Any) -> None:
 
 
 def _check_keywords(model: nn.Module, inputs: Mapping[Any, Any]) -> None:
-    """A dict whose keys are arguments of forward was meant as keyword arguments."""
+    """Refuse a dict whose keys are arguments of forward: it was meant as keyword arguments."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     names = {p.name for p in parameters}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -173,21 +173,21 @@ def check_device(caller: str, device: Any, *, allow_meta: bool = False) -> torch
                 f"{caller}: device={str(parsed)!r}, but torch sees {count} CUDA devices here; "
                 "check torch.cuda.is_available(), or leave out device="
             )
-        # Not tried: that would take memory of GPU 0, where ranks may mean one each by "cuda".
+        # No test allocation: it would take memory on GPU 0, but each rank may have its own GPU.
         return parsed
     cannot = f"{caller}: device={str(parsed)!r} cannot be used here"
     if parsed.type == "meta" and not allow_meta:
         raise InputError(f"{cannot}: it holds no values")
     try:
         torch.empty(0, device=parsed)
-    except (AssertionError, RuntimeError) as error:  # torch was built without it
+    except (AssertionError, RuntimeError) as error:  # torch was built without this device
         why = str(error).partition("\n")[0]
         raise InputError(f"{cannot}: {why}") from None
     return parsed
 
 
 def check_stage_to_rank(caller: str, values: Any, stages: int) -> None:
-    """Refuse what is not a list of ranks or devices, one for each stage."""
+    """Refuse anything but a list of ranks or devices, one for each stage."""
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != stages:
         raise InputError(
             f"{caller}: stage_to_rank={values!r}; expected a list of {stages} numbers, one for "
@@ -223,7 +223,7 @@ def check_optimizer_copies(caller: str, value: Any) -> None:
 
 
 def flag(caller: str, name: str, value: Any) -> bool:
-    """`value` if it is True or False: "no" and None would count as true and false otherwise."""
+    """`value` if it is True or False; "no" or None is refused instead of read as a bool."""
     if not isinstance(value, bool):
         raise InputError(f"{caller}: {name}={_shown(value)}; use True or False")
     return value
@@ -246,7 +246,7 @@ def new_file(caller: str, value: Any, example: str) -> Path:
 
 
 def member_of(caller: str, name: str, value: Any, kind: type[Kind]) -> Kind:
-    """The member of an enum that `value` is, or is the word for; errors suggest the nearest word.
+    """The member of an enum that `value` is or names; errors suggest the nearest name.
 
     >>> class Size(enum.Enum):
     ...     LARGE = "large"
@@ -274,6 +274,6 @@ def check_cost(cost: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value for a message; of what holds tensors the type alone, they would fill pages."""
+    """The value as text for a message; only its type if it has tensors, which would fill pages."""
     fills_pages = any(isinstance(leaf, Tensor | nn.Module) for leaf in pytree.tree_leaves(value))
     return type(value).__name__ if fills_pages else repr(value)

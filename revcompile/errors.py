@@ -84,7 +84,7 @@ def nearest(word: object, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def warn(message: str) -> None:
-    """Warn, at the line outside the package that has called it."""
+    """Warn, at the line of user code that called into the package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("revcompile."):
         frame, level = frame.f_back, level + 1

@@ -4,8 +4,8 @@
     chain                the same with couplings that reconstruct their input
     stages               the generated programs, one after the other
 
-All of it runs on copies; the model, its buffers and the random generators do not change. Large
-models are left out by counting operations, never by a clock, so that the result is reproducible.
+All of it runs on copies; the model, its buffers and the random generators do not change. Whether a
+model is too large is decided by counting operations, never by a clock, and is thus reproducible.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from revcompile.runtime.stage.settings import Settings, Task
 from revcompile.runtime.stage.stage import Stage
 
 _PASSES: Final = 14
-"""Cost of all comparisons in forward passes: 3 + 4 (two ways to differentiate), twice."""
+"""Cost in forward passes: 3 with stored activations, 4 with rebuilt ones; for chain and stages."""
 _WORK_PER_NODE: Final = 5e8
-"""Operations that one core executes in the time that compiling one node takes."""
+"""Operations that one core executes in the time it takes to compile one node."""
 _MEMORY: Final = 2**31
 """Bytes of activations, weights and gradients above which nothing is compared."""
 _LIMITS: Final = {torch.float64: 1e-6, torch.float32: 2e-2}
@@ -98,7 +98,7 @@ def _extent(rewired: Rewired) -> tuple[int, float, int]:
 
 
 def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Compared:
-    """Gradients of the chain must equal those with stored activations; returns the latter."""
+    """Check the chain's gradients against those with stored activations; return the latter."""
     with preserve_rng():
         twin = copy_module(net)
         stored = _module_gradients(net, twin, args, kwargs, reversible=False)
@@ -124,7 +124,7 @@ def compare_chain(net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, A
 def _in_double(
     net: Reversible, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[str] | None:
-    """What differs in float64, where rounding errors are negligible; None if it cannot run."""
+    """The differences in float64, where rounding is negligible; None if it cannot run."""
     try:
         twin = copy_module(net).double()
         given = pytree.tree_map_only(
@@ -147,9 +147,9 @@ def _module_gradients(
     *,
     reversible: bool,
 ) -> Gradients:
-    """Of every parameter and every floating input; nothing if the model has no gradients.
+    """Gradients of all parameters and floating-point inputs; empty if the model has none.
 
-    `twin` is a copy of `net` that is left as it was: its blocks are compiled once for two calls.
+    Runs on `twin`, a copy of `net`, and restores it: two calls share its compiled blocks.
     """
     given, inputs = _fresh((args, kwargs))
     with preserve_model(twin), torch.enable_grad():
@@ -166,7 +166,7 @@ def _module_gradients(
 
 
 def _fresh(tree: Any) -> tuple[Any, list[Tensor]]:
-    """A copy of the example, floating-point tensors with gradients, and a list of those."""
+    """A copy of the example whose floating-point tensors require gradients, and a list of them."""
     inputs: list[Tensor] = []
 
     def copy_of(tensor: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def _fresh(tree: Any) -> tuple[Any, list[Tensor]]:
         if not made.is_floating_point() or not bool(made.isfinite().all()):
             return made
         inputs.append(made.requires_grad_())
-        return made * 1  # models may write to their inputs, which must be no leaves then
+        return made * 1  # not a leaf: models may write to their inputs in place
 
     return pytree.tree_map_only(Tensor, copy_of, tree), inputs
 
@@ -201,7 +201,7 @@ def compare_stages(
     programs: Mapping[str, Sequence[StageProgram]],
     compared: Compared,
 ) -> None:
-    """Gradients of the stages' programs must equal each other's and those of the model.
+    """Check that the stages' programs of all methods give the gradients of the model.
 
     Stages draw other random numbers than the model. If the model draws any, the stages are compared
     with each other only; the first of `programs` is the reference.
@@ -225,7 +225,7 @@ def compare_stages(
 def _staged_gradients(
     net: Reversible, partition: Partition, programs: Sequence[StageProgram], compared: Compared
 ) -> Gradients:
-    """One micro-batch forward through all stages, and back."""
+    """Gradients of one micro-batch, run forward through all stages and backward."""
     twin = copy_module(net)
     set_mode(twin, net, training=True)
     task = Task(twin, partition, programs, torch.optim.SGD, _staged_loss, Settings())
@@ -237,7 +237,7 @@ def _staged_gradients(
         for name, value in bind(net.rewired.signature, net.rewired.name, args, kwargs).items()
     }
     for stage in stages:
-        stage.leaves_checked = True  # gradients that it loses are named after all have run
+        stage.leaves_checked = True  # skip its check: lost gradients are reported together
         values = stage.forward(0, values)
     gradients: Mapping[str, Tensor | None] = loss_head(0, values, waits=False)
     values, summed = {}, Gradients()
@@ -259,10 +259,10 @@ def _staged_loss(output: Any, target: Any) -> Tensor:
 def _is_deterministic(
     net: Reversible, programs: Sequence[StageProgram], compared: Compared
 ) -> bool:
-    """Does the model draw no random numbers on the example?
+    """Whether the model draws no random numbers on the example.
 
-    Generators tell, outputs do not: a block that is left out at random may be there at two seeds
-    and not at the third.
+    Checks the state of the generators. Outputs are no proof: a block that is dropped at random may
+    run with two seeds and not with a third.
     """
     if not any(unit.random for program in programs for unit in program.units):
         return True
@@ -298,7 +298,7 @@ def _differences(expected: Gradients, actual: Gradients, tolerance: Tolerance) -
         dtype = right.real.dtype
         allowed = 10 * tolerance_for(dtype, tolerance)
         limit = max(_LIMITS.get(dtype, _LIMIT_LOW_PRECISION), allowed)
-        # A gradient that is zero in exact arithmetic is noise: measured against the largest.
+        # A gradient that is zero in exact arithmetic is noise: compare it with the largest one.
         error = _largest(right - got.to(right.dtype)) / max(sizes[name], 1e-3 * overall, 1e-30)
         if not error <= limit:
             wrong.append(f"{name} differs by {error:.2g} (relative)")

@@ -14,7 +14,7 @@ from revcompile.kernels.autocast import is_autocasting
 from revcompile.units import is_int
 
 _CHUNK_BYTES: Final = 2**28
-"""Of float32 logits that exist at a time, if no number of rows is given."""
+"""Bytes of float32 logits that exist at a time, if `rows` is not given."""
 
 
 def linear_cross_entropy(
@@ -29,9 +29,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` without storing all logits.
 
-    Logits are computed for some rows at a time, in the dtype of autocast; their softmax, the loss
-    and sums over rows in float32 at least (torch 2.15's own function loses digits with every chunk
-    in bfloat16). In a model's forward it is one operation for `reversify` and `petrafy`.
+    Logits are computed for some rows at a time, in the dtype of autocast. Their softmax, the loss
+    and sums over rows are at least float32 (torch 2.15's own function loses digits with every chunk
+    in bfloat16). `reversify` and `petrafy` capture a call of this function as one operation.
 
     Args:
         hidden: Input of the head, `[..., width]`.
@@ -49,7 +49,7 @@ def linear_cross_entropy(
     >>> torch.allclose(loss, F.cross_entropy(logits, target.flatten()))
     True
     """
-    if has_torch_function((hidden, weight, target)):  # a graph is traced: one node in it
+    if has_torch_function((hidden, weight, target)):  # tracing: the call becomes one node
         out: Tensor = handle_torch_function(
             linear_cross_entropy,
             (hidden, weight, target),

@@ -51,10 +51,10 @@ from revcompile.units import parse_memory_budget
 
 
 def original_model(model: Reversible, weights: nn.Module) -> nn.Module:
-    """The original architecture of a rewired model, with copies of the weights of a twin of it.
+    """A model of the original's own class; `weights` is a module like `model` to copy weights from.
 
     Raises:
-        InputError: the rewired model computes another function, or the original is not at hand.
+        InputError: The rewired model computes another function, or the original's class is unknown.
     """
     rewired, recompiler = model.rewired, model._cases.recapture
     if rewired.couplings and not rewired.policy.averaged:
@@ -74,7 +74,7 @@ class StagedModel(StageReport):
     """A model cut into balanced stages, each with generated code; trains with any method.
 
     Attributes and methods of the original that do not run it (`config`, `no_weight_decay()`) are
-    here as well.
+    available here as well.
 
     >>> import torch, revcompile
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
@@ -213,26 +213,26 @@ class StagedModel(StageReport):
         seed: int = 0,
         options: TrainerOptions | None = None,
     ) -> Trainer:
-        """A trainer for this model; in a script started by torchrun, that of one rank.
+        """A trainer for this model; in a script started by torchrun, the trainer of this rank.
 
-        Earlier trainers of this model cannot be used any more. Steps run in train mode, also if the
+        Earlier trainers of this model cannot be used any more. Steps run in train mode, even if the
         model was compiled in eval mode (as `from_pretrained` returns it). Layers that were in eval
         mode while the model was in train mode, such as frozen batch norms, stay in eval mode.
 
         Args:
             optimizer: Function from a list of parameters to a torch optimizer, or to a list of
-                several (Muon for matrices, AdamW for the rest), called once per stage. Those of
-                `revcompile.optim` compensate for the stage's delay. `lr_schedule` gets several as
-                one optimizer with the parameter groups of all.
+                several (Muon for matrices, AdamW for the rest), called once per stage. Optimizers
+                of `revcompile.optim` compensate for the stage's delay. `lr_schedule` gets a list of
+                optimizers as one optimizer with all parameter groups.
             loss: Function of the model's output and the target to a scalar; None for a model that
                 returns its own loss, as a scalar or as `output.loss` (`trainer.step(inputs)`).
             method: A row of the methods' table: "petra", "backprop", "1f1b", "pipedream", ...
                 Default: `net.method`, which is PETRA unless it was set.
-            weights: Which parameters passes use, at a stage of delay t. "latest": both passes use
-                the latest; no copies. "stashed": backward uses those of its forward pass; t copies,
-                so one (as PipeDream-2BW) with accumulation_steps >= J-1. "predicted": forward uses
-                `y - t u` for the latest parameters y and their last update u, backward y; one copy.
-                Optimizers of `revcompile.optim` then do not compensate for the delay.
+            weights: Which parameters the passes of a stage with delay t use. "latest": both use the
+                latest; no copies. "stashed": backward uses those of its forward pass; t copies, so
+                only one (as PipeDream-2BW) if accumulation_steps >= num_stages - 1. "predicted":
+                forward uses `y - t u`, for the latest parameters y and their last update u;
+                backward uses y; one copy. Optimizers of `revcompile.optim` then do not compensate.
                 Default: the method's; "petra" with policy="pretrained" has "stashed".
             accumulation_steps: Micro-batches per update (the paper's k).
             lr_schedule: Function from an optimizer to its `torch.optim.lr_scheduler`, which is
@@ -256,7 +256,7 @@ class StagedModel(StageReport):
                 "cudagraphs" on a GPU, else "eager".
             device: Where to train. Default: where the model is. On ranks only a rank's own stages
                 are moved there.
-            seed: For all random numbers of the stages.
+            seed: Seed of all random numbers of the stages.
             options: All other settings, see `TrainerOptions`.
 
         Raises:
@@ -327,7 +327,7 @@ class StagedModel(StageReport):
         return trainer
 
     def _device_of_each_stage(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:
-        """The device of each stage in this world of ranks; in one process they share one."""
+        """The device of each stage, given the number of ranks; in one process all share one."""
         count, world = self.num_stages, world_size()
         if world == 1:
             return [0] * count

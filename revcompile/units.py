@@ -15,7 +15,7 @@ BINARY: Final = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
 
 def is_int(value: object) -> bool:
-    """Is it an integer, numpy's included? True and False are not.
+    """Whether it is an integer, numpy's included; True and False are not.
 
     >>> is_int(3), is_int(3.0), is_int(True)
     (True, False, False)
@@ -24,7 +24,7 @@ def is_int(value: object) -> bool:
 
 
 def parse_quantity(text: str, units: Mapping[str, float], examples: str) -> float:
-    """A number followed by one of the units, in the unit whose factor is 1."""
+    """Parse a number followed by a unit; the result is in the unit whose factor is 1."""
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in units:
         raise InputError(f"{text!r} is not understood; write e.g. {examples}")
@@ -35,7 +35,7 @@ def parse_quantity(text: str, units: Mapping[str, float], examples: str) -> floa
 
 
 def parse_size(text: str) -> int:
-    """Bytes.
+    """Parse a size in bytes.
 
     >>> parse_size("80GiB"), parse_size("141GB")
     (85899345920, 141000000000)
@@ -66,7 +66,7 @@ def parse_memory_budget(memory_budget: int | str) -> int:
 
 
 def format_size(count: int) -> str:
-    """Bytes in the largest unit below them.
+    """A number of bytes as text, in the largest unit that is not above it.
 
     >>> format_size(6_422_528), format_size(200)
     ('6.1 MiB', '200 B')

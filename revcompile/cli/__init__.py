@@ -1,6 +1,6 @@
 """The command line: inspect a model, draw it, plan its training on a cluster.
 
-Each subcommand is a file with `run`, imported when it runs; `options` has the options of all.
+Each subcommand is a module with `run`, imported when needed; `options` has the options of all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ examples:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command answers: text to read, the same as plain values, and the exit code."""
+    """The result of a command as text and as plain values (for --json), and the exit code."""
 
     text: object
     facts: dict[str, Any]
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _spinner(text: str) -> AbstractContextManager[Any]:
-    """Shows that something goes on, if stderr is a terminal."""
+    """A spinner that shows while a command runs, if stderr is a terminal."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""revcompile coverage: what in a model becomes reversible."""
+"""revcompile coverage: which parts of a model become reversible."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _FACTS: Final = (
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """The table of stages, or the detail that an option names."""
+    """The table of stages, or the detail that an option asks for."""
     net = staged(load(args), args)
     if args.explain is not None:
         explanation = net.explain(args.explain)

@@ -1,4 +1,4 @@
-"""Memory of a training step on devices whose allocator keeps no count."""
+"""Memory of a training step on devices whose allocator does not count bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operations under it create, while they are alive.
+    """Counts the bytes of all storages that operations inside it create, while they are alive.
 
-    What was there before does not count, nor do views of it. Scratch space inside a kernel is not
-    seen. Counting bytes rather than asking the operating system makes the result exact and the same
-    in every run.
+    Storages that existed before do not count. Scratch space inside a kernel is not seen. Counting
+    bytes, instead of asking the operating system, makes the result exact and the same in every run.
     """
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ def _checkpointed(model: nn.Module) -> nn.Module | None:
 
 
 def _measured(model: nn.Module, example: Any, device: str, steps: int) -> dict[str, float]:
-    """The most bytes allocated in a step, and the seconds of one."""
+    """Peak bytes allocated in a training step, and mean seconds per step."""
     inputs = example if isinstance(example, tuple) else (example,)
     on_gpu = device.startswith("cuda")
 

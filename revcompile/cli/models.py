@@ -1,4 +1,4 @@
-"""Models by name: timm's, torchvision's, or what a function of the user's own returns."""
+"""Models by name: of timm, torchvision or transformers, or returned by a user's function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from revcompile.staged import StagedModel
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and its example inputs; None if the model itself describes them."""
+    """A model and its example inputs; `example` is None if the model itself describes them."""
 
     name: str
     model: nn.Module
@@ -37,7 +37,7 @@ def load(
 ) -> Loaded:
     """Build the model, by default on the meta device, where it takes no memory.
 
-    A model that does not run there, as it reads contents of tensors, is built on the CPU.
+    A model that does not run there, because it reads values of tensors, is built on the CPU.
     """
     with torch.device(device):
         model, example = _build(args.model)
@@ -153,7 +153,7 @@ def _is_timm(model: nn.Module) -> bool:
 
 
 def _sample(model: nn.Module) -> tuple[int, ...] | None:
-    """The shape of a sample if the model or its library says so."""
+    """The shape of a sample, if the model or its library defines it."""
     if _is_timm(model):
         return tuple(model.default_cfg["input_size"])  # type: ignore[index]
     vision = type(model).__module__.startswith("torchvision.")

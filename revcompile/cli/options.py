@@ -13,8 +13,8 @@ from revcompile.schedule.methods import METHODS, Weights
 def inspect(parser: argparse.ArgumentParser) -> None:
     """Show a model's stages: what each computes, sends and keeps, and why it is reversible or not.
 
-    The model is built on the meta device and takes no memory; one that reads contents of tensors is
-    built on the CPU.
+    The model is built on the meta device and takes no memory. A model that reads values of tensors
+    is built on the CPU instead.
     """
     _add_model(parser)
     _add_stages(parser, default=1)
@@ -25,7 +25,7 @@ def inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def coverage(parser: argparse.ArgumentParser) -> None:
-    """List what in a model becomes reversible, and why the rest does not.
+    """List which parts of a model become reversible, and why the rest does not.
 
     Exit code 1 if nothing in the model can be made reversible.
     """
@@ -36,7 +36,7 @@ def measure(parser: argparse.ArgumentParser) -> None:
     """Measure memory and time of a plain, a checkpointed and a reversible training step.
 
     A step is a forward and a backward pass. Memory is the peak, parameters and gradients included.
-    Checkpointing is that of timm or transformers; other models have no such row.
+    Checkpointing is that of timm or transformers; other models have no row for it.
     """
     _add_model(parser)
     parser.add_argument("--batch-size", type=count, default=8, metavar="B", help="samples per step")
@@ -62,12 +62,13 @@ def plan(parser: argparse.ArgumentParser) -> None:
     The other methods (data parallel, GPipe, 1F1B, interleaved 1F1B and zero-bubble) train the
     original model, PETRA the rewired one. Precision, optimizer, samples per update and the rule for
     cuts are the same. A device has one stage (interleaved: two). Further devices hold replicas,
-    whose gradients are averaged. PETRA has three rows: all stages rebuild their activations; the
-    last stages keep their graphs, within the memory of 1F1B; and within the memory of the device.
+    whose gradients are averaged. PETRA has up to three rows: all stages rebuild their activations;
+    the last stages keep their graphs, within the memory of 1F1B; the same within the memory of the
+    device.
 
       busy     share of the time in which devices compute
       bubbles  share in which they wait for other stages
-      links    share in which they wait for messages or averaging besides
+      links    additional share in which they wait for messages or averaging
       memory   peak of the device that needs the most
       late     the largest delay of gradients, in updates
     """

@@ -27,9 +27,9 @@ from revcompile.plan.learning import has_attention
 from revcompile.schedule import choose
 
 _STATE: Final = {"sgd": 1, "adamw": 2}
-"""Numbers of optimizer state for each parameter."""
+"""Values of optimizer state per parameter."""
 _FLOPS: Final = {"bf16": 400e12, "fp32": 200e12}
-"""What half an H200's data sheet gives, or a little less; in float32 with TF32 products."""
+"""Less than half of an H200's data sheet; for float32, with TF32 matrix products."""
 _NUMBERS: Final = ("samples/s", "busy", "bubbles", "links", "memory", "late")
 
 

@@ -15,7 +15,7 @@ _TIMES: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 def bandwidth(text: str) -> float:
-    """Bytes a second, from bits (bps) or bytes (B/s).
+    """Bytes per second, from bits (bps) or bytes (B/s).
 
     >>> bandwidth("100Gbps"), bandwidth("12.5GB/s")
     (12500000000.0, 12500000000.0)
@@ -27,7 +27,7 @@ def bandwidth(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """FLOPs or bytes a second.
+    """FLOPs or bytes per second.
 
     >>> rate("400T"), rate("3.3TB/s")
     (400000000000000.0, 3300000000000.0)
@@ -39,7 +39,7 @@ def rate(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes.
+    """A size in bytes.
 
     >>> size("80GiB"), size("141GB")
     (85899345920, 141000000000)

@@ -16,13 +16,13 @@ from revcompile.schedule import Action, Keep, Op
 
 
 class ActionList(tuple[Action, ...]):
-    """What a stage does, in order; printed, a line for each micro-batch that enters."""
+    """A stage's actions in order; prints a line for each micro-batch that enters the stage."""
 
     texts: Mapping[Op, str]
 
     @property
     def lines(self) -> list[str]:
-        """A line for each micro-batch that enters."""
+        """The text of the actions: a line for each micro-batch that enters the stage."""
         enters = Op.RECV_X if any(action.op is Op.RECV_X for action in self) else Op.FORWARD
         lines: list[list[str]] = [[]]
         for action in self:
@@ -33,7 +33,7 @@ class ActionList(tuple[Action, ...]):
 
     def __str__(self) -> str:
         wrapper = TextWrapper(text_width(), subsequent_indent=" " * 4, break_on_hyphens=False)
-        # Folded between two actions, not inside of one.
+        # Lines wrap between actions, not inside one.
         joined = (line.replace(" ", "\xa0").replace("\xa0·\xa0", " · ") for line in self.lines)
         return "\n".join(map(wrapper.fill, joined)).replace("\xa0", " ")
 
@@ -43,7 +43,7 @@ class ActionList(tuple[Action, ...]):
 
 
 def action_list(program: StageProgram, actions: Iterable[Action]) -> ActionList:
-    """A stage's actions, printed with what its backward pass consists of."""
+    """A stage's actions; a printed backward pass shows its steps, e.g. INVERT+VJP."""
     listed = ActionList(actions)
     listed.texts = {
         Op.RECV_X: "RECV x,m{}",
@@ -63,7 +63,7 @@ def action_list(program: StageProgram, actions: Iterable[Action]) -> ActionList:
 
 
 def _backward(program: StageProgram) -> str:
-    """What a backward pass consists of, e.g. INVERT+RECOMPUTE+VJP."""
+    """The steps of a backward pass, e.g. INVERT+RECOMPUTE+VJP."""
     keeps = {unit.keep for unit in program.units}
     inverts = any(unit.reversible and unit.keep is Keep.NOTHING for unit in program.units)
     steps = ["INVERT"] if inverts else []
@@ -96,7 +96,7 @@ class CompiledStage:
 
     @property
     def reversible(self) -> bool:
-        """Can the stage's input be rebuilt from its output, so that nothing is kept?"""
+        """Whether the stage's input can be rebuilt from its output, without keeping anything."""
         return self.part.reversible
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ def share(part: float, whole: float) -> str:
 
 
 def counted(kinds: Sequence[TensorType]) -> tuple[str, ...]:
-    """Several tensors, equal ones once: `2×f32[B,64,56,56]`."""
+    """Types of tensors, equal ones counted: `2×f32[B,64,56,56]`."""
     counts = Counter(map(_short, kinds))
     return tuple(f"{n}×{name}" if n > 1 else name for name, n in counts.items())
 
@@ -48,12 +48,12 @@ def _short(kind: TensorType) -> str:
 
 
 def listed(kinds: Sequence[TensorType]) -> str:
-    """`counted` in a line."""
+    """`counted` as one line of text."""
     return ", ".join(counted(kinds))
 
 
 def first_few(names: Sequence[str]) -> str:
-    """The first three, and how many more there are."""
+    """The first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -64,7 +64,7 @@ def common_start(paths: Iterable[Sequence[str]]) -> list[str]:
 
 
 def span(names: Sequence[str]) -> str:
-    """The first and the last of several paths, without their common start in the second.
+    """The first and the last of several paths; the last without their common start.
 
     >>> span(["blocks.1.mlp", "blocks.2.attn", "blocks.2.mlp"]), span(["layer1.0", "layer1.1"])
     ('blocks.1.mlp – 2.mlp', 'layer1.0 – layer1.1')

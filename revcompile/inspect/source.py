@@ -59,7 +59,7 @@ def _head(partition: Partition, program: StageProgram, variables: Mapping[str, s
 
 
 def module_path(root: nn.Module, path: str) -> str:
-    """How Python reads a dotted path.
+    """A dotted path as a Python expression.
 
     >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ModuleDict({"0": nn.ReLU()}))
     >>> module_path(net, "0.0.weight"), module_path(net, "1.0")
@@ -87,7 +87,7 @@ def _length(module: Any) -> int:
 
 
 def _functional(name: re.Match[str]) -> str:
-    """`torch._C._nn.gelu` under the name that people know it by."""
+    """The public name of a function: `torch.nn.functional.gelu` for `torch._C._nn.gelu`."""
     known = getattr(F, name[1], None)
     return f"torch.nn.functional.{name[1]}" if known is getattr(torch._C._nn, name[1]) else name[0]
 
@@ -96,7 +96,7 @@ def _functional(name: re.Match[str]) -> str:
 
 
 class Listing:
-    """Prints graphs as functions, and collects what these import."""
+    """Prints graphs as functions and collects their imports."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -150,8 +150,8 @@ class Listing:
         if module == "builtins":
             return alias
         if getattr(sys.modules.get(module), name, None) is not value:
-            return alias  # not importable: has to be provided where the text is executed
-        # variables avoid the short names of our own functions; FX keeps them off other aliases
+            return alias  # not importable: whoever executes the text has to provide it
+        # Variables never take the short names of our own functions; FX avoids all other aliases.
         short = name if module in (ops.__name__, coupling_ops.__name__) else alias
         self.imports[short] = (module, name)
         return short
@@ -171,7 +171,7 @@ class Listing:
 
 
 def _readable(graph: fx.Graph, arguments: Sequence[str]) -> fx.Graph:
-    """A copy with the names that are printed: of nodes to be inlined, stand-ins."""
+    """A copy with the names to print; nodes to be inlined get temporary names."""
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     prefix, names = _common_parent(graph), list(arguments)
@@ -198,7 +198,7 @@ def _readable(graph: fx.Graph, arguments: Sequence[str]) -> fx.Graph:
 
 
 def _is_inlined(node: fx.Node) -> bool:
-    """Is a node a plain read, printed where it is used? Of a tensor's parts those with one user."""
+    """Whether a node is a plain read, to be inlined; a part of a tensor only if it has one user."""
     if node.op == "get_attr" or node.target is getattr:
         return True
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
@@ -208,7 +208,7 @@ def _is_inlined(node: fx.Node) -> bool:
 
 
 class _Tidy(ast.NodeTransformer):
-    """Puts expressions in place of names, and writes `x[:, 0]` for `x[(slice(None), 0)]`."""
+    """Replaces names by expressions, and writes `x[:, 0]` for `x[(slice(None), 0)]`."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = {name: ast.parse(text, mode="eval").body for name, text in names.items()}
@@ -224,7 +224,7 @@ class _Tidy(ast.NodeTransformer):
         return node
 
     def body(self, statements: Iterable[ast.stmt]) -> list[ast.stmt]:
-        """The statements without those that free values (`x = None`), or only read."""
+        """The statements, without those that free values (`x = None`) or are inlined."""
         kept = []
         for statement in statements:
             tidied = self.visit(statement)
@@ -248,7 +248,7 @@ def _slice(index: ast.expr) -> ast.expr:
 
 
 def _common_parent(graph: fx.Graph) -> str:
-    """How the node names of layers begin that are all in one module: `layer1_0_`."""
+    """The prefix of node names if all layers are in one module: `layer1_0_`."""
     called = [str(node.target).split(".")[:-1] for node in graph.find_nodes(op="call_module")]
     shared = common_start(called)
     return f"{legal('.'.join(shared))}_" if shared else ""
@@ -266,7 +266,7 @@ def _owner(node: fx.Node) -> str:
 
 
 def _with_paths(lines: Sequence[str], owners: Mapping[str, str]) -> list[str]:
-    """A comment wherever the code of another module begins, if there are several."""
+    """The lines, with a comment where another module's code begins, if there are several."""
     named = [owners.get(line.split(" ")[0], "") for line in lines]
     several = len(set(filter(None, named))) > 1
     result, current = [], ""

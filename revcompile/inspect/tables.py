@@ -1,4 +1,4 @@
-"""Tables as plain text: a rewired model's segments, the stages of one that is cut."""
+"""Tables as plain text: the segments of a rewired model, the stages of a cut model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text_width() -> int:
 
 
 def render(*parts: object) -> str:
-    """Rich renderables as plain text of that width.
+    """Rich renderables as plain text, `text_width()` columns wide.
 
     `force_jupyter=False`: in a notebook rich would display the text itself, besides returning it.
     """
@@ -77,7 +77,7 @@ def function_of(rewired: Rewired) -> str:
 
 
 def table_of(title: str, columns: Mapping[str, JustifyMethod], wraps: str = "holds") -> Table:
-    """An empty table; lines are only broken in the column whose name begins with `wraps`."""
+    """An empty table; only the column whose name begins with `wraps` wraps its lines."""
     table = Table(
         title=title,
         title_justify="left",
@@ -147,7 +147,7 @@ _STAGE_COLUMNS: Final[Mapping[str, JustifyMethod]] = {
     "kept\nworking": "right",
 }
 _SENT: Final = 2
-"""Most kinds of tensors that a cell lists."""
+"""The most tensor types that a cell lists."""
 
 
 def stage_table(view: ModelView, method: str, plain: StageMemory) -> str:
@@ -181,13 +181,13 @@ def stage_table(view: ModelView, method: str, plain: StageMemory) -> str:
 
 
 def _letters(opaque: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """A letter for every reason, in the order in which they come."""
+    """A letter for every reason, in order of appearance."""
     reasons = dict.fromkeys(reason for _, reason in opaque)
     return {reason: f"{chr(97 + n % 26)}{n // 26 or ''}" for n, reason in enumerate(reasons)}
 
 
 def _reasons(opaque: Sequence[tuple[str, str]], letters: dict[str, str]) -> list[str]:
-    """What the letters mean, and what they stand at."""
+    """Lines that explain the letters: the reason, and the pieces it applies to."""
     lines = []
     for reason, letter in letters.items():
         where = [span([name]) for name, why in opaque if why == reason]
@@ -204,7 +204,7 @@ def _kind(stage: StageView, letters: dict[str, str]) -> str:
 
 
 def _holds(stage: StageView) -> str:
-    """The range of pieces; a single piece that is not named after a module, with its modules."""
+    """The range of pieces; a single piece not named after a module is shown with its modules."""
     shown = counted_span(stage.pieces)
     inside = any(f"{module}.".startswith(f"{shown}.") for module in stage.modules)
     if len(stage.pieces) > 1 or inside or not stage.modules:

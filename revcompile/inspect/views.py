@@ -1,4 +1,4 @@
-"""The view of a model in stages behind tables, explanations, the picture and the page."""
+"""The data about a model in stages that tables, explanations and drawings show."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StageView:
     batch: int
     """Samples in a micro-batch."""
     work_share: float
-    """Of the forward and backward passes of all stages."""
+    """The stage's share of the work of all stages."""
 
     @property
     def index(self) -> int:
@@ -58,7 +58,7 @@ class StageView:
 
     @property
     def window(self) -> int:
-        """Most micro-batches in flight."""
+        """The most micro-batches in flight."""
         return window(self.program.method, self.program.stages, self.index)
 
     @property
@@ -68,7 +68,7 @@ class StageView:
 
     @property
     def reversible(self) -> bool:
-        """Is every block a coupling?"""
+        """Whether every block is a coupling."""
         return all(block.reversible for block in self.blocks)
 
     @property
@@ -92,17 +92,17 @@ class StageView:
 
     @property
     def parameters(self) -> int:
-        """How many; each counts where it is used first."""
+        """Number of parameters; a shared one counts where it is used first."""
         return sum(block.cost.parameters for block in self.blocks)
 
     @property
     def flops(self) -> int:
-        """Of the forward pass."""
+        """FLOPs of the forward pass."""
         return sum(block.cost.flops for block in self.blocks)
 
     @property
     def sends(self) -> tuple[str, ...]:
-        """The tensors that the next stage is given."""
+        """The types of the tensors sent to the next stage."""
         return counted(tensors(self.program.outputs))
 
     @property
@@ -111,7 +111,7 @@ class StageView:
 
     @property
     def keeps(self) -> str:
-        """Bytes kept from forward to backward, for all micro-batches in flight, in words."""
+        """Bytes kept from forward to backward, for all micro-batches in flight, as text."""
         return size(self.memory.buffers) if self.memory.buffers else "nothing"
 
 
@@ -128,7 +128,7 @@ class SkipValue:
 
 @dataclass(frozen=True)
 class ModelView:
-    """All stages, and what crosses several of them."""
+    """All stages, and the values that cross several of them."""
 
     partition: Partition
     name: str
@@ -155,7 +155,7 @@ class ModelView:
 
     @cached_property
     def work(self) -> float:
-        """Of all stages."""
+        """The work of all stages."""
         return math.fsum(block.work for block in self.blocks) or 1.0
 
     @property
@@ -171,7 +171,7 @@ def model_view(
     batch: int,
     name: str | None = None,
 ) -> ModelView:
-    """What there is to show; `batch` is the size of a micro-batch, `name` that of the model."""
+    """Collect the data; `batch` is the micro-batch size, `name` the name of the model."""
     pieces = [piece for part in partition.parts for piece in part.pieces]
     between = [_between(before, after, partition.types) for before, after in pairwise(pieces)]
     first, last = (2 if piece.reversible else 1 for piece in (pieces[0], pieces[-1]))
@@ -195,7 +195,7 @@ def model_view(
 
 
 def tensors(ports: Sequence[Port]) -> list[TensorType]:
-    """The types of those inputs or outputs that are tensors."""
+    """The types of the ports that are tensors."""
     return [port.type for port in ports if port.type is not None]
 
 
@@ -213,7 +213,7 @@ def block_of(rewired: Rewired, piece: Segment) -> Residual | None:
 
 
 def _between(before: Segment, after: Segment, types: Mapping[str, Any]) -> int:
-    """One value or two streams between two pieces."""
+    """1 if one value passes between two pieces, 2 for two streams."""
     if before.reversible or after.reversible:
         return 2
     crossing = [types.get(name) for name in before.outputs if name in after.inputs]

@@ -26,7 +26,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
-    """Is it a model of transformers? Imports nothing."""
+    """Whether it is a model of transformers; does not import the library."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
@@ -34,9 +34,9 @@ def is_pretrained_model(model: nn.Module) -> bool:
 def adopt_class(net: Reversible) -> None:
     """Make a reversible module an instance of its original's class, too.
 
-    Trainers ask for that class: only a `PreTrainedModel` is saved with its configuration, and the
-    signature of its `forward` tells which columns of a dataset it takes and what a label is.
-    Methods of the original stay watched (`runtime/reversible/original.py`).
+    Trainers check for that class: they save only a `PreTrainedModel` with its configuration, and
+    the signature of `forward` tells them which columns of a dataset it takes and what a label is.
+    Methods of the original are still checked as in `runtime/reversible/original.py`.
     """
     own: Any = type(net)
     kind: Any = net._original.kind
@@ -59,17 +59,17 @@ def _class_of_both(own: Any, kind: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return own.forward(self, *args, **kwargs)
 
-    def reduce(self: Any, protocol: Any) -> Any:  # no module has this class: it is made again
+    def reduce(self: Any, protocol: Any) -> Any:  # unpickling makes this class again
         return _restored, (own, self._original.importable_kind), self.__getstate__()
 
     members |= {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
-    members["_reserved_names"] = own._reserved_names  # those of `kind` are the original's
+    members["_reserved_names"] = own._reserved_names  # not those of `kind`
     members["__qualname__"] = kind.__qualname__
     return types.new_class(kind.__name__, (own, kind), {}, lambda body: body.update(members))
 
 
 def _restored(own: Any, kind: Any) -> Reversible:
-    """An instance without its attributes, which pickle sets."""
+    """An instance without attributes; pickle sets them."""
     made: Any = own if kind is None else _class_of_both(own, kind)
     module: Reversible = made.__new__(made)
     return module
@@ -89,14 +89,14 @@ class _OfOriginal:
 
 
 def chunk_loss(model: _Model) -> _Model:
-    """Let a causal language model compute its training loss without ever holding all logits.
+    """Let a causal language model compute its training loss without ever storing all logits.
 
     In training, `model(input_ids, labels=labels)` returns the loss alone, computed for some rows of
-    logits at a time (`revcompile.losses.linear_cross_entropy`); in eval mode, and without labels,
-    the model is what it was. Call it before `reversify` or `petrafy`.
+    logits at a time (`revcompile.losses.linear_cross_entropy`). In eval mode, and without labels,
+    the model works as before. Call this function before `reversify` or `petrafy`.
 
     Args:
-        model: Of a class like `LlamaForCausalLM`. It is changed, and returned.
+        model: A model like `LlamaForCausalLM`. It is changed in place, and returned.
 
     Raises:
         InputError: The model's loss is not the cross entropy of a linear layer.
@@ -129,7 +129,7 @@ def chunk_loss(model: _Model) -> _Model:
 
 
 def _with_loss(model: Any, given: inspect.BoundArguments) -> Any:
-    """What the model's forward returns in training, but without logits."""
+    """The output of the model's forward in training, without logits."""
     from transformers import modeling_outputs
 
     arguments = dict(given.arguments)
@@ -152,13 +152,13 @@ def _with_loss(model: Any, given: inspect.BoundArguments) -> Any:
 
 
 def _refuse_other_loss(model: Any) -> None:
-    """Some models scale or cap their logits, or add to the loss: compare on a few tokens."""
+    """Raise if, on a few tokens, the model scales or caps its logits, or adds to the loss."""
     ids = torch.arange(16, device=model.device).view(2, 8)
     ids %= model.get_input_embeddings().num_embeddings
     read: list[Tensor] = []
 
     def enlarged(head: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-        read.extend((inputs[0], logits * 100))  # so that a limit shows
+        read.extend((inputs[0], logits * 100))  # large enough that a cap shows
         return read[1]
 
     was_training = model.training

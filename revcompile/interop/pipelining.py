@@ -65,11 +65,11 @@ class StageModule(Reversible):
         return tuple(map(_sendable, outputs)) if isinstance(outputs, tuple) else outputs
 
     def _steps(self, body: Body) -> tuple[_Step, ...]:
-        """The steps, whose chains may each fail to rebuild their input once.
+        """The steps; each of their chains may fail once to rebuild its input.
 
         Torch learns shapes by running a stage, forward and backward, on uninitialized memory:
         before the first step and again after every change between training and evaluation. So one
-        call that cannot be rebuilt is no evidence, but two in a row are.
+        failure is no evidence of an error, but two in a row are.
         """
         steps = super()._steps(body)
         for chain in (step.run for step in steps if isinstance(step.run, Chain)):
@@ -78,10 +78,10 @@ class StageModule(Reversible):
 
 
 class _Sendable(torch.autograd.Function):
-    """The identity, as a contiguous tensor, and its gradient as one.
+    """The identity; makes the tensor and its gradient contiguous.
 
-    Only contiguous tensors can be sent, which a stream that is half of a larger tensor is not, and
-    torch's zero-bubble schedules detach a stage's outputs in place, which views forbid.
+    Only contiguous tensors can be sent, and a stream may be half of a larger tensor. Also, torch's
+    zero-bubble schedules detach a stage's outputs in place, which is not possible for views.
     """
 
     @staticmethod
@@ -216,11 +216,11 @@ def _copy_of_read(root: nn.Module, segments: Iterable[Segment]) -> nn.Module:
 
 
 def _crossing_sizes(partition: Partition) -> dict[str, tuple[Size, Size]]:
-    """Sizes that are read by a later stage, each at the example's batch size and at one more."""
+    """Sizes that a later stage reads, each for the example's batch size and for one sample more."""
     made: dict[str, fx.Node] = {}
     sizes: dict[str, tuple[Size, Size]] = {}
     pieces = [piece for part in partition.parts for piece in part.pieces]
-    grids = {piece.grid for piece in pieces if isinstance(piece, Coupling)}  # made by every stage
+    grids = {piece.grid for piece in pieces if isinstance(piece, Coupling)}  # made in each stage
     for part in partition.parts:
         tensors = {*_tensors(part.inputs, partition.types)}
         read = {name for piece in part.pieces for name in piece.inputs}
@@ -250,7 +250,7 @@ def _sizes_segment(
 ) -> Segment | None:
     """A segment that computes sizes from the batch size of a stage's inputs.
 
-    As a check it compares the stage's own sizes with these, which later stages compute.
+    With `is_check`, it compares them with the stage's own sizes: later stages compute the same.
     """
     if not names:
         return None

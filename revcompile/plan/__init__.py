@@ -1,1 +1,1 @@
-"""Before training: reports on stages, memory budgets, forecasts, warnings of late gradients."""
+"""Before training: reports on stages, memory plans, forecasts, warnings about late gradients."""

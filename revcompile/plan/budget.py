@@ -1,15 +1,15 @@
-"""plan_memory: what every stage keeps, so that each device stays within its memory budget.
+"""plan_memory: choose what each stage keeps, within the memory budget of each device.
 
     keep       memory                                                      work
     nothing    what cannot be rebuilt, and the graph of one block          4N: forward, rebuild, 2N
     input      the stage's inputs, and the whole graph of one micro-batch  4N: forward, again, 2N
     graph      the whole graph of every micro-batch in flight              3N: forward, 2N
 
-What one stage keeps changes nothing for the others, so each device is a knapsack of its own: the
-least work whose memory fits. It is solved exactly, stage by stage, carrying along all sums that no
-other sum beats in both memory and work. Stages of a device take turns, so of the memory that they
-need only while they compute, the largest counts; every value that it could have is tried. Only
-beyond `_MAX_SUMS` sums some are dropped, evenly, and the plan may miss the best by a little.
+What one stage keeps does not affect the others, so each device is a separate knapsack problem: find
+the least work whose memory fits. It is solved exactly, stage by stage, by extending a Pareto front
+of memory and work. Stages of a device take turns, so only the largest of their transient memories
+(needed only while they compute) counts; every value it can have is tried. Fronts of more than
+`_MAX_SUMS` sums are thinned out evenly, and the plan may then be slightly worse than the best.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from revcompile.schedule import Keep, Order, Weights
 from revcompile.units import format_size
 
 _MAX_SUMS: Final = 4096
-"""Sums carried along from stage to stage."""
+"""The most sums carried along from stage to stage."""
 _USED: Final = 0.8
-"""Of a device's free memory "auto" plans with so much; workspaces and gaps take some."""
+"""Share of a device's free memory that "auto" uses; workspaces and fragmentation take some."""
 _EVEN: Final = 1.03
-"""Up to here devices' work is called balanced."""
+"""The largest ratio of a device's work to the mean that counts as balanced."""
 _KEEPS: Final = (Keep.NOTHING, Keep.INPUT, Keep.GRAPH)
-"""In the order they are preferred among equals."""
+"""The choices, in order of preference among equals."""
 _KEEP_NAMES: Final = {
     Keep.NOTHING: "nothing but what cannot be rebuilt",
     Keep.INPUT: "its input",
@@ -51,7 +51,7 @@ _KEEP_NAMES: Final = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One stage if it keeps one thing: its peak memory, and its work for a micro-batch."""
+    """One choice of what a stage keeps, with its peak memory and its work for a micro-batch."""
 
     stage: int
     keep: Keep
@@ -74,9 +74,9 @@ class MemoryPlan:
     """The device of each stage."""
     chosen: tuple[Choice, ...]
     peaks: tuple[int, ...]
-    """The most each device holds."""
+    """Peak memory of each device, in bytes."""
     full_work: float
-    """All stages' work if nothing were kept."""
+    """All stages' work if backward computed every forward pass again."""
     balanced_for: tuple[Keep, ...]
     """What each stage was expected to keep when the model was cut."""
 
@@ -100,7 +100,7 @@ class MemoryPlan:
         return max(works) * len(works) / (math.fsum(works) or 1.0)
 
     def memory(self, device: int) -> int:
-        """The most a device holds, in bytes."""
+        """Peak memory of a device, in bytes."""
         return self.peaks[device]
 
     def __str__(self) -> str:
@@ -135,11 +135,11 @@ def plan_memory(
         partition: The stages.
         memory_budget: Bytes that one device may hold.
         workload: Batch size, method, optimizer and precision.
-        stage_to_rank: The device of each stage. Default: each stage has one of its own.
+        stage_to_rank: The device of each stage. Default: one device per stage.
 
     Raises:
-        InputError: Some device cannot hold its stages whatever they keep, or the method itself
-            says what is kept.
+        InputError: Some device cannot hold its stages whatever they keep, or the method decides
+            what they keep.
     """
     method = workload.method
     if method.keep is not Keep.NOTHING or method.weights is not Weights.LATEST:
@@ -176,11 +176,11 @@ def plan_memory(
 def free_memory(model: nn.Module, device: torch.device | None, timeout: float) -> int:
     """`memory_budget="auto"`: bytes that a device has free for this model, less a margin.
 
-    On ranks the least of all: what a stage keeps decides what its neighbours send.
+    With several ranks, the least of all: what a stage keeps decides what its neighbours send.
 
     Args:
         device: Where to train. Default: where the model is.
-        timeout: Seconds in which all ranks have to call it.
+        timeout: Seconds within which all ranks must call it.
 
     Raises:
         InputError: A device does not report its memory.
@@ -205,7 +205,7 @@ def free_memory(model: nn.Module, device: torch.device | None, timeout: float) -
 
 
 def _report(model: nn.Module, device: torch.device) -> tuple[str, int] | None:
-    """Which device it is, and its free bytes, with those of the model's own tensors."""
+    """The device's UUID, and its free bytes, including those that the model's tensors occupy."""
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -217,7 +217,7 @@ def _report(model: nn.Module, device: torch.device) -> tuple[str, int] | None:
 
 
 def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...], ...]:
-    """What each stage can keep, with the memory and work of that."""
+    """The choices of each stage, with the memory and work of each."""
     model = MemoryModel(partition, workload)
     return tuple(
         tuple(
@@ -237,7 +237,7 @@ def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...
 
 
 class _Sum(NamedTuple):
-    """Choices for the first stages of a device, added up."""
+    """Choices for the first stages of a device, with their total work and memory."""
 
     work: float
     memory: int
@@ -246,17 +246,18 @@ class _Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class _Device:
-    """The stages of one device: the choices of each, and which of them fit together."""
+    """The stages of one device with their choices; finds the plans that fit."""
 
     options: Sequence[Sequence[Choice]]
     workload: Workload
     is_only: bool
-    """No other device has stages: messages stay within this process."""
+    """Whether no other device has stages; messages then stay within this process."""
 
     def split(self, memory: StageMemory) -> tuple[int, int]:
-        """Bytes that a stage holds all the time, and only while it computes.
+        """Bytes that a stage holds all the time, and bytes that it holds only while it computes.
 
-        Gradients go as soon as they are applied; messages of other devices may come at any time.
+        Gradients that are not summed are freed once applied. Messages from other devices may arrive
+        at any time.
         """
         method = self.workload.method
         sums_gradients = (
@@ -273,14 +274,16 @@ class _Device:
         return sum(lasting for lasting, _ in split) + max(transient for _, transient in split)
 
     def plans(self, budget: float) -> list[_Sum]:
-        """Plans that fit, among them those of the least work and of the least memory."""
+        """Plans that fit the budget, including those of the least work and the least memory."""
         limits = sorted({self.split(c.memory)[1] for of in self.options for c in of})
         fronts = (self._front(limit, budget - limit) for limit in limits)
         return [plan for front in fronts if front for plan in (front[0], front[-1])]
 
     def _front(self, transient_limit: int, lasting_limit: float) -> list[_Sum]:
-        """Sums with at most so much transient memory a stage, and lasting in all, of which none
-        beats another in both memory and work: from the least memory to the least work.
+        """The Pareto front of memory and work, from the least memory to the least work.
+
+        `transient_limit` bounds the transient memory of each stage, `lasting_limit` the sum of the
+        lasting memory of all.
         """
         front = [_Sum(0.0, 0)]
         for of in self.options:
@@ -331,9 +334,9 @@ def state_copies(
 ) -> float:
     """Bytes of optimizer state per byte of parameters.
 
-    Measured: one step on parameters of the same names and dimensions, but of a few elements: no
-    dimension is larger than 24, which can be divided as optimizers divide fused matrices. State
-    counts if it has the shape of its parameter. Some optimizers have more of it under a delay.
+    Measured by one step on small parameters with the same names. No dimension is larger than 24,
+    which can be split as optimizers split fused matrices. Only state with the shape of its
+    parameter counts. Some optimizers have more state under a delay.
 
     >>> weights = {"weight": torch.zeros(300, 200, requires_grad=True)}
     >>> state_copies(weights, lambda p: torch.optim.SGD(p, lr=0.1), None)

@@ -1,8 +1,8 @@
 """Forecasts for a model on a cluster: throughput, memory and delay of each method.
 
 Baselines (data parallel, GPipe, 1F1B, interleaved 1F1B, zero-bubble) train the original model, cut
-for them by the same rule. PETRA trains the rewired model: the first stages rebuild, the last ones
-keep their graphs, and all are balanced for that.
+by the same rule. PETRA trains the rewired model: the first stages rebuild activations, the last
+stages keep their graphs, and the cut balances this work.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ BASELINES: Final = {
     "interleaved": ("interleaved", 2, Keep.GRAPH),
     "zero-bubble": ("zero-bubble", 1, Keep.GRAPH),
 }
-"""Pipelines that drain: the order of passes, stages on each device, and what they keep."""
+"""Pipelines that drain: the order of passes, stages per device, and what stages keep."""
 NEARLY: Final = 0.99
 """A method is as good as the fastest if it reaches this share of its throughput."""
 _SGD_TRAFFIC: Final = 6
 _SUM_TRAFFIC: Final = 3
-"""Times that an update by SGD, or adding a gradient to a sum, moves the bytes of parameters."""
+"""Bytes that an SGD update, or adding a gradient to a sum, moves per byte of parameters."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices with equal links, and what they really reach; a second, bytes and FLOPs."""
+    """Equal devices and links, with the bytes and FLOPs per second that they reach in practice."""
 
     devices: int
     link: float
@@ -66,21 +66,21 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Training:
-    """What all methods have in common."""
+    """Settings that all methods share."""
 
     microbatch_size: int
     accumulation_steps: int
     """Micro-batches per update of one pipeline."""
     optimizer_copies: float
     low_precision: bool
-    """bfloat16 on float32 weights; PETRA's streams are float32. Not of measured costs."""
+    """Whether to use bfloat16 except for weights and PETRA's streams; not for measured costs."""
     measured: bool = False
-    """Costs are seconds, not FLOPs."""
+    """Whether costs are measured seconds instead of FLOPs."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One method on a cluster; memory in bytes of the device that needs the most."""
+    """The forecast of one method; `memory` is in bytes, for the device that needs the most."""
 
     method: str
     stages: int
@@ -89,18 +89,18 @@ class Forecast:
     throughput: float
     """Samples per second, all replicas together."""
     busy: float
-    """Share of the time in which devices compute, in the mean."""
+    """Share of the time in which devices compute, averaged over devices."""
     bubbles: float
-    """Share in which they wait for other stages even if links take no time."""
+    """Share of the time in which they wait for other stages, even if links took no time."""
     links: float
-    """Share that links and averaging add to that."""
+    """Share of the time that links and gradient averaging add."""
     memory: int
     delay: int
-    """Most updates by which gradients are late."""
+    """The largest delay of gradients, in updates."""
     fits: bool
     in_flight_per_stage: float | None = None
     keeps: tuple[str, ...] = ()
-    """What PETRA's stages keep."""
+    """What each stage keeps; for PETRA only."""
 
 
 @dataclass(frozen=True)
@@ -113,20 +113,20 @@ class Planner:
     training: Training
     stages: int
     in_flight_per_stage: float | None = None
-    """Default: what links need."""
+    """For PETRA; None tries values up to what links need."""
 
     @property
     def replicas(self) -> int:
         return self.cluster.devices // self.stages
 
     def rows(self) -> tuple[Forecast, ...]:
-        """Every method that the model allows, PETRA last."""
+        """A row per method that the model allows; PETRA's rows come last."""
         steps, devices = self.training.accumulation_steps, self.cluster.devices
-        # Data parallel: the whole model on each device, with as many samples per update.
+        # Data parallel: the whole model on each device, with the same number of samples per update.
         alone = max(steps * self.replicas // devices, 1)
         rows = [self._baseline("data parallel", 1, alone, "1f1b", 1, Keep.GRAPH)]
         for name, (order, chunks, keep) in BASELINES.items() if self.stages > 1 else ():
-            # Several stages per device need enough pieces, and whole rounds of micro-batches.
+            # Several stages per device need enough pieces, and micro-batches divisible by devices.
             with suppress(InputError) if chunks > 1 else nullcontext():
                 rows.append(self._baseline(name, self.stages, steps, order, chunks, keep))
         named = {"petra, all rebuilt": [row for row in self.petra if "graph" not in row.keeps]}
@@ -144,7 +144,7 @@ class Planner:
         return [row for row in self.petra if row.memory <= memory]
 
     def frontier(self) -> tuple[Forecast, ...]:
-        """PETRA from least memory to most throughput: each row is the fastest in its memory."""
+        """PETRA's rows that are the fastest in their memory, in the order of their memory."""
         front = list[Forecast]()
         for row in sorted(self.petra, key=lambda row: (row.memory, -row.throughput)):
             if not front or row.throughput > front[-1].throughput:
@@ -158,7 +158,7 @@ class Planner:
     ) -> Forecast:
         """The original model on `devices` devices, each with `chunks` stages."""
         stages, replicas = devices * chunks, self.cluster.devices // devices
-        workload = self._workload("backprop")  # which has one micro-batch in flight
+        workload = self._workload("backprop")  # one micro-batch in flight
         keeps = [keep] * stages
         cut = self._precise(partition(self.original, stages, workload, keeps=keeps))
         model = MemoryModel(cut, workload)
@@ -176,7 +176,7 @@ class Planner:
 
     @functools.cached_property
     def petra(self) -> tuple[Forecast, ...]:
-        """PETRA with the graphs of no stage kept, of the last, of the last two, ... and of all."""
+        """PETRA with the graphs of the last 0, 1, 2, ... stages kept, up to all of them."""
         stages, steps = self.stages, self.training.accumulation_steps
         name = "petra_stashed" if self.rewired.rewired.policy.averaged else "petra"
         found = []
@@ -198,7 +198,7 @@ class Planner:
         return tuple(found)
 
     def trainer_budget(self, row: Forecast) -> int:
-        """The `memory_budget` of a trainer that keeps what a row of PETRA keeps.
+        """The `memory_budget` with which a trainer keeps what this row of PETRA keeps.
 
         Trainers count activations in float32, whatever the precision.
         """
@@ -221,7 +221,7 @@ class Planner:
         memory: int,
         late: int = 0,
     ) -> Forecast:
-        """A pipeline on `devices` devices: its costs with the real links and with free ones."""
+        """A pipeline on `devices` devices; `costs`: with real links and with free links."""
         time, without_links = (period(order, each, steps, devices) for each in costs)
         replicas, work = self.cluster.devices // devices, sum(stage_work(costs[1], steps)) / devices
         return Forecast(
@@ -251,7 +251,7 @@ class Planner:
         )
 
     def _precise(self, cut: Partition) -> Partition:
-        """Costs and live values in low precision, if that is asked for."""
+        """The partition, with costs and types in low precision if the training uses it."""
         if not self.training.low_precision:
             return cut
         streams = {name for piece in cut.rewired.couplings for name in piece.streams_in}
@@ -278,7 +278,7 @@ class Planner:
     def _times(
         self, cut: Partition, keeps: Sequence[Keep], replicas: int, steps: int, is_free: bool
     ) -> Costs:
-        """Time of every stage and link for a micro-batch; with free links none for messages."""
+        """Time of every stage and link for a micro-batch; with `is_free`, links take no time."""
         parts, cluster, training = cut.parts, self.cluster, self.training
         bandwidth, latency = (math.inf, 0.0) if is_free else (cluster.link, cluster.latency)
         forward, backward, update = [], [], []
@@ -292,7 +292,7 @@ class Planner:
                 back += seconds * (cost.backward / (cost.forward or 1) - (not again))
                 in_sgd = _SGD_TRAFFIC * cost.trained / cluster.memory_bandwidth
                 updating += cost.update if training.measured else in_sgd
-            # The first gradient of an update begins the sum.
+            # The first gradient of an update needs no addition.
             summing = (1 - 1 / steps) * updating * _SUM_TRAFFIC / _SGD_TRAFFIC
             traffic = 4 + 2 * training.optimizer_copies
             trained = sum(cost.trained for cost in part.costs)
@@ -305,7 +305,7 @@ class Planner:
             update.append(updating * traffic / _SGD_TRAFFIC + averaging)
         batch = training.microbatch_size
         sent = [bytes_sent(part.outputs, cut.types, batch) for part in parts[:-1]]
-        # A stage that rebuilds is sent its outputs back beside their gradients.
+        # A stage that rebuilds its activations gets its outputs back with their gradients.
         sent_back = [
             size * (2 if keep is Keep.NOTHING and part.pieces[-1].reversible else 1)
             for size, part, keep in zip(sent, parts, keeps, strict=False)
@@ -320,7 +320,7 @@ class Planner:
         )
 
     def _seconds(self, cost: Cost) -> float:
-        """Of a forward pass: arithmetic and memory traffic one after the other, or as measured."""
+        """Seconds of a forward pass: arithmetic plus memory traffic, or as measured."""
         if self.training.measured:
             return cost.forward
         moved = max(cost.forward - cost.flops, 0.0) / FLOPS_PER_BYTE
@@ -328,7 +328,7 @@ class Planner:
 
 
 def best(rows: Sequence[Forecast]) -> Forecast:
-    """The fastest; of those that are nearly as fast, the least late, then the smallest."""
+    """Among the rows nearly as fast as the fastest, the one with the least delay, then memory."""
     fastest = max(row.throughput for row in rows)
     near = [row for row in rows if row.throughput >= NEARLY * fastest]
     return min(near, key=lambda row: (row.delay, row.memory))

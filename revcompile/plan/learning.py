@@ -1,7 +1,7 @@
 """How late gradients affect learning, and what to do about it.
 
-Transformers learn little from gradients that are several updates late, unless the optimizer makes
-up for the delay. Convolutional nets learn much better from them. docs/results.md has the figures.
+Transformers learn little from gradients that are several updates late, unless the optimizer
+compensates for the delay. Convolutional nets learn much better. docs/results.md has the numbers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from revcompile.schedule import Weights, window
 _ATTENTION_OPS: Final = frozenset(("scaled_dot_product_attention", "multi_head_attention_forward"))
 _PRODUCTS: Final = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
 _HARMLESS: Final = 1
-"""Updates of delay at which transformers learn as without, or nearly so."""
+"""The most updates of delay that hardly affect how transformers learn."""
 _HARMLESS_LIMITED: Final = 7
-"""The same where matrices move little during the delay."""
+"""The same for optimizers that limit how far matrices move during the delay."""
 _REMEDIES: Final = (
     "revcompile.optim.DelayAwareMuon (not with max_drift=None) with "
     "param_groups=revcompile.optim.muon_groups(model), or another optimizer of revcompile.optim "
@@ -38,12 +38,12 @@ _REMEDIES_OF_LONG_DELAYS: Final = (
 
 
 def warn_of_delay(trainer: Trainer) -> None:
-    """Warn where a model with attention is trained with late gradients and without a remedy.
+    """Warn if a model with attention is trained with late gradients and without a remedy.
 
-    Remedies are an optimizer that compensates the delay and, in backward, the weights of the
-    forward pass. Up to one update of delay neither is needed, and with an optimizer that limits how
-    far matrices move during the delay, backward may use any weights up to seven. Above that no
-    remedy is enough. The process that has the first stage warns whoever has called its caller.
+    One update of delay needs no remedy. Up to seven, the optimizer must compensate for the delay,
+    and either it limits how far matrices move during the delay, or backward uses the weights of the
+    forward pass. Above seven, no remedy is enough. Only the process with the first stage of the
+    first replica warns.
     """
     programs, updaters = trainer._programs, [(e.index, e.updater) for e in trainer._executors]
     late = [
@@ -57,7 +57,7 @@ def warn_of_delay(trainer: Trainer) -> None:
         return
     most, method = late[0][0], programs[0].method
     is_far = most > _HARMLESS_LIMITED
-    # The trainer predicts weights, or the optimizer makes up for the delay.
+    # The trainer predicts weights, or the optimizer compensates for the delay.
     is_compensated = method.weights is Weights.PREDICTED or all(
         hasattr(optimizer, "delay") for _, optimizer in late
     )
@@ -74,7 +74,7 @@ def warn_of_delay(trainer: Trainer) -> None:
 
 
 def _limits_drift(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it limit how far matrices move during the delay of their gradients?"""
+    """Whether it limits how far matrices move during the delay of their gradients."""
     return any(
         group.get("use_muon") and group.get("max_drift") is not None
         for group in optimizer.param_groups
@@ -82,7 +82,7 @@ def _limits_drift(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_attention(graphs: Iterable[fx.Graph], root: nn.Module) -> bool:
-    """Do graphs call an attention, or a softmax whose result goes into a matrix product?"""
+    """Whether graphs call an attention, or a softmax whose result goes into a matrix product."""
     kinds = ((node, _operator(node, root)) for graph in graphs for node in graph.nodes)
     return any(
         kind in _ATTENTION_OPS or (kind == "softmax" and _reaches_product(node, root))
@@ -91,7 +91,7 @@ def has_attention(graphs: Iterable[fx.Graph], root: nn.Module) -> bool:
 
 
 def _reaches_product(node: fx.Node, root: nn.Module, steps: int = 8) -> bool:
-    """Is there a matrix product behind a node, after dropouts, casts, masks and the like?"""
+    """Whether a matrix product uses a node's result, after dropouts, casts, masks and the like."""
     reached: dict[fx.Node, None] = {node: None}
     for _ in range(steps):
         reached = {user: None for before in reached for user in before.users}
@@ -101,7 +101,7 @@ def _reaches_product(node: fx.Node, root: nn.Module, steps: int = 8) -> bool:
 
 
 def _operator(node: fx.Node, root: nn.Module) -> str:
-    """`softmax` for torch.softmax, x.softmax and nn.Softmax."""
+    """The name of an operator: `softmax` for torch.softmax, x.softmax and nn.Softmax."""
     if (module := called_module(node, root)) is not None:
         if isinstance(module, nn.MultiheadAttention):
             return "multi_head_attention_forward"

@@ -32,11 +32,11 @@ from revcompile.schedule import Keep, Method, actions, choose, delay
 from revcompile.units import parse_memory_budget
 
 Keeps = tuple[Keep, ...] | None
-"""What each stage keeps of a micro-batch; None: what its method says."""
+"""What each stage keeps of a micro-batch; None: what the method says."""
 
 
 class StageReport:
-    """What can be asked of the stages; `StagedModel` trains them as well."""
+    """Reports on a model's stages; the subclass `StagedModel` also trains them."""
 
     def __init__(self, partition: Partition, method: Method) -> None:
         self._partition = partition
@@ -44,10 +44,7 @@ class StageReport:
         self._lowered: dict[Any, tuple[StageProgram, ...]] = {}
 
     def _programs(self, method: Method, keeps: Keeps = None) -> tuple[StageProgram, ...]:
-        """The stages' programs for a method, what stages keep and what is frozen.
-
-        Generated at the first call.
-        """
+        """The stages' programs, cached by method, what stages keep and which weights are frozen."""
         parameters = self._partition.rewired.root.parameters()
         key = method, keeps, tuple(p.requires_grad for p in parameters)
         if key not in self._lowered:
@@ -64,7 +61,7 @@ class StageReport:
         self._method = self._choose(method)
 
     def _choose(self, method: str | Method, *, weights: str | None = None, **order: Any) -> Method:
-        """A method by name; "petra" has the weights that the policy needs."""
+        """A method by name; with averaged couplings, "petra" stashes weights by default."""
         if method == "petra" and weights is None and self._partition.rewired.policy.averaged:
             weights = "stashed"
         return choose(method, weights=weights, **order)
@@ -145,7 +142,7 @@ class StageReport:
         kept_input_dtype: torch.dtype | None = None,
         name: str | None = None,
     ) -> tuple[ModelView, MemoryPlan | None]:
-        """What is shown of the stages, and the plan for a budget."""
+        """The data that reports show, and the plan for a memory budget."""
         size = self._microbatch_size_or_default(caller, microbatch_size)
         held: Sequence[StageMemory] = self.memory(size, kept_input_dtype=kept_input_dtype)
         plan = None
@@ -168,7 +165,7 @@ class StageReport:
 
         Args:
             microbatch_size: Samples in a micro-batch. Default: the example's.
-            memory_budget, kept_input_dtype: As for the trainer; a device has one stage.
+            memory_budget, kept_input_dtype: As for the trainer, with one stage per device.
         """
         view, plan = self._view("net.summary", microbatch_size, memory_budget, kept_input_dtype)
         model = MemoryModel(self._partition, Workload(choose("backprop"), view.batch), stages=1)

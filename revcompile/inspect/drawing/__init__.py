@@ -28,7 +28,7 @@ __all__ = ["beside_others", "costs_of", "draw", "fragment", "frontier_svg", "tim
 
 
 def write(caller: str, path: str | Path, drawings: Mapping[str, Callable[[], str]]) -> Path:
-    """Write the drawing that the ending of a file's name asks for."""
+    """Write a drawing; `drawings` has a function for each suffix that the file may have."""
     target = Path(path)
     if target.suffix not in drawings:
         ending, wanted = target.suffix or "nothing", " or ".join(drawings)
@@ -40,13 +40,13 @@ def write(caller: str, path: str | Path, drawings: Mapping[str, Callable[[], str
 
 
 def draw(view: ModelView, path: str | Path) -> Path:
-    """Draw a model's stages: an `.svg` to look at, an `.html` to open stage by stage."""
+    """Draw a model's stages: `.svg` is a picture, `.html` a page with details of each stage."""
     drawings = {".svg": partial(network_svg, view), ".html": partial(page, view)}
     return write("draw", path, drawings)
 
 
 def fragment(view: ModelView) -> str:
-    """The drawing for a notebook: an SVG that scrolls where the cell is narrow."""
+    """The drawing for a notebook: an SVG that scrolls in a narrow cell."""
     return f'<div style="max-width:1000px;overflow-x:auto">{network_svg(view)}</div>'
 
 

@@ -19,9 +19,9 @@ BLOCK_HEIGHT: Final = 60.0
 STREAM_HEIGHTS: Final = (14.0, 46.0)
 """Height of the upper and the lower stream inside a block."""
 GAP: Final = 7.0
-"""Between two blocks of a stage."""
+"""Distance between two blocks of a stage."""
 _NARROWEST: Final = {True: 10.0, False: 3.0}
-"""Width of a coupling, or of an opaque block, without work."""
+"""Least width of a coupling (True) and of an opaque block (False)."""
 _WITH_F: Final = 30.0
 """Narrower couplings show the crossing only, without F."""
 _HATCH: Final = 9.0
@@ -30,19 +30,19 @@ _GLYPH: Final = 26.0
 
 
 def block_width(block: BlockView, scale: float) -> float:
-    """In pixels; `scale`: pixels for one unit of work."""
+    """Width of a block in pixels; `scale`: pixels per unit of work."""
     return max(block.work * scale, _NARROWEST[block.reversible])
 
 
 def line_heights(lines: int) -> tuple[float, ...]:
-    """Where one line or two streams run."""
+    """Heights of one line, or of two streams, inside a block."""
     return STREAM_HEIGHTS if lines == 2 else (sum(STREAM_HEIGHTS) / 2,)
 
 
 def draw_block(
     block: BlockView, x: float, y: float, width: float, swapped: bool, work: float, label: bool
 ) -> str:
-    """The block at a place. `swapped`: the upper stream has the second colour."""
+    """Draw a block at (x, y). `swapped`: the upper stream has the second colour."""
     shape = _coupling(x, y, width, swapped) if block.reversible else _opaque(x, y, width)
     name = fitted(block.name, width + GAP - 2, SMALL) if label else ""
     kind = f"reversible ({block.why})" if block.reversible else f"opaque: {block.why}"
@@ -104,11 +104,11 @@ def _box(x: float, y: float, width: float, class_: str, **more: object) -> str:
 
 
 def _opaque(x: float, y: float, width: float) -> str:
-    """A hatched box: recognisable without its colour too."""
+    """A hatched box, recognisable even without colour."""
     strokes: list[object] = []
     place = x - BLOCK_HEIGHT
     while place < x + width:
-        # From (place, bottom) to (place + BLOCK_HEIGHT, top), cut off at the box's sides.
+        # From (place, bottom) to (place + BLOCK_HEIGHT, top), clipped to the box.
         low, high = max(place, x), min(place + BLOCK_HEIGHT, x + width)
         bottom = y + BLOCK_HEIGHT + place
         strokes += ["M", low, bottom - low, "L", high, bottom - high]
@@ -121,7 +121,7 @@ def _opaque(x: float, y: float, width: float) -> str:
 
 
 def legend(view: ModelView, x: float, y: float) -> str:
-    """Each shape and what it means, from a place on to the right."""
+    """Each shape with its meaning, in a row that starts at (x, y)."""
 
     def small(shape: str) -> str:
         return element("g", shape, transform="scale(0.42)")

@@ -1,4 +1,4 @@
-"""Throughput over memory: every method a labelled point, one method with a choice a curve."""
+"""Throughput over memory: a labelled point per method, and a curve for one method's choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RADIUS: Final = 5.0
 def frontier_svg(
     title: str, subtitle: str, points: Mapping[str, Point], curve: Sequence[Point]
 ) -> str:
-    """`points` by label; those of the curve, drawn in its colour, are the most for their memory."""
+    """Draw `points` by label; those on `curve`, the fastest in their memory, have its colour."""
     sizes = [size for size, _ in (*points.values(), *curve)]
     low, high = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))
     step = _round_step(max(rate for _, rate in (*points.values(), *curve)) / 5)
@@ -71,7 +71,7 @@ def frontier_svg(
 
 
 def _round_step(wanted: float) -> float:
-    """1, 2 or 5 times a power of ten, at least `wanted`.
+    """The least of 1, 2 and 5 times powers of ten that is at least `wanted`.
 
     >>> _round_step(300.0), _round_step(1100.0)
     (500.0, 2000.0)
@@ -81,12 +81,12 @@ def _round_step(wanted: float) -> float:
 
 
 def _around(start: Point, end: Point) -> Box:
-    """What a straight line from a point to one at its right or above takes."""
+    """The box around a straight line whose `end` is to the right of `start` or above it."""
     return start[0] - _RADIUS, end[1] - _RADIUS, end[0] + _RADIUS, start[1] + _RADIUS
 
 
 def _free_box(spot: Point, width: float, taken: Sequence[Box]) -> Box:
-    """Where a label near a point touches nothing: beside it, or above or below, ever further."""
+    """A free place for a label: beside the point, else above or below it, at growing distance."""
     (x, y), height = spot, SMALL + 4
     boxes = [
         (left, y + dy - height / 2, left + width, y + dy + height / 2)

@@ -23,9 +23,9 @@ from revcompile.ir.coupling_ops import call_norm, plus
 from revcompile.ir.types import PATH, TYPE, TensorType, types_in
 
 MOST: Final = 24
-"""Vertices that are still readable at a glance."""
+"""The most vertices that are readable at a glance."""
 _STILL: Final = 4
-"""Times as many are drawn rather than one box that does not open."""
+"""Up to this many times the limit, nodes of one module are not merged into a single vertex."""
 _SHOWN: Final = 8
 _KINDS: Final = {"placeholder": "input", "output": "output", "call_module": "module"}
 
@@ -45,9 +45,9 @@ class Vertex:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Vertices, and the arrows between them by number.
+    """Vertices, and arrows by the numbers of the two vertices they connect.
 
-    Of each arrow the types of its tensors, and which stream it is: "one", "two" or "".
+    Each arrow has the types of its tensors, and its stream: "one", "two" or "".
     """
 
     vertices: tuple[Vertex, ...]
@@ -55,7 +55,7 @@ class Drawn:
 
 
 def drawn_graph(graph: fx.Graph, most: int = MOST) -> Drawn:
-    """The graph's vertices and arrows, about `most` vertices at the most."""
+    """The graph's vertices and arrows, merged until there are about `most` vertices."""
     shown = [node for node, is_tensor in _tensors(graph).items() if is_tensor]
     return _drawn(shown, _streams(graph), most)
 
@@ -82,7 +82,7 @@ def _drawn(nodes: Sequence[fx.Node], streams: Mapping[fx.Node, str], most: int) 
 
 
 def _type(node: fx.Node) -> TensorType | None:
-    """A value's type; a sum of couplings has that of the stream it is added to."""
+    """A value's type; the sum of a coupling has the type of its first summand, a stream."""
     kind, first = node.meta.get(TYPE), node.args[0] if node.args else None
     if kind is None and node.target is plus and isinstance(first, fx.Node):
         return _type(first)
@@ -100,7 +100,7 @@ def _streams(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _tensors(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Which nodes are tensors of the micro-batch, and not sizes, weights or switches."""
+    """For each node, whether it is a tensor of the micro-batch, not a size, weight or switch."""
     tensors: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -115,10 +115,10 @@ def _tensors(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 
 def _runs(nodes: Sequence[fx.Node], most: int) -> list[list[fx.Node]]:
-    """The nodes in order; while too many, merged by module, the innermost first.
+    """The nodes in order, merged by module, the innermost first, while there are too many.
 
-    Being consecutive in the graph's own order, merging them cannot create a cycle. A node without
-    a module path has that of the node before it.
+    Only consecutive nodes are merged, which cannot create a cycle. A node without a module path
+    counts as part of the module of the node before it.
     """
     runs = [[node] for node in nodes]
     places: dict[fx.Node, list[str]] = {}
@@ -134,7 +134,7 @@ def _runs(nodes: Sequence[fx.Node], most: int) -> list[list[fx.Node]]:
 
         merged = [list(run) for _, run in itertools.groupby(nodes, key)]
         if len(merged) == 1 and len(nodes) <= _STILL * most:
-            break  # all of one module: nothing would be left to see
+            break  # all nodes are of one module: a single vertex would show nothing
         runs, depth = merged, depth - 1
     return runs
 
@@ -179,9 +179,9 @@ _SWEEPS: Final = 11
 def layout(graph: Drawn) -> list[Any]:
     """Width, height, boxes and arrows in pixels, as plain values.
 
-    A box is the middle of its top line, its width, label, kind, tooltip, and the layout of what is
-    inside or None. An arrow is a row of points, the types it carries, its stream, and whether its
-    source reads no tensor of these types.
+    A box has the coordinates of the middle of its top line, its width, label, kind and tooltip, and
+    the layout of its group or None. An arrow has a list of coordinates, the types it carries, its
+    stream, and whether its source reads no tensor of these types.
     """
     net = nx.DiGraph(list(graph.arrows))
     net.add_nodes_from(range(len(graph.vertices)))
@@ -190,7 +190,7 @@ def layout(graph: Drawn) -> list[Any]:
     widths = dict(enumerate(width_of(one.label, _FONT) + 16 for one in graph.vertices))
     chains = {}
     for source, target in graph.arrows:
-        # An arrow past several layers has a thin vertex in each of them.
+        # An arrow that passes layers gets a thin vertex in each of them.
         thin = range(len(widths), len(widths) + level[target] - level[source] - 1)
         chains[source, target] = chain = [source, *thin, target]
         net.remove_edge(source, target)
@@ -223,7 +223,7 @@ def layout(graph: Drawn) -> list[Any]:
 def _places(
     net: nx.DiGraph, layers: Sequence[list[int]], widths: Mapping[int, float]
 ) -> dict[int, float]:
-    """Place every vertex at the mean of its neighbours, sweeping down and up by turns."""
+    """Place every vertex at the mean of its neighbours, in alternating sweeps down and up."""
     x: dict[int, float] = {}
     for sweep in range(_SWEEPS):
         near, rows = (net.succ, layers[::-1]) if sweep % 2 else (net.pred, layers)

@@ -17,16 +17,16 @@ _INSIDE: Final = _WIDTH - 2 * _MARGIN
 _TOP: Final = 66.0
 _BETWEEN: Final = 22.0
 _BLOCK: Final = 62.0
-"""Width of a block of mean work, if there are few."""
+"""Width of a block of mean work, in models with few blocks."""
 _LONGEST: Final = 4200.0
-"""Most pixels for all blocks side by side."""
+"""Largest width of all blocks together."""
 _SCALES: Final = tuple(0.05 * step for step in range(4, 35))
 _SMALLEST: Final = 0.7
-"""Smaller ones are for stages that are wider than a row otherwise."""
+"""Smaller scales are used only for stages that would otherwise be wider than a row."""
 
 
 def scale_of(view: ModelView, width: float) -> float:
-    """Pixels for one unit of work: blocks wide enough to read, and no stage wider than a row."""
+    """Pixels per unit of work: blocks wide enough to read, and no stage wider than a row."""
     wanted = min(_BLOCK * len(view.blocks), _LONGEST)
     most = max(len(stage.blocks) for stage in view.stages)
     widest = max(width - 140 - 8 * min(most, 40), 300.0)
@@ -41,7 +41,7 @@ def _arranged(view: ModelView) -> tuple[StageFigures, list[list[StageFigure]]]:
         figures = StageFigures(view, factor * scale_of(view, _INSIDE))
         rows = _rows(figures.all)
         overflow = max(max(figure.width for figure in figures.all) - _INSIDE, 0.0)
-        # In whole tens of pixels: among nearly equal ones the larger scale wins.
+        # In tens of pixels: among nearly equal arrangements the larger scale wins.
         loosest = max(map(_spare, rows)) // 10
         is_small = factor < _SMALLEST
         candidates.append((overflow, is_small, len(rows), loosest - factor, figures, rows))
@@ -59,7 +59,7 @@ def _rows(figures: Sequence[StageFigure]) -> list[list[StageFigure]]:
 
 
 def _spare(row: Sequence[StageFigure]) -> float:
-    """Width that is left in a row, for each of its figures."""
+    """Unused width of a row, per figure."""
     return max(_INSIDE - sum(figure.width for figure in row), 0.0) / len(row)
 
 
@@ -92,7 +92,7 @@ def headline(view: ModelView) -> str:
 
 
 def totals(view: ModelView) -> list[str]:
-    """Figures of the whole model, a phrase each."""
+    """Numbers about the whole model, one phrase each."""
     stages, blocks = view.stages, view.blocks
     inside = [block.work for block in blocks if block.reversible]
     reversible = f"({share(sum(inside), view.work)} of the work)"

@@ -105,7 +105,7 @@ _COLUMNS: Final = {
     "keeps": "number",
     "delay": "number",
 }
-"""Facts in the table of all stages, with the class of their column."""
+"""Facts in the table of all stages, with the CSS class of each column."""
 
 
 def _table(view: ModelView) -> str:
@@ -122,7 +122,7 @@ def _table(view: ModelView) -> str:
 
 
 def _remarks(view: ModelView) -> Iterator[str]:
-    """Notes of the rewiring, and the sums it refused."""
+    """The rewiring's notes, and the sums it refused, as HTML lists."""
     for title, lines in (("Notes", view.rewired.notes), ("Not rewired", refusals(view.rewired))):
         if lines:
             items = "".join(element("li", escape(line)) for line in lines)
@@ -145,7 +145,7 @@ def embedded(value: Any) -> str:
 
 
 def _details(view: ModelView, stage: StageView, steps: Sequence[Action]) -> dict[str, Any]:
-    """Everything the page's script shows of a stage."""
+    """All data that the page's script shows about a stage."""
     return {
         "name": stage.title,
         "facts": list(_facts(view, stage).items()),

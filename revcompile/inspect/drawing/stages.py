@@ -8,8 +8,8 @@
     +--------------+                +--------------+
           `------------ skip value ---------^
 
-Figures of stages stand in rows: the HTML page lets the browser break them, the SVG breaks them
-itself. All are equally high, so that lines continue from one to the next.
+Figures of stages stand in rows. The browser wraps the rows of the HTML page; the SVG wraps its own.
+All figures have the same height, and lines continue from one figure to the next.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from revcompile.ir.program import Port
 
 _PAD: Final = 9.0
 _HEADER: Final = 38.0
-"""Of a frame, with the names of its blocks."""
+"""Height of a frame's header, with the names of its blocks."""
 _FOOTER: Final = 46.0
 _LINE: Final = 13.0
 _NARROWEST: Final = 66.0
@@ -52,13 +52,13 @@ _TIP: Final = 7.0
 
 @dataclass(frozen=True)
 class StageFigure:
-    """A stage and its measures: width of the frame, least width of the arrow behind it."""
+    """A stage and its measures: `arrow` is the least width of the arrow after the frame."""
 
     stage: StageView
     widths: tuple[float, ...]
-    """Of its blocks."""
+    """Widths of its blocks."""
     inside: float
-    """Width of the blocks, with what is between them."""
+    """Width of all blocks, with the gaps between them."""
     swapped: bool
     entry: float
     frame: float
@@ -66,12 +66,12 @@ class StageFigure:
 
     @property
     def width(self) -> float:
-        """With its arrows."""
+        """Width of the frame with its arrows."""
         return self.entry + self.frame + self.arrow
 
     @property
     def swapped_after(self) -> bool:
-        """Which stream is above behind the stage: every coupling crosses them."""
+        """Whether the streams are swapped after the stage: every coupling crosses them."""
         swapped = self.swapped
         for block in self.stage.blocks:
             swapped = not swapped if block.reversible else False
@@ -79,7 +79,7 @@ class StageFigure:
 
 
 class StageFigures:
-    """The figures of all stages of a model. `scale`: pixels for one unit of work."""
+    """The figures of all stages of a model. `scale`: pixels per unit of work."""
 
     def __init__(self, view: ModelView, scale: float) -> None:
         self.view = view
@@ -107,13 +107,13 @@ class StageFigures:
             inside,
             swapped,
             entry=0.0 if stage.index else self._arrow_width(stage.program.inputs),
-            # A long name may be cut; a figure is widened for a short one only.
+            # The frame widens for a short title only; a long title is cut.
             frame=max(inside + 2 * _PAD, footer + 2 * _PAD, min(title, 110.0), _NARROWEST),
             arrow=max(self._arrow_width(stage.program.outputs), *labels, 0.0),
         )
 
     def draw(self, figure: StageFigure, arrow: float | None = None) -> str:
-        """The figure at the origin; `arrow` is the arrow's length, by default the least."""
+        """Draw a figure at the origin; `arrow` is the arrow's length, by default the least."""
         stage, left = figure.stage, figure.entry
         right = left + figure.frame
         end = right + (figure.arrow if arrow is None else arrow)
@@ -172,7 +172,7 @@ class StageFigures:
         )
 
     def _arrow_text(self, ports: Sequence[Port]) -> tuple[str, str, str]:
-        """Number and type, shape, and bytes of what is sent, but for what only passes the stage."""
+        """Number and type, shape, and bytes of the tensors sent, without skip values."""
         skipping = {name for skip in self.view.skips for name in skip.names}
         kinds = tensors([port for port in ports if port.name not in skipping])
         if not kinds:
@@ -186,7 +186,7 @@ class StageFigures:
         return max(_ARROW, max(width_of(line, SMALL) for line in self._arrow_text(ports)) + 8)
 
     def _arrow(self, ports: Sequence[Port], lines: int, x: float, end: float, swapped: bool) -> str:
-        """From one frame to the next: the streams, and what they are."""
+        """The arrow from one frame to the next: the streams, with their types and bytes."""
         heights = [self.blocks_y + height for height in line_heights(lines)]
         first, dims, total = self._arrow_text(ports)
         places = ((first, heights[0] - 19), (dims, heights[0] - 7), (total, heights[-1] + 14))
@@ -202,7 +202,7 @@ class StageFigures:
         )
 
     def _line(self, line: _Line, stage: int, left: float, right: float, end: float) -> str:
-        """A line at a stage whose frame is from `left` to `right`, its arrow to `end`."""
+        """A line's part at a stage with a frame from `left` to `right` and an arrow up to `end`."""
         if not line.first <= stage <= line.last:
             return ""
         frame = self.top + (self.frame_height if line.side > 0 else 0)
@@ -239,12 +239,12 @@ def _about(stage: StageView) -> Iterator[str]:
 
 
 def _badge(stage: StageView) -> float:
-    """Width of the stage's number."""
+    """Width of the badge with the stage's number."""
     return width_of(str(stage.index), LABEL) + 7
 
 
 def _fitted_title(title: str, width: float) -> str:
-    """A title cut to a width: of a range of blocks, the first one."""
+    """A title cut to a width: a range of blocks is cut to the first one."""
     first, dash, _ = title.partition(" – ")
     if width_of(title, LABEL) <= width or not dash:
         return title

@@ -2,8 +2,8 @@
 
 The hues of the style sheet are Okabe and Ito's, which colour-blind people tell apart, and every
 colour comes with a shape (opaque blocks are hatched, skips dashed, tied weights dotted). Drawings
-have their own background, so that they can stand on any page; no rule touches what is not inside a
-drawing. Colours are written out in every rule, because not every SVG viewer supports CSS variables.
+have their own background and can stand on any page; style rules apply only inside a drawing.
+Colours are written out in every rule, because not every SVG viewer supports CSS variables.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ TITLE: Final = 17.0
 LABEL: Final = 12.0
 SMALL: Final = 10.5
 TINY: Final = 9.0
-"""Sizes of type."""
+"""Font sizes."""
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
-# In em, a little wider than common sans-serif fonts, so that no font overflows a frame.
+# Estimated widths exceed those of common sans-serif fonts: no text overflows its frame.
 _NARROW: Final = frozenset("iIjl.,:;|!'()[]tfr ·")
 _WIDE: Final = frozenset("mwMW%—…")
 _LINE: Final = 0.9
-"""How much of the estimate a long line really takes: wide and narrow letters level out."""
+"""Real width of a long line, relative to the estimate: wide and narrow letters average out."""
 
 
 def asset(name: str) -> str:
-    """A file beside this one as text."""
+    """The text of a file in this folder."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8").strip()
 
 
 def escape(value: object) -> str:
-    """Any text as markup shows it; what XML does not allow is replaced.
+    """Escape a value for markup; characters that XML does not allow are replaced.
 
     >>> escape('<layer "1">')
     '&lt;layer &quot;1&quot;&gt;'
@@ -44,7 +44,7 @@ def escape(value: object) -> str:
 
 
 def element(tag: str, *children: str, **attributes: object) -> str:
-    """One element around markup. `class_` is `class`, `stroke_width` is `stroke-width`.
+    """An element around its children. `class_` becomes `class`, `stroke_width` `stroke-width`.
 
     >>> element("g", element("rect", x=1.50, width=3), class_="box", id=None)
     '<g class="box"><rect x="1.5" width="3"/></g>'
@@ -64,13 +64,13 @@ def text(content: object, x: float, y: float, class_: str, **attributes: object)
 
 
 def path(*commands: object, class_: str, **attributes: object) -> str:
-    """A line through `commands`: letters and numbers as SVG's `d` has them."""
+    """A path of `commands`: the letters and numbers of SVG's attribute `d`."""
     drawn = " ".join(str(_number(command)) for command in commands)
     return element("path", d=drawn, class_=class_, **attributes)
 
 
 def tooltip(lines: Iterable[str]) -> str:
-    """What is shown while the pointer rests on an element."""
+    """The text shown while the pointer rests on an element."""
     return element("title", escape("\n".join(lines)))
 
 
@@ -101,12 +101,12 @@ def document(
 
 
 def width_of(content: str, size: float) -> float:
-    """Estimated width of a text at a font size, rather too large than too small."""
+    """Estimated width of a text at a font size; errs on the large side."""
     return size * sum(0.38 if c in _NARROW else 0.95 if c in _WIDE else 0.62 for c in content)
 
 
 def fitted(content: str, width: float, size: float) -> str:
-    """The text, or as many of a path's last names as fit the width, but two, or nothing.
+    """The text if it fits the width, else a path's last names (at least two), else nothing.
 
     >>> fitted("layers.2.blocks.3.attn", 60, 10), fitted("layers.0", 20, 10)
     ('…3.attn', '')
@@ -118,7 +118,7 @@ def fitted(content: str, width: float, size: float) -> str:
 
 
 def _shortened(line: str, width: float, size: float) -> str:
-    """A line that stays within a width; the whole of it is the drawing's tooltip."""
+    """A line cut to a width; the drawing's tooltip has the whole line."""
     most = int(len(line) * width / max(_LINE * width_of(line, size), width))
     return line if most == len(line) else line[: most - 1].rstrip() + "…"
 

@@ -1,8 +1,8 @@
 """Schedules side by side on one time axis, drawn from dry runs.
 
-In the manner of PETRA's Fig. 1: one row per stage, one box per pass, with the number of its
-micro-batch. A method that keeps the graph of its forward pass need not compute it again: its
-backward pass is drawn, and counted, that much shorter.
+The drawing follows PETRA's Fig. 1: one row per stage, one box per pass, with the number of its
+micro-batch. A method that keeps the graph of its forward pass does not compute it again, so its
+backward pass is shorter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ METHODS: Final[Mapping[str, Method]] = {
 
 
 def beside_others(method: Method) -> dict[str, Method]:
-    """A method before the default ones."""
+    """The default methods, with `method` before them."""
     label = next((name for name, other in METHODS.items() if other == method), None)
     far = method.in_flight_per_stage > 1
     order = f", in_flight_per_stage={method.in_flight_per_stage:g}" if far else ""
@@ -56,9 +56,9 @@ _TOP: Final = 74.0
 _HEAD: Final = 22.0
 _BETWEEN: Final = 16.0
 _PASSES: Final = 4
-"""Micro-batches that plain backpropagation finishes in the time that is drawn."""
+"""Micro-batches that plain backpropagation finishes in the time drawn."""
 _STEPS: Final = 48
-"""Longest time that is drawn, in forward-and-backward passes of the slowest stage."""
+"""The longest time drawn, in forward-and-backward passes of the slowest stage."""
 _TICKS: Final = 12
 _GROUP: Final = 16
 _BOXES: Final = {Op.FORWARD: "rv-forward", Op.BACKWARD: "rv-backward", Op.UPDATE: "rv-update"}
@@ -73,7 +73,7 @@ class Run:
     rate: float
     """Micro-batches per unit of time once the pipeline is full."""
     busy: tuple[float, ...]
-    """Share of the time at which each stage computes once the pipeline is full."""
+    """Share of the time that each stage computes once the pipeline is full."""
     window: int
     """Most micro-batches in flight at the first stage."""
 
@@ -81,7 +81,7 @@ class Run:
 def dry_runs(
     costs: Costs, methods: Mapping[str, Method], accumulation_steps: int, until: float
 ) -> tuple[Run, ...]:
-    """Every method's dry run, longer than `until`, so that none drains in the drawing."""
+    """Every method's dry run, with enough micro-batches that none drains before `until`."""
     stages = len(costs.forward)
     runs = []
     for name, method in methods.items():
@@ -98,7 +98,7 @@ def dry_runs(
 
 
 def _own(costs: Costs, method: Method) -> Costs:
-    """The costs as one method has them: with its graph kept, it does not compute forward again."""
+    """The costs of one method: backward computes forward again unless the graph is kept."""
     if method.keep is not Keep.GRAPH:
         return costs
     pairs = zip(costs.forward, costs.backward, strict=True)
@@ -113,8 +113,8 @@ def timeline_svg(
 ) -> str:
     """The schedules of several methods at the same costs as one SVG.
 
-    `costs.backward` computes forward again; `accumulation_steps` micro-batches lie between
-    two updates, and between two drains of 1F1B and GPipe (default: one a stage, 16 at most);
+    `costs.backward` includes computing forward again. `accumulation_steps` is the number of
+    micro-batches per update, and per drain of 1F1B and GPipe (default: one per stage, 16 at most).
     `title` names the model.
     """
     stages = len(costs.forward)
@@ -150,7 +150,7 @@ def timeline_svg(
 
 
 def _panel(run: Run, slowest: Run, y: float, row: float, until: float) -> str:
-    """One method: a line of figures, and a row a stage."""
+    """One method: a line of numbers, and one row per stage."""
     busy = sum(run.busy) / len(run.busy)
     label = f"once full: stages {busy:.0%} busy, {run.window} in flight at stage 0"
     if run is not slowest:
@@ -175,7 +175,7 @@ def _boxes(run: Run, top: float, row: float, height: float, until: float) -> str
     numbers = []
     scale = (_WIDTH - _LEFT - _RIGHT) / until
     spans = [span for span in run.spans if span.action.op in shapes and span.start < until]
-    # Boxes of one width show their numbers all, or none does.
+    # Either all boxes of the same width show their numbers, or none does.
     number_width = width_of("0" * len(str(max(span.action.index for span in spans))), TINY)
     for span in spans:
         op, y = span.action.op, top + span.stage * row
@@ -191,7 +191,7 @@ def _boxes(run: Run, top: float, row: float, height: float, until: float) -> str
 
 
 def _axis(until: float, slowest: float, bottom: float) -> str:
-    """Time in forward-and-backward passes of the slowest stage, marked over all panels."""
+    """A time axis in forward-and-backward passes of the slowest stage, across all panels."""
     passes, drawn = until / slowest, []
     step = next(s for s in (1, 2, 5, 10, 20, 50) if passes / s <= _TICKS or s == 50)
     for tick in range(0, int(passes) + 1, step):
