@@ -18,7 +18,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution that keeps the image's size but for its stride; a norm supplies the bias."""
+    """A convolution that changes the image's size only by its stride; a norm supplies the bias."""
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
@@ -31,17 +31,17 @@ class Basic(nn.Module):
         self.conv2, self.bn2 = _conv(outputs, outputs, 3), nn.BatchNorm2d(outputs)
 
     def first(self, x: Tensor) -> Tensor:
-        """The first convolution with its norm: already of the output's shape."""
+        """The first convolution with its norm; the result already has the output's shape."""
         out: Tensor = self.bn1(self.conv1(x))
         return out
 
     def rest(self, first: Tensor) -> Tensor:
-        """What follows `first`."""
+        """The layers after `first`."""
         out: Tensor = self.bn2(self.conv2(F.relu(first)))
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """F(x), short of the activation that follows the sum."""
+        """F(x), without the activation that follows the sum."""
         return self.rest(self.first(x))
 
 
@@ -56,7 +56,7 @@ class Bottleneck(nn.Module):
         self.conv3, self.bn3 = _conv(narrow, outputs, 1), nn.BatchNorm2d(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """F(x), short of the activation that follows the sum."""
+        """F(x), without the activation that follows the sum."""
         x = F.relu(self.bn1(self.conv1(x)))
         x = F.relu(self.bn2(self.conv2(x)))
         out: Tensor = self.bn3(self.conv3(x))
@@ -81,8 +81,8 @@ class Coupling(nn.Module):
 class Transition(nn.Module):
     """`(a, b) -> (s(b), P(a) + relu(F(b)))`: two streams of another shape.
 
-    Of a basic block, `s(b)` is the first half of F; a bottleneck is narrow inside, so each stream
-    is projected.
+    In a basic block, `s(b)` is the first half of F. A bottleneck is narrow inside; there, `s` is a
+    projection like P.
     """
 
     def __init__(self, branch: Branch, inputs: int, outputs: int, stride: int) -> None:

@@ -46,6 +46,9 @@ STEERED = [
     lambda self, x, h: h * {"[11, 8]": 3.0}.get(str([*x.shape[1:]]), 1.0),
     lambda self, x, h: h.view(x.shape[0], int(x.shape[1]), WIDTH) + int(x.shape[1]),
     lambda self, x, h: h * 2 if torch.arange(h.shape[1]).max() > 7 else h,
+    lambda self, x, h: h * (2 if x.size(dim=2) > 9 else 1) * (3 if x.size(dim=1) > 9 else 1),
+    lambda self, x, h: torch.cat((h, torch.zeros_like(h)), 1)[:, :6],
+    lambda self, x, h: h * sum(part.mean() for part in torch.unsafe_split(h, 2, 1)),
 ]
 
 
@@ -72,18 +75,29 @@ class Sums(nn.Module):
         return a.sum(1) * sum(range(a.shape[1])) + b.sum(1) * sum(range(b.shape[1]))
 
 
+class Compared(nn.Module):
+    """Two comparisons of the same two values, which messages print alike."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = x.relu(), y.relu()
+        total = a.sum(1) + b.sum(1)
+        total = total * 2 if a.shape[1] > b.shape[1] else total
+        return total * 3 if b.shape[1] > a.shape[1] else total
+
+
 class TwoInputs(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.head = Sums(), nn.Linear(1, 1)
+        self.inner, self.head = inner, nn.Linear(1, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         z: Tensor = self.inner(x, y)
         return z[:, None] + torch.tanh(self.head(z[:, None]))
 
 
-def test_sizes_of_two_inputs_that_were_equal_are_both_checked() -> None:
-    model, x, y = TwoInputs(), torch.rand(2, 5), torch.rand(2, 7)
+@pytest.mark.parametrize("inner", [Sums, Compared])
+def test_sizes_of_two_inputs_that_were_equal_are_both_checked(inner: type[nn.Module]) -> None:
+    model, x, y = TwoInputs(inner()), torch.rand(2, 5), torch.rand(2, 7)
     net, reference = (
         revcompile.reversify(model, example, policy="same_parameters", check="off")
         for example in ((x, x), (x, y))
@@ -147,6 +161,53 @@ def test_a_submodule_follows_its_own_mode() -> None:
     assert torch.equal(net(x), net(x))
     second.train()
     assert not torch.equal(net(x), net(x))
+
+
+def _norm(self: Any, x: Tensor, h: Tensor) -> Tensor:
+    statistics = self.part.running_mean, self.part.running_var
+    return F.batch_norm(h.flatten(1), *statistics, training=self.part.training).view(h.shape)
+
+
+PARTS: list[tuple[nn.Module, Callable[..., Tensor]]] = [
+    (nn.Dropout(0.5), lambda self, x, h: F.dropout(h, self.part.p, self.part.training)),
+    (inner(), lambda self, x, h: self.part(h) * (2 if self.part.training else 1)),
+    (nn.BatchNorm1d(4 * WIDTH), _norm),
+]
+
+
+@pytest.mark.parametrize(("part", "read"), PARTS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("first", [True, False])
+def test_the_mode_of_a_submodule_is_followed_where_others_read_it(
+    part: nn.Module, read: Callable[..., Tensor], first: bool
+) -> None:
+    x, model = torch.randn(3, 4, WIDTH), Blocks(read)
+    model.part = part.train(first)
+    net = revcompile.reversify(model, x, policy="same_parameters")
+    for mode in (not first, first):
+        part.train(mode), net.get_submodule("part").train(mode)
+        fresh = revcompile.reversify(model, x, policy="same_parameters", check="off")
+        fresh.load_state_dict(net.state_dict())
+        results = []
+        for each in (net, fresh):
+            torch.manual_seed(1)
+            results.append(each(x))
+        assert torch.equal(*results)
+        for mine, expected in zip(net.buffers(), fresh.buffers(), strict=True):
+            assert torch.equal(mine, expected)
+
+
+class Parts(nn.Module):
+    """A leaf module, as its control flow depends on data, with a list as its result."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [part if float(part.detach().sum()) < 1e9 else -part for part in x.split(2, 1)]
+
+
+def test_the_number_of_results_of_a_leaf_module_is_checked() -> None:
+    model = Blocks(lambda self, x, h: h * sum(part.mean() for part in self.parts(h)))
+    model.parts = Parts()
+    x = torch.randn(3, 6, WIDTH)
+    assert torch.equal(_expected(model, x[:, :4])(x), _expected(model, x)(x))
 
 
 class Counter(nn.Module):

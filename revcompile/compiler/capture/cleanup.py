@@ -72,25 +72,27 @@ def passed_on(node: fx.Node, root: nn.Module) -> fx.Node | None:
     return source if source.meta.get(TYPE) == node.meta.get(TYPE) else None
 
 
-def uncut_parts(node: fx.Node) -> list[fx.Node]:
+def uncut_parts(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int]:
     """The whole tensors that a slice of a `torch.cat` consists of; none if it cuts one of them.
 
-    A block may keep its residual stream as the first channels of a wider value (DPN).
+    A block may keep its residual stream as the first channels of a wider value (DPN). Also returns
+    the tensors whose sizes decide that, and the dimension.
     """
     args: Any = node.args
     is_slice = node.target is operator.getitem and args[0].target is torch.cat
     if not is_slice or not args[0].args:
-        return []
+        return [], [], 0
     whole, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
     parts, dim = (*whole.args, whole.kwargs.get("dim", 0))[:2]
     *before, chosen = index
     is_slice = isinstance(chosen, slice) and chosen.step is None and len(before) == dim
     if not is_slice or any(index != slice(None) for index in before):
-        return []
+        return [], [], dim
     kind, kinds = whole.meta[TYPE], [part.meta[TYPE] for part in parts]
     ends = [0, *accumulate(each.shape[dim] for each in kinds)]
     start, stop = chosen.start or 0, ends[-1] if chosen.stop is None else chosen.stop
     is_fixed = not kind.per_sample[dim] and all(each.dtype == kind.dtype for each in kinds)
     if not is_fixed or start not in ends or stop not in ends:
-        return []
-    return list(parts[ends.index(start) : ends.index(stop)])
+        return [], [], dim
+    first, behind = ends.index(start), ends.index(stop)
+    return list(parts[first:behind]), list(parts[: first if chosen.stop is None else behind]), dim

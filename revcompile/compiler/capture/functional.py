@@ -127,7 +127,7 @@ class _Functional:
             self._define(node, norm)
         elif (source := passed_on(node, self.root)) is not None:
             self._define(node, self._read(source))
-        elif (parts := uncut_parts(node)) and all(
+        elif (parts := uncut_parts(node)[0]) and all(
             _storages(each).isdisjoint(self.written) for each in (node, *parts)
         ):
             whole: Any = node.args[0]

@@ -32,7 +32,7 @@ from revcompile.ir.guards import (
     SizeGuards,
     input_types,
 )
-from revcompile.ir.module_tree import child_path
+from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import op_name
 from revcompile.ir.plain_attributes import Names, attributes_of
 from revcompile.ir.reached import reached
@@ -68,21 +68,24 @@ _CHOOSES_KERNELS: Final = DEVICE_ATTRIBUTES | {"requires_grad", "is_nested", "is
 
 _ARITIES: Final = frozenset(
     ("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit")
-)
+) | {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
 """Functions whose number of results depends on a size."""
 
 
 def size_guards(
-    reads: Iterable[PythonRead], values: Mapping[fx.Node, Any], signature: Signature
+    reads: Iterable[PythonRead],
+    values: Mapping[fx.Node, Any],
+    signature: Signature,
+    root: nn.Module,
 ) -> SizeGuards:
     """Guards on what Python has read of inputs, of values inside the network, and of parameters.
 
-    `values` are the nodes' values at the first batch size.
+    `values` are the nodes' values at the first batch size, `root` has the modules that they call.
     """
     facts: dict[fx.Node, _Facts] = {}
     for node in values:
         facts[node] = _facts(node, values, facts)
-    needed = [read for read in reads if _is_needed(read, values[read.node], facts[read.node])]
+    needed = [read for read in reads if _is_needed(read, values[read.node], facts[read.node], root)]
     # inputs first: a size inside is wrong, or cannot be computed, because of one of the inputs
     return guarded(sorted(needed, key=lambda read: facts[read.node].looks_inside), signature)
 
@@ -109,7 +112,7 @@ def _facts(node: fx.Node, values: Mapping[fx.Node, Any], known: Mapping[fx.Node,
     )
 
 
-def _is_needed(read: PythonRead, value: Any, facts: _Facts) -> bool:
+def _is_needed(read: PythonRead, value: Any, facts: _Facts, root: nn.Module) -> bool:
     """Whether the value can differ in another call of the same network."""
     if read.by_torch and _CHOOSES_KERNELS & facts.attributes:
         return False
@@ -117,6 +120,8 @@ def _is_needed(read: PythonRead, value: Any, facts: _Facts) -> bool:
         return bool(facts.attributes) and not facts.looks_inside and not read.by_torch
     if read.kind is not ReadKind.LENGTH or isinstance(value, torch.Tensor):
         return True
+    if (module := called_module(read.node, root)) is not None:
+        return type(module).forward.__module__.partition(".")[0] != "torch"
     return not tensors_in(value) or op_name(read.node) in _ARITIES
 
 
@@ -130,15 +135,17 @@ def _attribute_read(node: fx.Node) -> str | None:
 def guarded(reads: Iterable[PythonRead], signature: Signature) -> SizeGuards:
     """Guards on values of one graph, with a graph that computes them.
 
-    Equal reads of the same tensors become one guard. Reads of different tensors may have the same
-    text, which abbreviates values inside the network.
+    Equal reads become one guard. Different reads may have the same text, which abbreviates values
+    inside the network.
     """
+    firsts: dict[Any, fx.Node] = {}
 
-    def is_tensor(node: fx.Node) -> bool:
-        return bool(types_in(node.meta.get(TYPE)))
-
-    def sources(node: fx.Node) -> list[fx.Node]:
-        return [] if is_tensor(node) else node.all_input_nodes
+    def same(node: fx.Node) -> fx.Node:
+        """The first node with the same expression over the same tensors."""
+        if types_in(node.meta.get(TYPE)) or not node.all_input_nodes:
+            return node
+        operands = fx.map_arg((node.args, node.kwargs), same)
+        return firsts.setdefault((node.op, node.target, repr(operands)), node)
 
     printer = ExpressionPrinter(dict(zip(signature.placeholders, signature.labels, strict=True)))
     guards: dict[Any, tuple[PythonRead, SizeGuard]] = {}
@@ -146,8 +153,7 @@ def guarded(reads: Iterable[PythonRead], signature: Signature) -> SizeGuards:
         text = printer.show(read.node)
         text = f"len({text})" if read.kind is ReadKind.LENGTH else text
         guard = SizeGuard(text, read.value, read.source, read.grown)
-        tensors = frozenset(filter(is_tensor, reached([read.node], sources)))
-        guards.setdefault((text, repr(read.value), tensors), (read, guard))
+        guards.setdefault((same(read.node), read.kind, repr(read.value)), (read, guard))
     if not guards:
         return SizeGuards()
     used = [read for read, _ in guards.values()]
@@ -172,6 +178,7 @@ class Traced(Protocol):
 
     guards: ModeGuards
     asked: set[tuple[str, str]]
+    read_outside: set[str]
     written: set[tuple[str, str]]
 
 
@@ -197,7 +204,7 @@ class ExpressionPrinter:
         if value.op == "call_module":
             return f"{value.target}(...)"
         if value.op == "call_method":
-            arguments = ", ".join(map(self.show, value.args[1:]))
+            arguments = self._arguments(value.args[1:], value.kwargs)
             return f"{self._operand(value.args[0])}.{value.target}({arguments})"
         return self._call(value, inner)
 
@@ -211,7 +218,11 @@ class ExpressionPrinter:
         if name in magic_methods and getattr(operator, name) is node.target:
             text = magic_methods[name].format(*(self.show(a, True) for a in args))
             return f"({text})" if inner else text
-        return f"{name}({', '.join(self.show(a, False) for a in args)})"
+        return f"{name}({self._arguments(args, node.kwargs)})"
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        named = (f"{name}={self.show(value)}" for name, value in kwargs.items())
+        return ", ".join((*map(self.show, args), *named))
 
     def _operand(self, value: Any) -> str:
         """The text before a dot; a value inside the network is shown with its module's path."""
@@ -232,9 +243,11 @@ def make_guards(
     """The guards of a capture, except flags, from its two traces and the graphs made of them.
 
     A graph that serves both modes (`merged`) reads `training` flags of modules as it runs; these
-    need no guard. Nor does the flag of the whole model, which chooses between the graphs.
+    need no guard if only the module itself has read its flag. Nor does the flag of the whole model,
+    which chooses between the graphs.
     """
-    unguarded = {""} | (flags_selected(merged) if merged is not None else set())
+    selected = flags_selected(merged) if merged is not None else set()
+    unguarded = {""} | selected.difference(*(mode.read_outside for mode in traced))
     modes = [mode.guards for mode in traced]
     train, evaluation = (
         replace(mode, modes={p: flag for p, flag in mode.modes.items() if p not in unguarded})

@@ -121,8 +121,8 @@ def intercepted(root: nn.Module, tracer: ShapedTracer) -> Iterator[None]:
             own["_compiled_call_impl"] = calling(module)
             own["_parameters"] = _Parameters(module, tracer)
             own["_buffers"] = _Members(module._buffers, tracer)
-            if type(module).__getattr__ is nn.Module.__getattr__ and not is_leaf(module):
-                del own["training"]
+            if type(module).__getattr__ is nn.Module.__getattr__:
+                own.pop("training", None)
             elif not is_leaf(module):
                 tracer.note_asked(module, "training")  # reads of it cannot be seen
         yield

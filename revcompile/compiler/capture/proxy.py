@@ -60,6 +60,8 @@ class ShapedTracer(fx.Tracer):
         """Lines that draw random numbers which decide nothing; the graph does not draw them."""
         self.asked: set[tuple[str, str]] = set()
         """Names looked up on modules that are no plain attributes: module path, and name."""
+        self.read_outside: set[str] = set()
+        """Paths of modules whose mode another module's forward has read."""
         self._path = ""
         """The path of the module whose forward is running."""
         self._reads: list[PythonRead] = []
@@ -79,6 +81,8 @@ class ShapedTracer(fx.Tracer):
         path = None if self.evaluating else (self.submodule_paths or {}).get(module)
         if path is not None:
             self.asked.add((path, name))
+        if path is not None and path != self._path and name == "training":
+            self.read_outside.add(path)
 
     def note_made(self, result: Any, given: Any) -> None:
         """Note the new tensors in the result of a function that was called without proxies."""

@@ -12,6 +12,7 @@ flow become guards. `interception.py` defines how the tracer is called.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused
+from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused, uncut_parts
 from revcompile.compiler.capture.decisions import DECIDES, DecisionWatch
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import (
@@ -146,7 +147,7 @@ class Tracer(ShapedTracer):
 
     def _guards(self) -> ModeGuards:
         firsts = {node: values.first for node, values in self.values.items()}
-        sizes = size_guards(self._reads, firsts, self._example.signature)
+        sizes = size_guards(self._reads, firsts, self._example.signature, self.root)
         modes = {
             path: module.training
             for path, module in self.root.named_modules()
@@ -216,7 +217,7 @@ class Tracer(ShapedTracer):
         value, grown = self.values[node]
         if not is_structure(value):
             return proxy_for(node, self, node in self._data)
-        if isinstance(value, tuple | list):
+        if isinstance(value, tuple | list | dict):
             if len(value) != len(grown):
                 raise BatchDependent(len(value), len(grown))
             self.guard(node, len(value), ReadKind.LENGTH)
@@ -461,8 +462,17 @@ class Tracer(ShapedTracer):
             except Exception:
                 self.graph.erase_node(node)
                 raise
+            self._guard_parts(node)
         self.failure = None
         return node
+
+    def _guard_parts(self, node: fx.Node) -> None:
+        """Guard the sizes for which a slice of a `torch.cat` consists of whole tensors."""
+        _, decisive, dim = uncut_parts(node)
+        for part in decisive:
+            shape = self.create_node("call_function", getattr, (part, "shape"), {})
+            size = self.create_node("call_function", operator.getitem, (shape, dim), {})
+            self.guard(size, self.values[size].first, ReadKind.VALUE)
 
     def _refuse_hidden_write(self, node: fx.Node) -> None:
         """Refuse `no_grad` writes into a value with a gradient, which would ignore the write."""

@@ -27,6 +27,7 @@ from revcompile.ir.ops import attribute, matching, widened
 from revcompile.ir.python_code import copied
 from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, with_copy
 from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded
+from revcompile.kernels.layout import enter_alike, like, usual_strides, with_strides
 
 _CAST: Final = (nn.Conv1d, nn.Conv2d, nn.Linear)
 """Layers whose inputs autocast casts."""
@@ -127,13 +128,19 @@ class Fusion:
         if torch.is_grad_enabled():  # a graph is kept, and these ops are part of it
             return coupling_ops.enter_chain(a, b, cast, convolves)
         if not is_imprecise(coupling_ops.wide(a.new_empty(0)), cast, convolves):
-            return coupling_ops.wide(a), coupling_ops.wide(b), None
+            return *enter_alike(coupling_ops.wide(a), coupling_ops.wide(b)), None
         grid = make_grid(coupling_ops.largest(a).float(), coupling_ops.largest(b).float())
         dtype = torch.get_autocast_dtype(b.device.type) if is_autocasting(b.device) else None
         b, copy = self._round_to_grid(b, grid, dtype)
+        strides = usual_strides(b)
+        b = with_strides(b, strides)
         if copy is not None:
-            with_copy(b, copy)
-        return self._round_to_grid(a, grid, None)[0] if rounds_both else a, b, grid
+            with_copy(b, with_strides(copy, strides))
+        if rounds_both:
+            a = self._round_to_grid(a, grid, None)[0]
+        elif usual_strides(a) == strides:  # the sum that rounds it will have them
+            return a, b, grid
+        return with_strides(a, strides), b, grid
 
 
 def _round_to_grid(
@@ -270,7 +277,7 @@ def _caller(
         entry = grid if add.rounds else fused.number(0.0, stream.device)
         total = torch.empty_like(stream, dtype=wide_dtype(stream.dtype), requires_grad=False)
         results = call(*own, add=add, add_inputs=(stream.detach(), entry, grid, sign, total))
-        copy = results[add.output].detach()
+        copy = like(total, results[add.output].detach())
         if copy.dtype == total.dtype:
             return copy, *results
         return with_copy(total, copy), *results

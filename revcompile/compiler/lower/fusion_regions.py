@@ -390,4 +390,4 @@ def _add_on_grid(
     result = ((stream.float() + entry) - entry) + sign * ((value.float() + grid) - grid)
     if value.dtype != result.dtype:
         total.copy_(result)
-    return (addend - value) + result.to(value.dtype)
+    return result.to(value.dtype) + (addend - value)

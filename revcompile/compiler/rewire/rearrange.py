@@ -17,6 +17,7 @@ from revcompile.compiler.rewire.region import Region, describe
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import Rearrange
+from revcompile.kernels.layout import with_strides
 
 _RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"])
 _COPIES = frozenset(["contiguous", "clone"])
@@ -68,7 +69,8 @@ def build_rearrange(flow: Flow, source: fx.Node, result: fx.Node) -> Rearrange |
         if step in steps:
             assert isinstance(new.args[0], fx.Node)
             shapes.append(forward.call(getattr, new.args[0], "shape", like=step))
-    forward.graph.output((forward.value(result), tuple(shapes)))
+    strides = forward.call(torch.Tensor.stride, stream, like=source)
+    forward.graph.output((forward.value(result), (*shapes, strides)))
     inverse = _inverse(flow, steps)
     if inverse is None:
         return None
@@ -103,7 +105,8 @@ def _inverse(flow: Flow, steps: list[fx.Node]) -> fx.Graph | None:
             value = graph.call_function(torch.reshape, (value, shape))
         else:
             return None
-    graph.output(value)
+    strides = graph.call_function(operator.getitem, (shapes, len(steps)))
+    graph.output(graph.call_function(with_strides, (value, strides)))
     graph.lint()
     return graph
 
