@@ -82,6 +82,11 @@ def test_blocks_that_start_as_their_shortcuts_train(name: str) -> None:
     for norm in woken:
         assert not model.get_parameter(norm).any(), "the user's model stays as it is"
         assert net.get_parameter(norm).eq(1).all()
+    nn.init.zeros_(net.get_parameter(woken[0]))
+    net.load_state_dict(copy.deepcopy(net.state_dict()))
+    assert not net.get_parameter(woken[0]).any(), "a state of the net's own is taken as it is"
+    net.load_state_dict({**net.state_dict(), **model.state_dict()})
+    assert all(net.get_parameter(norm).eq(1).all() for norm in woken)
 
 
 @pytest.mark.parametrize("policy", [policy.value for policy in Policy])
@@ -255,10 +260,11 @@ class _Sided(nn.Module):
         return x + torch.tanh(self.g(x)) * side
 
 
-NAMED: dict[str, Callable[..., Tensor]] = {
+NAMED: dict[str, Callable[..., Any]] = {
     "b": lambda self, x, b: self.run(x, b),
     "x_a": lambda self, x, x_a: self.run(x, x_a),
     "x_a_grid": lambda self, x, x_a_grid: self.run(x, x_a_grid),
+    "add_1_fused": lambda self, x, add_1_fused: (self.run(h := self.run(x, x), add_1_fused), h),
     "add_b": lambda self, x, add_b: self.run(x, add_b),
     "key": lambda self, x, key: self.run(x, key),
     "self_": lambda self, x, self_: self.run(x, self_),

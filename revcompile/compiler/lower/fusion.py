@@ -27,7 +27,7 @@ from revcompile.ir.ops import attribute, matching, widened
 from revcompile.ir.python_code import copied
 from revcompile.kernels.autocast import in_dtype, is_autocasting, wide_dtype, with_copy
 from revcompile.kernels.exact_sum import is_imprecise, make_grid, rounded
-from revcompile.kernels.layout import enter_alike, like, usual_strides, with_strides
+from revcompile.kernels.layout import alike, like, usual_strides, with_strides
 
 _CAST: Final = (nn.Conv1d, nn.Conv2d, nn.Linear)
 """Layers whose inputs autocast casts."""
@@ -128,7 +128,7 @@ class Fusion:
         if torch.is_grad_enabled():  # a graph is kept, and these ops are part of it
             return coupling_ops.enter_chain(a, b, cast, convolves)
         if not is_imprecise(coupling_ops.wide(a.new_empty(0)), cast, convolves):
-            return *enter_alike(coupling_ops.wide(a), coupling_ops.wide(b)), None
+            return *alike(coupling_ops.wide(a), coupling_ops.wide(b)), None
         grid = make_grid(coupling_ops.largest(a).float(), coupling_ops.largest(b).float())
         dtype = torch.get_autocast_dtype(b.device.type) if is_autocasting(b.device) else None
         b, copy = self._round_to_grid(b, grid, dtype)

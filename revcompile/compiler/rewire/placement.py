@@ -158,11 +158,14 @@ class Placement:
         return Streams(self._pairs[x], rearrange, self._new_pair(block.out))
 
     def _new_pair(self, name: str) -> Pair:
-        """Names for a value's two streams that no captured value has."""
-        first, second = f"{name}_a", f"{name}_b"
-        while first in self.flow.by_name or second in self.flow.by_name:
-            first, second = f"{first}_", f"{second}_"
-        return first, second
+        """Names for a value's two streams."""
+        return self._new_name(f"{name}_a"), self._new_name(f"{name}_b")
+
+    def _new_name(self, name: str) -> str:
+        """The name, extended if a captured value has it."""
+        while name in self.flow.by_name:
+            name = f"{name}_"
+        return name
 
     def _enter(self, x: fx.Node) -> None:
         """Begin two streams: split a value that is twice as wide, or use `(x, x)`."""
@@ -281,7 +284,8 @@ class Placement:
             return self._pairs[node][1]
         region = self.regions[self._level(node)]
         fused = region.value(node)
-        name = next((k for k, v in region.defined.items() if v is fused), f"{node.name}_fused")
+        named = (name for name, value in region.defined.items() if value is fused)
+        name = next(named, self._new_name(f"{node.name}_fused"))
         region.defined[name] = fused
         self.types[name] = node.meta.get(TYPE)
         return name

@@ -17,7 +17,7 @@ from revcompile.compiler.rewire.region import Region, describe
 from revcompile.ir.module_tree import called_module
 from revcompile.ir.ops import op_name
 from revcompile.ir.types import Rearrange
-from revcompile.kernels.layout import with_strides
+from revcompile.kernels.layout import usual, usual_strides, with_strides
 
 _RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"])
 _COPIES = frozenset(["contiguous", "clone"])
@@ -69,8 +69,9 @@ def build_rearrange(flow: Flow, source: fx.Node, result: fx.Node) -> Rearrange |
         if step in steps:
             assert isinstance(new.args[0], fx.Node)
             shapes.append(forward.call(getattr, new.args[0], "shape", like=step))
-    strides = forward.call(torch.Tensor.stride, stream, like=source)
-    forward.graph.output((forward.value(result), (*shapes, strides)))
+    strides = forward.call(usual_strides, stream, like=source)
+    arranged = forward.call(usual, forward.value(result), like=result)
+    forward.graph.output((arranged, (*shapes, strides)))
     inverse = _inverse(flow, steps)
     if inverse is None:
         return None
