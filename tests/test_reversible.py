@@ -1,17 +1,27 @@
 """The spine: gradients without stored activations equal autograd's on the same rewired graph."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import timm
 import torch
-from helpers import assert_exact, gradients, gradients_in_flight, saved_bytes, stored, worst
+from helpers import (
+    assert_exact,
+    gradients,
+    gradients_in_flight,
+    refuses,
+    saved_bytes,
+    stored,
+    worst,
+)
 from nets import Chain, module_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import revcompile
+from revcompile.errors import InputError
 
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "resnet18": (
@@ -203,6 +213,31 @@ def test_side_inputs_receive_their_gradient() -> None:
     assert_exact(net, x, memory, scale=scale)
     assert "input 1" in gradients(net, x, memory, scale=scale)
     assert set(net(x, memory, scale=scale)) == {"x", "mean"}
+
+
+@pytest.mark.parametrize("policy", ["same_parameters", "paper", "pretrained"])
+@pytest.mark.parametrize("shape", [(3, 1, 8), (1, 4, 8)])
+def test_a_shortcut_that_a_later_call_broadcasts(policy: str, shape: tuple[int, ...]) -> None:
+    """It has the shape of the sum in the example, and backward would rebuild it in that shape."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * y
+        return x
+
+    def made(x: Tensor) -> Any:
+        torch.manual_seed(0)
+        model = module_of(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)))
+        return revcompile.reversify(model.double(), (x, y), policy=policy).train()
+
+    x, y = torch.randn(shape, dtype=torch.float64), torch.randn(3, 4, 8, dtype=torch.float64)
+    net = made(y)
+    says = rf"layers\.0 adds \[3, 4, 8\] to its shortcut {re.escape(str(list(shape)))}"
+    refuses(InputError, says, net, x, y)
+    assert net.eval()(x, y).shape == y.shape
+    for sizes in ((x.expand_as(y), y), (y, x)):  # an addend may be broadcast
+        assert_exact(net.train(), *(each.clone() for each in sizes))
+    assert_exact(made(x), x, y)
 
 
 def test_a_chain_that_cannot_be_inverted_is_refused_before_training() -> None:

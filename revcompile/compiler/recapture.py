@@ -26,7 +26,7 @@ from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InputError
 from revcompile.ir.guards import flag
 from revcompile.ir.module_tree import child_path, device_of_model
-from revcompile.ir.plain_attributes import attributes_of
+from revcompile.ir.plain_attributes import PLAIN, attributes_of
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Captured, Rewired
 
@@ -147,7 +147,9 @@ class Recompiler:
             if is_leaf(module) and path in self._called:
                 if _shapes(module) != _shapes(modules[path]):  # rewiring has widened it
                     continue
-                kept |= {*attributes_of(module)} - self._guarded.get(path, frozenset())
+                own = vars(modules[path])
+                others = {n for n in attributes_of(module) if not _is_plain(own.get(n))}
+                kept |= others - self._guarded.get(path, frozenset())
             _copy_attributes(modules[path], module, kept, memo)
         return model
 
@@ -170,6 +172,10 @@ def _copy_attributes(
             del vars(twin)[name]
         else:
             vars(twin)[name] = copy.deepcopy(value, memo)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _shapes(module: nn.Module) -> list[torch.Size]:

@@ -1,4 +1,4 @@
-"""The immutable values that passes hand on, and the few functions that generated code calls.
+"""The immutable values that passes exchange, and the functions that generated code calls.
 
     type           made by     what it is
     -------------  ----------  -----------------------------------------------------------------
@@ -14,5 +14,5 @@
     StageCode      lower       the code of one stage, with a function for each branch
     StageProgram   lower       the same as graphs that run: forward, backward
 
-Passes never change their input: each builds graphs of its own.
+Passes never change their input; each builds new graphs.
 """

@@ -1,11 +1,11 @@
-"""The steps of couplings, which chains and stage programs are made of, and what else programs call.
+"""The steps of couplings, for chains and stage programs, and the other functions programs call.
 
     couple      plus(a, F(b), grid)
     uncouple    x = stream_leaf(b), F(x) with autograd on; minus(y, F(x), grid); branch_vjp(x, ...)
 
-Programs start with autograd off and running statistics frozen. The code of a stage, as it is
-printed, calls the functions of the last section. `compiler.lower.trace` goes through these, so that
-the flat graphs that run have their steps, with `recording` to switch autograd and statistics.
+Programs start with autograd off and running statistics frozen. The printed code of a stage calls
+the functions of the last section. `compiler.lower.trace` inlines these: the flat graphs that run
+contain their steps, and calls of `recording` that switch autograd and running statistics.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from revcompile.kernels.fixed_point import (
 )
 from revcompile.kernels.fixed_point import draw_sign as draw_sign  # printed code calls it
 from revcompile.kernels.gradient_sum import GradientSum, add_gradients
+from revcompile.kernels.layout import alike
 
 _CALLED: Final = (ops.__name__, __name__, fixed_point.__name__)
 _WORD: Final = (1 << 64) - 1
@@ -55,7 +56,7 @@ def recording(on: bool) -> None:
 def call_norm(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a layer that holds batch norms; running statistics move only while recording.
 
-    A branch runs twice for each micro-batch, in forward and in backward, and is recorded once.
+    A branch may run twice per micro-batch, in forward and in backward; only one run is recorded.
     """
     return _with_statistics(module, module, *args, **kwargs)
 
@@ -63,8 +64,8 @@ def call_norm(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def call_bn_relu(norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor) -> Tensor:
     """`relu(call_norm(norm, x))`, in one pass over memory where that pays, captured or not.
 
-    A micro-batch may be captured in one pass and not in the other, and on a rank in none: the
-    kernels have to be the same everywhere.
+    A CUDA graph may capture only the forward or only the backward pass of a micro-batch, and on
+    some ranks neither. All must use the same kernels.
     """
     out: Tensor = _with_statistics(norm, bn_relu, norm, relu, x, True)
     return out
@@ -110,12 +111,12 @@ def stream_leaf(
 
     Args:
         b: The stream.
-        reader: The layer that alone reads the stream, if autocast casts the stream for it; True
-            if a function does.
-        copy: The stream in the dtype of autocast, if that is known.
-        dtype: The model's own, where streams have more bits.
-        is_viewed: False if no module hooks look at it: those of torch's FlopCounterMode fail on a
-            leaf in `autograd.grad`.
+        reader: The stream's only reader, if autocast casts the stream for it: a layer, or True for
+            a function.
+        copy: The stream in the dtype of autocast, if there is such a copy.
+        dtype: The model's own dtype, if streams have more bits.
+        is_viewed: Whether to return a view instead of the leaf. Only module hooks need that: those
+            of torch's FlopCounterMode fail on a leaf in `autograd.grad`.
     """
     x = read_stream(b, reader, copy).detach()
     if dtype is not None and x.dtype == torch.float32:
@@ -125,14 +126,14 @@ def stream_leaf(
         is_on = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
         try:
-            x = x.view_as(x)
+            x = x[...]  # `view_as` would change the strides of sizes of 1
         finally:
             torch._C._set_grad_enabled(is_on)
     return GradientSum().attach(x)
 
 
 def read_stream(b: Tensor, reader: nn.Module | bool, copy: Tensor | None) -> Tensor:
-    """A stream in the dtype in which its only reader reads it (arguments as of `stream_leaf`)."""
+    """A stream in the dtype in which its only reader reads it (arguments as in `stream_leaf`)."""
     if reader is False or (reader is not True and not is_cast(reader)):
         return b
     return ops.as_read(b) if copy is None else copy
@@ -172,16 +173,16 @@ def branch_vjp(
 
     Args:
         x: The stream.
-        own: Its own gradient, to which that through the branch is added.
-        outputs: What the branch has returned.
-        gradients: Of `outputs`.
-        inputs: The branch's further inputs.
-        parameters: Those of the branch.
+        own: The stream's own gradient, to which the gradient through the branch is added.
+        outputs: The outputs of the branch.
+        gradients: The gradients of `outputs`.
+        inputs: The branch's other inputs.
+        parameters: The branch's parameters.
         dtype: A second dtype for the gradient of the stream.
 
     Returns:
-        The gradient of the stream, the same in the second dtype if one kernel wrote both, then
-        those of `inputs` and of `parameters`.
+        The gradient of the stream, its copy in the second dtype (None unless one kernel wrote
+        both), and the gradients of `inputs` and of `parameters`.
     """
     total = GradientSum.of(x) or GradientSum()
     total.begin(own, dtype)
@@ -219,7 +220,7 @@ def _differentiated(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` with `allow_unused`, for seeds that have the outputs' shapes.
 
-    Without its checks in Python, which take as long as differentiating a small layer.
+    Skips torch's checks in Python, which take as long as differentiating a small layer.
     """
     if has_torch_function((*outputs, *inputs)):
         return torch.autograd.grad(outputs, inputs, seeds, _retains.get(), allow_unused=True)
@@ -242,15 +243,15 @@ def _set_to(variable: ContextVar[_Set], value: _Set) -> Iterator[None]:
 
 
 def refusing_other_leaves(name: str) -> AbstractContextManager[None]:
-    """Raise where what is differentiated inside has other leaves than its inputs and parameters.
+    """Inside, raise if a differentiated graph has leaves other than its inputs and parameters.
 
-    Their gradients would be lost. `name` says where that is.
+    The gradients of such leaves would be lost. `name` names the graph in the error.
     """
     return _set_to(_checked, name)
 
 
 def refuse_other_leaves(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Raise if what `outputs` were computed from requires a gradient and is not among `inputs`."""
+    """Raise if `outputs` depend on a leaf that requires a gradient and is not among `inputs`."""
     known, ends = {id(tensor) for tensor in inputs}, {None, *(t.grad_fn for t in inputs)}
     starts: list[Any] = [t.grad_fn for t in outputs if t.grad_fn not in ends]
 
@@ -272,7 +273,7 @@ _retains: Final[ContextVar[bool]] = ContextVar("_retains", default=False)
 
 
 def retaining() -> AbstractContextManager[None]:
-    """Have autograd graphs stay that are differentiated inside."""
+    """Retain the autograd graphs that are differentiated inside."""
     return _set_to(_retains, True)
 
 
@@ -307,12 +308,13 @@ def wide(x: Tensor) -> Tensor:
 def enter_chain(
     a: Tensor, b: Tensor, cast: torch.dtype | None, convolves: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The streams of a chain of couplings: in float32 at least, and rounded to a fixed-point grid
-    (the third result) where branches are computed too imprecisely for `y - F(b)` to give `a` back.
+    """The streams of a chain of couplings, in float32 at least, and the chain's grid or None.
+
+    With a grid, streams are rounded to it: branches are too imprecise for `y - F(b)` to be `a`.
     """
     a, b = wide(a), wide(b)
     grid = grid_for(a, b, cast, convolves)
-    return rounded(a, grid), rounded(b, grid), grid
+    return *alike(rounded(a, grid), rounded(b, grid)), grid
 
 
 def largest(x: Tensor) -> Tensor:
@@ -326,7 +328,7 @@ def plus(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
 
 
 def minus(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
-    """`y - F(b)`, exact on the grid if there is one; neither's autograd graph is continued."""
+    """`y - F(b)`, exact on the grid if there is one; both arguments are detached."""
     return subtract(stream.detach(), addend.detach(), grid)
 
 
@@ -345,12 +347,12 @@ def minus_and_cast(
 
 
 def cast_gradient(gradient: Tensor, copy: Tensor | None, output: Any) -> Tensor:
-    """The copy of a gradient, if it has the dtype of the output that the gradient is of."""
+    """The gradient of an output, as its copy if that has the output's dtype."""
     return gradient if copy is None or copy.dtype != output.dtype else copy
 
 
 def mix(key: int, number: int) -> int:
-    """A new key from a key and a number; keys that differ a little give unrelated ones.
+    """A new key from a key and a number; similar keys give unrelated ones.
 
     >>> mix(1, 2) != mix(2, 1)
     True
@@ -369,8 +371,8 @@ def seed_of(key: int, place: int) -> int:
 def seed_torch(seed: int) -> None:
     """`torch.manual_seed`, but quick where no accelerator is in use.
 
-    For each kind of device without a context torch formats the stack, to report it should seeding
-    fail later: that takes longer than many a layer.
+    For each kind of device without a context, torch formats the stack in case seeding fails later.
+    That takes longer than running many layers.
     """
     device = torch.accelerator.current_accelerator()
     if device is None or (device.type == "cuda" and not torch.cuda.is_initialized()):
@@ -394,17 +396,17 @@ def reseed(key: int, place: int) -> None:
 
 
 def current_seeder() -> Seeder:
-    """What `reseed` calls in this thread."""
+    """The function that `reseed` calls in this thread."""
     return _seeder.get()
 
 
 def is_seeded_elsewhere() -> bool:
-    """Is `seeding` in effect, so that the global random state need not be saved?"""
+    """Whether `seeding` is in effect. Then the global random state need not be saved."""
     return _seeder.get() is not _seed_default
 
 
 def seeding(seeder: Seeder) -> AbstractContextManager[None]:
-    """Have `seeder(key, place)` called by `reseed`: a captured step seeds its own generators."""
+    """Inside, `reseed` calls `seeder(key, place)`: a captured step seeds its own generators."""
     return _set_to(_seeder, seeder)
 
 
@@ -427,7 +429,7 @@ def accumulate_vjp(
     inputs: Sequence[Any],
     grads: dict[str, Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs; those of the model's parameters are added to `grads`, by name."""
+    """Gradients of the inputs; gradients of the model's parameters are added to `grads` by name."""
     parameters = dict(model.named_parameters())
     results = vjp(outputs, gradients, inputs, tuple(parameters.values()))
     _accumulate(parameters, results[len(inputs) :], grads)
@@ -477,16 +479,16 @@ def uncouple(
 
     Args:
         branch: F.
-        model: What holds F's parameters.
-        a: The first stream behind the coupling: what F was applied to.
-        b: The second stream behind the coupling.
+        model: The module that has F's parameters.
+        a: The first stream after the coupling, which is the input of F.
+        b: The second stream after the coupling.
         da: Gradient of `a`.
         db: Gradient of `b`.
-        grid: What the chain's sums are rounded to (`enter_chain`).
+        grid: The chain's grid, if it has one (`enter_chain`).
         grads: Gradients of parameters, to which F's are added.
-        sides: F's further arguments; those made by `leaf` get gradients.
-        extras: Gradients of F's further results.
-        averaged: Of a `couple_average`: the signs, and the lost bits.
+        sides: F's other arguments; those made by `leaf` get gradients.
+        extras: Gradients of F's other results.
+        averaged: The signs and the lost bits, if the coupling was a `couple_average`.
 
     Returns:
         `a, b, da, db` before the coupling, then a gradient (or None) for each side.
@@ -514,7 +516,7 @@ HELPERS: Final = frozenset(
     for name, value in (*vars(ops).items(), *globals().items())
     if isinstance(value, FunctionType) and name[0] != "_" and value.__module__ in _CALLED
 )
-"""Functions that printed code calls by these names: no variable may have one."""
+"""Functions that printed code calls; no variable may have the name of one."""
 COMPOSED: Final = (record, accumulate_vjp, _accumulate, recompute_vjp, uncouple)
 """Functions that are traced through; all others are single nodes of the graphs that run."""
 PURE: Final = frozenset(

@@ -1,4 +1,4 @@
-"""Guards: conditions under which a captured graph is the model, checked at every call.
+"""Guards: conditions under which a captured graph equals the model, checked at every call.
 
 While a model is traced, sizes, attributes and flags decide its Python control flow. Each such value
 becomes a guard: the graph is valid only while the value is the same.
@@ -6,7 +6,7 @@ becomes a guard: the graph is valid only while the value is the same.
     x.shape[1] > 8         a size: computed again from the inputs of the call
     blocks.0.alpha         a plain attribute of a module, see `plain_attributes.py`
     block.training         the mode of a module, where the graph does not read it
-    is_grad_enabled()      a flag of torch: compared with its value then
+    is_grad_enabled()      a flag of torch: compared with its value at capture
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def input_types(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
 DEVICE_ATTRIBUTES: Final = frozenset(
     ("device", "get_device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta")
 )
-"""What depends on a tensor's device alone; guards read it of the first input."""
+"""Attributes that depend on a tensor's device alone; guards read them from the first input."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class SizeGuard:
     value: Any
     source: str
     grown: Any = None
-    """Of a size that is computed from the batch size: its value for one sample more."""
+    """For a size that is computed from the batch size: its value for one more sample."""
 
 
 @dataclass(frozen=True)
 class SizeGuards:
-    """Guards and the graph that computes their values from the model's inputs, in order.
+    """Guards, and a graph that computes their values, in this order, from the model's inputs.
 
-    `contents` are positions whose value is a tensor computed from sizes: its elements are compared.
+    `contents` are the positions of tensors computed from sizes: their elements are compared.
     """
 
     guards: tuple[SizeGuard, ...] = ()
@@ -73,13 +73,13 @@ FLAGS: Final = (
 
 
 def autocast_state() -> tuple[Any, ...]:
-    """Is autocast on, and to which type, on the devices that have it?"""
+    """For the CPU and for CUDA: whether autocast is on, and its dtype."""
     devices = ("cpu", "cuda")
     return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
 
 
 def flag(name: str) -> Any:
-    """The value of a flag now; autocast is read for all devices."""
+    """The current value of a flag; for any flag of autocast, the whole `autocast_state`."""
     return autocast_state() if "autocast" in name else getattr(torch, name)()
 
 
@@ -87,13 +87,14 @@ def flag(name: str) -> Any:
 class ModeGuards:
     """Guards of one mode, training or evaluation.
 
-    `sizes` has those of the capture, and those of sizes that rewiring has replaced by functions of
-    the batch size. They are computed without data, once for each new combination of input shapes.
+    `sizes` has the guards from capture, and guards for sizes that rewiring has replaced by
+    functions of the batch size. They are computed without data, once per combination of input
+    shapes and types.
     """
 
     sizes: tuple[SizeGuards, ...] = ()
     modes: Mapping[str, bool] = field(default_factory=dict)
-    """`training` of modules that Python has read and the graph does not, by path."""
+    """`training` of each module whose mode Python has read but the graph does not, by path."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ class Guards:
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags of torch that the forward pass reads, by name."""
     plain: Names = field(default_factory=dict)
-    """Plain attributes of the modules whose forward was traced, but for those that it sets."""
+    """Plain attributes that traced forwards may read; attributes that they set are left out."""
     asked: Names = field(default_factory=dict)
-    """Names of members of those modules, and of attributes that they were asked for in vain."""
+    """Names whose presence alone is compared: members, and attributes absent at capture."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guards:
         return self  # immutable, and graphs know parameters by their names
@@ -127,4 +128,4 @@ class Guards:
 
 
 NO_GUARDS: Final = Guards()
-"""For a graph that depends on its inputs alone."""
+"""The guards of a graph that depends on its inputs alone."""

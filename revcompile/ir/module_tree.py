@@ -1,10 +1,10 @@
-"""What graphs read of the module tree they run on.
+"""What graphs read from the module tree they run on.
 
 A `torch.fx` graph reaches into its root module by two kinds of nodes: `call_module` runs a layer,
 `get_attr` reads a parameter, a buffer, a flag or (in stage programs) a layer to be called later.
 
     TreeReads(graphs, root)   all of it: modules called, tensors read, the modules that own them
-    called_module(node, root), parameters_of(node, root)   the same of a single node
+    called_module(node, root), parameters_of(node, root)   the same for a single node
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NORMS: Final = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """torch's normalization layers; `_NormBase` is the base of batch and instance norms."""
 
 _CASTING: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers whose input, weight and bias autocast turns to low precision before it uses them."""
+"""Layers whose input, weight and bias autocast casts to low precision."""
 _CASTING_FUNCTIONS: Final[frozenset[Any]] = frozenset(
     (
         *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention),
         *(torch.addmm, torch.baddbmm, torch.bmm, torch.matmul, torch.mm, operator.matmul),
     )
 )
-"""Functions that autocast turns all tensors to low precision for."""
+"""Functions whose tensor arguments autocast casts to low precision, all of them."""
 _CASTING_METHODS: Final = frozenset(("addmm", "baddbmm", "bmm", "matmul", "mm"))
 _CONVOLUTIONS: Final = frozenset(
     (
@@ -61,7 +61,7 @@ def called_module(node: fx.Node, root: nn.Module) -> nn.Module | None:
 
 
 def parameters_of(node: fx.Node, root: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the module that a node calls, or the one that it reads."""
+    """The parameters of the module that a node calls, or the parameter that it reads."""
     module = called_module(node, root)
     if module is not None:
         return list(module.parameters())
@@ -70,7 +70,7 @@ def parameters_of(node: fx.Node, root: nn.Module) -> list[nn.Parameter]:
 
 
 class TreeReads:
-    """What graphs read of their root, by path and in the order in which they read it."""
+    """What graphs read from their root, by path and in the order in which they read it."""
 
     def __init__(self, graphs: fx.Graph | Iterable[fx.Graph], root: nn.Module) -> None:
         self._root = root
@@ -108,7 +108,7 @@ class TreeReads:
 
     @property
     def owners(self) -> list[nn.Module]:
-        """All `modules`, and the modules of which an attribute is read, each once."""
+        """All `modules`, and the modules whose attributes are read, each once."""
         found: dict[nn.Module, None] = {}
         for path, value in self.targets.items():
             owner = [self._root.get_submodule(path.rpartition(".")[0])]
@@ -117,7 +117,7 @@ class TreeReads:
 
     @property
     def buffers(self) -> list[tuple[nn.Module, str]]:
-        """The buffers that the graphs compute with, each as its module and its name there."""
+        """The buffers that the graphs compute with, each as a module and a name in it."""
         found: dict[tuple[nn.Module, str], None] = {}
         for path, value in self.targets.items():
             outer, _, name = path.rpartition(".")
@@ -135,19 +135,19 @@ def parameters_read(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...
 
 
 def parameter_names(graph: fx.Graph, root: nn.Module) -> tuple[str, ...]:
-    """Those parameters, each under the name it has first in the model."""
+    """Names of the parameters that a graph computes with; a shared one has its first name."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     return tuple(names[id(parameter)] for parameter in parameters_read(graph, root))
 
 
 def convolves(graph: fx.Graph, root: nn.Module) -> bool:
-    """Does a graph hold convolutions (which may run in TF32)?"""
+    """Whether a graph contains convolutions (which may run in TF32)."""
     by_module = any(isinstance(module, _ConvNd) for module in TreeReads(graph, root).modules)
     return by_module or any(op_name(node) in _CONVOLUTIONS for node in graph.nodes)
 
 
 def repeated_layers(graph: fx.Graph, root: nn.Module) -> Repeated:
-    """Layers of a branch that may choose another kernel when they run again."""
+    """Which kinds of layers of a branch may choose another kernel when they run again."""
     calls = graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
     masks = [node.kwargs.get("attn_mask", (*node.args, *[None] * 4)[3]) for node in calls]
     masks = [mask for mask in masks if isinstance(mask, fx.Node)]
@@ -156,19 +156,19 @@ def repeated_layers(graph: fx.Graph, root: nn.Module) -> Repeated:
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Is a module a batch norm, or does it hold one?"""
+    """Whether a module is or contains a batch norm."""
     return any(isinstance(inner, _BatchNorm) for inner in module.modules())
 
 
 def has_autocast_consumer(graph: fx.Graph, root: nn.Module) -> bool:
-    """Is a graph's first input read once, by a layer that autocast casts it for?"""
+    """Whether a graph's first input has a single reader, for which autocast casts it."""
     first = next(iter(graph.nodes))
     users = list(first.users)
     return len(users) == 1 and casts_input(users[0], first, root)
 
 
 def casts_input(user: fx.Node, value: fx.Node, root: nn.Module) -> bool:
-    """Is `user`, which reads `value`, a layer or a product that autocast casts the value for?"""
+    """Whether `user`, which reads `value`, is a layer or product for which autocast casts it."""
     layer = called_module(user, root)
     if layer is not None:
         is_only_argument = user.args == (value,) and not user.kwargs
@@ -179,7 +179,7 @@ def casts_input(user: fx.Node, value: fx.Node, root: nn.Module) -> bool:
 
 
 def is_cast(layer: nn.Module) -> bool:
-    """Does autocast cast a layer's input and weights, with no hook that would see them before?"""
+    """Whether autocast casts a layer's input and weights, and no hook sees them before that."""
     return type(layer) in _CASTING and not (layer._forward_pre_hooks or layer._forward_hooks)
 
 
@@ -200,25 +200,25 @@ _CONTAINERS: Final = (OrderedDict, dict, list, set, deque)
 
 
 class Contents:
-    """A shallow copy of all attributes of all modules of a model, and of containers among them.
+    """A shallow copy of all attributes of all modules of a model.
 
-    Also of the attributes of plain objects among them, such as configurations.
+    Containers among the attributes are copied, too, and the fields of plain objects (a config).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._held = {module: list(_tables(module)) for module in model.modules()}
 
     def restore(self, part: nn.Module) -> None:
-        """Undo all changes in a module and those inside it."""
+        """Undo all changes in a module and in the modules inside it."""
         for table, held in self._held[part]:
             table.clear()
             table.extend(held) if isinstance(table, (list, deque)) else table.update(held)
-        for child in part.children():  # those that it had then
+        for child in part.children():  # the restored children
             self.restore(child)
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Everything that can be cleared and filled again, and what is in it now."""
+    """Each dict, list or set that `restore` clears and fills again, with its current contents."""
     yield vars(module), dict(vars(module))
     for value in vars(module).values():
         if isinstance(value, (dict, list, set, deque)):

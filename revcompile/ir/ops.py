@@ -25,7 +25,7 @@ Size = int | tuple[int, ...]
 
 
 def samples_beyond(tensor: Tensor, dim: int, size: int, per_sample: int) -> int:
-    """How many samples more than the example a tensor holds.
+    """How many more samples than the example a tensor holds.
 
     >>> samples_beyond(torch.zeros(3, 20), dim=1, size=8, per_sample=4)
     3
@@ -34,7 +34,7 @@ def samples_beyond(tensor: Tensor, dim: int, size: int, per_sample: int) -> int:
 
 
 def grown_size(first: Size, second: Size, beyond: int) -> Size:
-    """A size from its values at the example's batch size and at one more.
+    """A size for `beyond` more samples than the example, from its values there and at one more.
 
     >>> grown_size(8, 12, beyond=3), grown_size((2, 7), (3, 7), beyond=-1)
     (20, torch.Size([1, 7]))
@@ -53,7 +53,7 @@ def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def out_of_place(tensor: Tensor, method: str, *args: Any, **kwargs: Any) -> Tensor:
-    """What `tensor` is after an in-place method, for methods that have no out-of-place form.
+    """The result of an in-place method on a copy, for methods that have no out-of-place form.
 
     >>> out_of_place(torch.tensor([1, 2]), "gt_", 1)
     tensor([0, 1])
@@ -64,7 +64,7 @@ def out_of_place(tensor: Tensor, method: str, *args: Any, **kwargs: Any) -> Tens
 
 
 def fuse_mean(a: Tensor, b: Tensor) -> Tensor:
-    """One value from two streams: their mean, so that two equal streams give what one gave."""
+    """The mean of two streams: two equal streams give the same value as one."""
     return torch.lerp(a, b, 0.5) if a.is_floating_point() else (a + b) // 2
 
 
@@ -78,7 +78,7 @@ def attribute(root: Any, path: str) -> Any:
 
 
 def called(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What the function or method that a node calls returns for these arguments."""
+    """Call the function or method of a node with these arguments."""
     target: Any = node.target
     if node.op == "call_method":
         return getattr(args[0], target)(*args[1:], **kwargs)
@@ -112,7 +112,7 @@ FACTORIES: Final = frozenset(
 
 @functools.cache
 def is_random_operator(name: str) -> bool:
-    """Does torch tag its operator of this name as drawing random numbers?
+    """Whether torch tags its operator of this name as drawing random numbers.
 
     >>> is_random_operator("dropout"), is_random_operator("relu")
     (True, False)
@@ -125,14 +125,14 @@ def is_random_operator(name: str) -> bool:
 
 
 def as_read(x: Tensor) -> Tensor:
-    """A value in the type in which autocast passes it to the layers that read it."""
+    """A value in the dtype to which autocast casts it for the layers that read it."""
     if x.dtype != torch.float32 or not is_autocasting(x.device):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def widened(value: Any) -> Any:
-    """A value that is stored, or was sent, in low precision as a program computes with it."""
+    """A value as programs compute with it: in float32 if it was stored or sent in low precision."""
     is_low = isinstance(value, Tensor) and value.dtype in LOW_PRECISION
     return value.float() if is_low else value
 
@@ -146,9 +146,9 @@ def matching(source: Any, like: Any) -> Any:
 
 
 statistics_frozen: Final = ContextVar("statistics_frozen", default=False)
-"""True while a branch is recomputed: functional batch norms then do not update statistics.
+"""While True, batch norms do not update running statistics: only one run of a branch may.
 
-For each thread. What autograd runs in a thread of its own sets it there."""
+Each thread has its own value. Code that autograd runs in another thread sets it there."""
 
 
 def batch_norm(
@@ -161,7 +161,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch's function, which updates no running statistics during a recomputation."""
+    """`F.batch_norm`, without updates of running statistics while `statistics_frozen`."""
     if training and statistics_frozen.get():
         running_mean = running_var = None
     return torch.nn.functional.batch_norm(

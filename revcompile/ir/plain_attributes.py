@@ -1,17 +1,18 @@
-"""The plain attributes of modules, and whether they are still what they were.
+"""The plain attributes of modules, and whether they have changed.
 
     blocks.0.alpha             an attribute of a module, or that there is none
     blocks.0.config.bias       all fields of an object that such an attribute holds
     blocks.0.scales[1].bias    likewise of objects in a list, a tuple or a dict
     blocks.0.table             the elements of a small tensor that is no buffer, and of an array
 
-They are compared at each call. As long as all are the very objects that were found before, that
-takes no loop in Python over them.
+They are compared at each call. The comparison needs no loop in Python as long as all of them are
+the same objects as before.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
@@ -21,35 +22,43 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from revcompile.ir.module_tree import child_path
-from revcompile.ir.snapshot import INTERNAL, Kind, Presence, Reading, TreeSnapshot, frozen
+from revcompile.ir.snapshot import (
+    INTERNAL,
+    MOST_ELEMENTS,
+    Kind,
+    Presence,
+    Reading,
+    TreeSnapshot,
+    frozen,
+)
 
 Names = Mapping[str, frozenset[str]]
-"""Of attributes, by the path of the module."""
+"""Names of attributes, by the path of the module."""
 
 _MEMBERS: Final = ("_parameters", "_buffers", "_modules")
 _WITHOUT_FIELDS: Final = frozenset(("torch", "builtins", "numpy", "revcompile"))
 """Packages whose objects have no fields that steer a model."""
-_MOST_ELEMENTS: Final = 1024
-"""Of larger arrays and containers only the identity counts, of larger tensors the version too."""
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice)
 _OF_TORCH: Final = INTERNAL | {"training", "_compiled_call_impl"}
 _version: Final = attrgetter("_version")
+_requires_grad: Final = attrgetter("requires_grad")
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module, but for its mode."""
+    """The plain attributes of a module, except its mode."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 class PlainAttributes(TreeSnapshot):
-    """Attributes of some modules as they are now, and their first change.
+    """A snapshot of attributes of some modules, which finds their first change.
 
     Args:
         root: The model.
         plain: Names of the attributes.
-        asked: Names of members, and of attributes that are absent: only whether they are there.
+        asked: Names of members and of absent attributes; only their presence is compared.
         kind: The class of the model.
     """
 
@@ -73,7 +82,7 @@ class PlainAttributes(TreeSnapshot):
 
 
 class _Reading(Reading):
-    """A reading of attributes, with all that they hold."""
+    """A reading of attributes and of everything they contain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +93,12 @@ class _Reading(Reading):
         own, buffers = vars(module), vars(module)["_buffers"]
         table = buffers if name in buffers else own
         value = table.get(name, Presence.ABSENT)
-        if table is buffers and _size(value) > _MOST_ELEMENTS:
-            return  # it may be moved to another device
         self.entries.append((table, name, value))
         if value is not Presence.ABSENT:
             self._add(label, value)
 
     def add_presence(self, module: nn.Module, name: str, label: str) -> None:
-        """Note whether there is a member of a name, and which if it is an attribute by now."""
+        """Note that a member has this name; if none has, note any attribute, or its absence."""
         own = vars(module)
         parametrized = own["_modules"].get("parametrizations")
         tables = [own[kind] for kind in _MEMBERS]
@@ -118,13 +125,15 @@ class _Reading(Reading):
             self.found |= {("", child_path(path, n)): value for n, value in plain.items()}
 
     def _add(self, label: str, value: Any, depth: int = 0) -> None:
-        """Note a value that is held under a name, and what it holds itself."""
+        """Note the value at a label, and the values inside it."""
         self.found["", label] = value
         if isinstance(value, PLAIN) or id(value) in self._seen or depth > 2:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            self.found["", label] = _Elements(value)
+            # Graphs read attributes by name, and of containers' tensors they have a copy.
+            self.found["", label] = _Elements(value, is_copied=depth > 0)
+            self.look(_requires_grad, [value] if depth else [])
             self.look(_version, [] if value.is_inference() else [value])
         elif _is_array(value):
             self.found["", label] = _Elements(value)
@@ -137,20 +146,18 @@ class _Reading(Reading):
             self._add_fields(label, value, depth)
 
     def _add_container(self, label: str, value: Collection[Any], depth: int) -> None:
-        if len(value) > _MOST_ELEMENTS:
+        if len(value) > MOST_ELEMENTS:
             return
         is_list = isinstance(value, (list, deque))
         self.found["", label] = frozen(list(value) if is_list else value)
-        kinds: tuple[type[Any], ...] = (dict, set, list, deque)  # of a subclass a plain copy
-        for kind in (kind for kind in kinds if isinstance(value, kind)):
-            self.expect(None, value, kind(value))
+        self.expect_items(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in () if isinstance(value, set) else items:
             if not isinstance(item, PLAIN):
                 self._add(f"{label}[{key!r}]", item, depth + 1)
 
     def _add_fields(self, label: str, value: Any, depth: int) -> None:
-        """Of an object of the user's, a class that serves as one, or a module in a list."""
+        """Note the fields of a user's object, of a class used as one, or of a module in a list."""
         kind = value if isinstance(value, type) else type(value)
         is_module = isinstance(value, nn.Module)
         is_foreign = kind.__module__.partition(".")[0] in _WITHOUT_FIELDS
@@ -164,7 +171,7 @@ class _Reading(Reading):
                 fields = _without_dunders(value)
                 self.look(_without_dunders, [value])
         elif isinstance(own := getattr(value, "__dict__", None), dict):
-            self.look(len, [own])  # another field: another size
+            self.look(len, [own])  # detects new fields
             fields = {n: v for n, v in own.items() if not is_module or n not in INTERNAL}
             self.entries += [(own, name, held) for name, held in fields.items()]
         for name in () if isinstance(value, type) else _slots(kind):
@@ -176,30 +183,37 @@ class _Reading(Reading):
 
 
 class _Elements:
-    """The elements of a tensor or an array.
+    """The elements of a tensor or an array; of a tensor that graphs copy, also `requires_grad`.
 
-    They are compared where the tensor, or its version, is another; of large ones, only those.
+    They are compared if the tensor or its version differs. Large tensors have a digest instead of a
+    copy to compare, because they may be moved to another device; large arrays have neither.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, is_copied: bool = False) -> None:
         is_tensor = isinstance(value, Tensor)
         is_counted = is_tensor and not value.is_inference()
         self._value, self._version = value, value._version if is_counted else None
-        self._copy = None
-        if _size(value) <= _MOST_ELEMENTS:
+        self._requires_grad = is_copied and value.requires_grad
+        self._copy, self._digest = None, _digest(value) if is_counted else None
+        if _size(value) <= MOST_ELEMENTS:
             self._copy = value.detach().clone() if is_tensor else value.copy()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_version": None}  # that of a copy starts again
+        return {**self.__dict__, "_version": None}  # a copy's version starts again
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Elements)
         is_same = self._value is other._value
+        if self._requires_grad != other._requires_grad:
+            return False
         if is_same and self._version is not None and self._version == other._version:
             return True
+        if self._digest is not None and other._digest is not None:
+            return bool(self._digest == other._digest)
         a, b = self._copy, other._copy
         if a is None or b is None:
-            return is_same and self._version is None
+            on_meta = any(getattr(each._value, "is_meta", False) for each in (self, other))
+            return on_meta or (is_same and self._version is None)
         if type(a) is not type(b) or (a.shape, a.dtype) != (b.shape, b.dtype):
             return False
         if not isinstance(a, Tensor):
@@ -211,7 +225,25 @@ class _Elements:
     def __repr__(self) -> str:
         is_short = self._copy is not None and len(text := repr(self._copy)) < 80
         shape = f"({', '.join(map(str, self._value.shape))})"
-        return text if is_short else f"{shape} elements of {self._value.dtype}"
+        text = text if is_short else f"{shape} elements of {self._value.dtype}"
+        return f"{text}, which requires a gradient," if self._requires_grad else text
+
+
+_digests: Final = WeakIdKeyDictionary()
+"""The version and digest of each large tensor, because attributes are read often."""
+
+
+def _digest(value: Tensor) -> Any:
+    """The shape and dtype of a large tensor, and a digest of its elements; None for others."""
+    is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
+    if not is_plain or value.numel() <= MOST_ELEMENTS:
+        return None
+    version, digest = _digests.get(value, (None, None))
+    if version != value._version:
+        elements = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        digest = hashlib.blake2b(elements.view(torch.uint8).numpy().data).digest()
+        _digests[value] = value._version, digest
+    return value.shape, value.dtype, digest
 
 
 def _is_array(value: Any) -> bool:

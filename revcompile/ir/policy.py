@@ -6,12 +6,12 @@ import enum
 
 
 class Policy(enum.Enum):
-    """The rewired model that is built; see `reversify`."""
+    """Which rewired model is built; see `reversify`."""
 
     PAPER = "paper"
     """PETRA's RevNets: streams begin in a wider layer, and end in a wider head."""
     PRETRAINED = "pretrained"
-    """The original's function: couplings average, streams begin as copies, the second one ends."""
+    """The original's function: couplings average, streams begin as copies, the second is read."""
     SAME_PARAMETERS = "same_parameters"
     """Streams begin as copies and end as their mean, `x + ½ΣF`: no parameter is added."""
 
@@ -23,6 +23,6 @@ class Policy(enum.Enum):
     def averaged(self) -> bool:
         """Whether couplings are `(a, b) -> (b, b + gamma (a - b) + (1 + gamma) F(b))`.
 
-        gamma = ±1/16, at random for each sample and block, in training, and 0 in eval mode.
+        In training, gamma is ±1/16, at random for each sample and block. In eval mode it is 0.
         """
         return self is Policy.PRETRAINED

@@ -1,4 +1,4 @@
-"""Rewrites of a segment's graph for mixed precision.
+"""Rewrites of graphs for mixed precision.
 
     cast_down       a layer norm writes the dtype that autocast would cast its result to anyway
     fuse_bn_relu    a batch norm and the ReLU that alone reads it become one call
@@ -6,8 +6,7 @@
     cast_streams    of stage programs: sums are written in both dtypes they are read in
     taking_stored   of stage programs: backward may be given inputs in low precision
 
-None of them changes a bit of the result, or its argument. The argument itself is returned where
-there is nothing to rewrite.
+None of them changes its argument. The first three return it where there is nothing to rewrite.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def for_stages(
 ) -> fx.Graph:
     """A stage's program as it runs under autocast to this dtype."""
     graph = cast_down(match_dtypes(cast_streams(graph, root, autocast)), root)
-    # The kernel makes the ReLU's mask again in backward, with the batch norm's weights.
+    # In backward, the fused kernel recomputes the ReLU's mask from weights that updates may change.
     return graph if graphs_outlive_updates else fuse_bn_relu(graph, root)
 
 
@@ -54,11 +53,11 @@ _METADATA: Final = ("shape", "ndim", "device")
 
 
 def cast_down(graph: fx.Graph, root: nn.Module) -> fx.Graph:
-    """A copy of a graph whose layer norms give low precision where all readers want that.
+    """A copy of a graph whose layer norms return low precision if all readers cast to that.
 
-    Autocast lets norms return float32 and casts the result for each linear layer. Where operations
-    that only move elements (windows, rolls, padding) are in between, a cast before those lets them,
-    and their gradients, move half the bytes. Moving elements commutes with rounding.
+    Autocast lets norms return float32 and casts the result for each linear layer. If operations in
+    between only move elements (windows, rolls, padding), casting before them halves the bytes that
+    they and their gradients move. Moving elements commutes with rounding.
     """
 
     def cast(node: fx.Node) -> None:
@@ -108,7 +107,7 @@ def _use_cast_down_kernel(node: fx.Node, root: nn.Module) -> None:
 
 
 def _is_only_read_cast(node: fx.Node, root: nn.Module) -> bool:
-    """Does autocast cast a value for all its readers, directly or once its elements are moved?"""
+    """Whether autocast casts a value for all readers, directly or after its elements are moved."""
     readers = [user for user in node.users if not _reads_metadata(user)]
     return bool(readers) and all(
         casts_input(user, node, root)
@@ -137,18 +136,18 @@ _RELU_FUNCTIONS: Final = (F.relu, torch.relu)
 
 
 def fuse_bn_relu(graph: fx.Graph, root: nn.Module) -> fx.Graph:
-    """A copy of a graph in which batch norms are joined with the ReLU that alone reads them."""
+    """A copy of a graph that fuses each batch norm with the ReLU that is its only reader."""
     return _rewritten(graph, lambda node: _is_joined(node, root), _join)
 
 
 def _is_joined(node: fx.Node, root: nn.Module) -> bool:
-    """Is a node a call of a batch norm that a ReLU alone reads?"""
+    """Whether a node calls a batch norm whose only reader is a ReLU."""
     is_read_once = len(node.users) == 1 and _is_relu(next(iter(node.users)), root)
     return is_read_once and _is_batch_norm(node, root)
 
 
 def _is_batch_norm(node: fx.Node, root: nn.Module) -> bool:
-    """Is it a call of a batch norm, in a segment's graph or (`call_norm`) in a stage's program?"""
+    """Whether a node calls a batch norm, in a segment or (`call_norm`) in a stage's program."""
     called, arguments = node, len(node.args)
     if node.target is call_norm:
         called, arguments = node.all_input_nodes[0], arguments - 1
@@ -198,8 +197,8 @@ _SOURCE_ARGUMENT: Final = {
 def match_dtypes(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph whose scatters get tensors of one dtype under autocast.
 
-    Residual streams are float32 where the original model's may be in low precision. Most operations
-    accept both; these raise.
+    Residual streams are float32 even where the original model's are in low precision. Most
+    operations accept mixed dtypes; these raise.
     """
     return _rewritten(graph, lambda node: _operation(node) in _SOURCE_ARGUMENT, _match_source)
 
@@ -229,16 +228,16 @@ _KEEPING_DTYPE: Final[frozenset[Any]] = frozenset((F.dropout, F.gelu, F.relu, F.
 
 
 def cast_streams(graph: fx.Graph, root: nn.Module, dtype: torch.dtype) -> fx.Graph:
-    """A copy of a stage's program that computes the same under autocast to `dtype`.
+    """A copy of a stage's program that computes the same with fewer casts, for autocast to `dtype`.
 
-    Streams and their gradients are added in float32. A layer that autocast casts for reads them in
-    low precision, which would be a pass over memory of its own:
+    Streams and their gradients are added in float32. Layers that autocast casts for read them in
+    low precision. The kernel that adds them writes this copy, too, which saves a pass over memory:
 
         y = plus(a, f, grid)               y, copy = plus_and_cast(a, f, grid)
         h = self.conv(y)           ->      h = self.conv(read_stream(y, self.conv, copy))
 
-    In backward likewise: the rebuilt stream is the next branch's input, and the sum of its
-    gradients is what the next branch is differentiated with. Chains do the same from call to call
+    Backward is rewritten in the same way: the previous branch reads the rebuilt stream, and is
+    differentiated with the sum of that stream's gradients. Chains do the same when they run
     (`coupling`).
     """
     copy = copied(graph)
@@ -260,7 +259,7 @@ def _layer_of(reader: fx.Node) -> fx.Node | bool:
 
 
 def _read_leaf(leaf: fx.Node, root: nn.Module) -> None:
-    """Let the leaf of a branch have the dtype in which a layer alone reads it."""
+    """Give the leaf of a branch the dtype in which its only reader reads it."""
     readers = [user for user in leaf.users if user.target is not coupling_ops.branch_vjp]
     vjps = [user for user in leaf.users if user.target is coupling_ops.branch_vjp]
     is_returned = any(leaf in vjp.args[2] for vjp in vjps)  # type: ignore[operator]
@@ -280,7 +279,7 @@ def _two_results(node: fx.Node, function: Any) -> tuple[fx.Node, fx.Node]:
 
 
 def _cast_sum(node: fx.Node, root: nn.Module) -> None:
-    """In forward: if a layer alone reads the sum, other than as a stream to add to."""
+    """In forward: also write a sum in low precision for its reader, if that is a single layer."""
     plus = coupling_ops.plus
     readers = [
         user
@@ -297,7 +296,7 @@ def _cast_sum(node: fx.Node, root: nn.Module) -> None:
 
 
 def _cast_rebuilt(node: fx.Node) -> None:
-    """In backward: if the branch before reads the rebuilt stream so."""
+    """In backward: also write a rebuilt stream in low precision, if the reading branch casts it."""
     leaves = [user for user in node.users if user.target is coupling_ops.stream_leaf]
     if len(leaves) == 1 and len(leaves[0].args) == 2:
         total, copy = _two_results(node, coupling_ops.minus_and_cast)
@@ -305,7 +304,7 @@ def _cast_rebuilt(node: fx.Node) -> None:
 
 
 def _cast_gradient(vjp: fx.Node, root: nn.Module, dtype: torch.dtype) -> None:
-    """In backward: if the branch before, whose result has this gradient, ends in low precision."""
+    """In backward: also write a gradient in `dtype`, if the previous branch ends in that dtype."""
     gradients = [user for user in vjp.users if user.args[1] == 0]
     for gradient in gradients:
         for reader in [user for user in gradient.users if user.target is coupling_ops.branch_vjp]:
@@ -323,7 +322,7 @@ def _cast_gradient(vjp: fx.Node, root: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _is_low(node: Any, root: nn.Module) -> bool:
-    """Will a value have autocast's dtype? Only a guess: `cast_gradient` looks at the value."""
+    """Whether a value probably has autocast's dtype; `cast_gradient` checks when it runs."""
     if not isinstance(node, fx.Node) or not node.args:
         return False
     if node.target is coupling_ops.call_norm:
@@ -339,9 +338,9 @@ def _is_low(node: Any, root: nn.Module) -> bool:
 
 
 def taking_stored(program: StageProgram, stored: Container[str]) -> fx.Graph:
-    """A copy of a stage's backward program that may be given some inputs as they are stored.
+    """A copy of a stage's backward program that accepts inputs in the dtype they are stored in.
 
-    It sends them to the stage before as they are, whose program takes that.
+    It sends them back unchanged; the program of the previous stage accepts them, too.
     """
     graph = copied(program.backward)
     names, wide = (*program.kept, *program.needs_back), declared_wide(program)
@@ -357,7 +356,7 @@ def taking_stored(program: StageProgram, stored: Container[str]) -> fx.Graph:
 
 
 def declared_wide(program: StageProgram) -> frozenset[str]:
-    """What is kept or sent back, and float32 to the program: a model may be in bfloat16 itself."""
+    """Names of kept and returned values that the program declares as float32, and not bfloat16."""
     _, *given = program.backward.find_nodes(op="placeholder")
     names = zip((*program.kept, *program.needs_back), given, strict=False)
     types = ((name, node.meta.get(TYPE)) for name, node in names)

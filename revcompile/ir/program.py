@@ -51,13 +51,13 @@ class Part:
 
     @property
     def reversible(self) -> bool:
-        """Can the stage's input be rebuilt from its output?"""
+        """Whether the stage's input can be rebuilt from its output."""
         return all(piece.reversible for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A rewired model cut into stages. `types` knows every live value, the cut ones included."""
+    """A rewired model cut into stages. `types` has the type of every live value."""
 
     rewired: Rewired
     parts: tuple[Part, ...]
@@ -65,20 +65,20 @@ class Partition:
     ties: Mapping[Tie, tuple[str, ...]]
     """Parameters (by name) that two stages share."""
     keeps: tuple[Keep, ...]
-    """What each stage was expected to keep when they were balanced."""
+    """What balancing assumed that each stage keeps."""
     frozen: frozenset[str] = frozenset()
-    """Live values that are computed without a parameter that is trained."""
+    """Live values that are computed without any trained parameter."""
 
     def requires_grad(self, name: str) -> bool:
-        """Does a live value have a gradient? The model's inputs, sizes and integers have none."""
+        """Whether a live value has a gradient. The model's inputs, sizes and integers have none."""
         kind = self.types.get(name)
         has_none = name in self.frozen or name in self.rewired.signature.placeholders
         return isinstance(kind, TensorType) and kind.differentiable and not has_none
 
     def low_precision(self, name: str) -> torch.dtype | None:
-        """The type of a live value that the model itself computes in float16 or bfloat16.
+        """The dtype of a live value that the model itself computes in float16 or bfloat16, or None.
 
-        Streams are kept in float32; the model's own code is given them in this type.
+        Streams are kept in float32, and converted to this dtype for the model's own code.
         """
         kind = self.types.get(name)
         if isinstance(kind, TensorType) and kind.dtype in LOW_PRECISION:
@@ -93,7 +93,7 @@ class Partition:
         return frozenset(name for coupling in couplings for name in coupling.streams_out)
 
     def works(self, part: Part, keep: Keep | None = None) -> tuple[float, ...]:
-        """All work of each piece of a stage that keeps this; without it, what was expected."""
+        """The work of each piece of a stage for `keep`, by default the one assumed in balancing."""
         kept, is_last = keep or self.keeps[part.index], part.index == len(self.parts) - 1
         return tuple(
             piece.work(cost, kept, is_last)
@@ -111,7 +111,7 @@ class Partition:
 class Port:
     """A value that crosses a boundary. `type` is None for sizes and other plain values.
 
-    `requires_grad`: does a gradient come back for it?
+    `requires_grad`: whether a gradient comes back for it.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is differentiated at once: a coupling, a run of opaque pieces, or a whole stage."""
+    """Pieces differentiated together: a coupling, a run of opaque pieces, or a whole stage."""
 
     pieces: tuple[Segment, ...]
     keep: Keep
@@ -132,7 +132,7 @@ class Unit:
     random: tuple[str, ...]
     """Pieces that may draw random numbers."""
     is_frozen: bool = False
-    """Has nothing that it computes a gradient, so that backward does not need it?"""
+    """Whether none of its outputs has a gradient. Then backward does not need it."""
 
     @property
     def name(self) -> str:
@@ -142,19 +142,19 @@ class Unit:
 
     @property
     def reversible(self) -> bool:
-        """Are all pieces couplings?"""
+        """Whether all pieces are couplings."""
         return all(piece.reversible for piece in self.pieces)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Live values read from outside."""
+        """Live values that the unit reads from outside."""
         computed = set(self.outputs)
         read = dict.fromkeys(name for piece in self.pieces for name in piece.inputs)
         return tuple(name for name in read if name not in computed)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Live values computed."""
+        """Live values that the unit computes."""
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.outputs))
 
 
@@ -165,8 +165,8 @@ Role = Literal["run", "arrange", "restore"]
 class GraphFunction:
     """A function that computes what a graph does: F, an opaque piece, or a rearrangement.
 
-    Casts of inputs and calls of batch norms are part of the graph. Where backward calls it again,
-    the stage lets it write buffers in vain.
+    Casts of inputs and calls of batch norms are part of the graph. If backward calls it again, its
+    writes to buffers go to copies, which the stage drops.
     """
 
     name: str
@@ -174,7 +174,7 @@ class GraphFunction:
     role: Role
     graph: fx.Graph
     arguments: tuple[str, ...]
-    """What they are called in printed code, where not as in the graph."""
+    """Names of the arguments in printed code; empty if they are the graph's names."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class StageCode:
     functions: tuple[GraphFunction, ...]
     programs: tuple[str, ...]
     variables: Mapping[str, str]
-    """In `forward`, those of the stage's inputs and outputs."""
+    """The variables of the stage's inputs and outputs in `forward`, by live value."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class StageProgram:
         backward  (key, *kept, *needs_back, *gradients)   -> (values sent back, gradients of inputs,
                                                               gradients of parameters)
 
-    The functions of `code` take `needs_back` before `kept`, so that streams come before their grid.
+    The functions of `code` take `needs_back` before `kept`: streams are listed before their grid.
 
     Random numbers are drawn from seeds made of `key`, which identifies stage and micro-batch.
     """
@@ -216,10 +216,10 @@ class StageProgram:
     needs_back: tuple[str, ...]
     """Outputs whose value must come back with their gradient."""
     sends_back: tuple[str, ...]
-    """Inputs whose value is sent back: what the stage before needs."""
+    """Inputs whose value is sent back, because the previous stage needs it."""
     parameters: tuple[str, ...]
     trained: frozenset[str]
-    """Those with a gradient, of this stage or of another that shares them."""
+    """The parameters that get a gradient, from this stage or from another that shares them."""
     code: StageCode
     forward: fx.Graph
     backward: fx.Graph
@@ -238,13 +238,13 @@ class StageProgram:
     def needed_in_flight(self) -> list[str]:
         """The values of a micro-batch in flight that the backward pass needs.
 
-        They depend on the memory budget: a state in flight fits only stages that need the same.
+        They depend on the memory budget: saved in-flight state fits only stages with the same list.
         """
         return [*self.kept, *self.needs_back]
 
     @property
     def reversible(self) -> bool:
-        """Does the stage keep nothing between forward and backward?"""
+        """Whether the stage keeps nothing between forward and backward."""
         return all(unit.reversible and unit.keep is Keep.NOTHING for unit in self.units)
 
     @property
@@ -253,18 +253,18 @@ class StageProgram:
 
     @property
     def keeps_graphs(self) -> bool:
-        """Does a forward pass keep a graph for its backward pass?"""
+        """Whether a forward pass keeps a graph for its backward pass."""
         return any(unit.keep is Keep.GRAPH for unit in self.units)
 
     @property
     def keeps_graphs_in_flight(self) -> bool:
-        """Are there updates between a forward pass that keeps a graph and its backward pass?"""
+        """Whether updates happen between a forward pass that keeps a graph and its backward."""
         is_late = self.method.order is Order.CONTINUOUS and not self.is_last
         return is_late and self.keeps_graphs
 
     @property
     def graphs_outlive_updates(self) -> bool:
-        """Do updates change parameters to which graphs in flight refer?"""
+        """Whether updates change parameters to which graphs in flight refer."""
         return self.keeps_graphs_in_flight and self.method.weights is Weights.LATEST
 
 
@@ -284,7 +284,7 @@ class StageMemory:
     stashed: int = 0
     """Older versions of the parameters."""
     newest: int = 0
-    """A copy beside the current parameters: for graphs in flight, or the predicted ones."""
+    """A second copy of the parameters: for graphs in flight, or with the predicted values."""
     buffers: int = 0
     """Kept from forward to backward, for all micro-batches in flight."""
     messages: int = 0
@@ -294,9 +294,9 @@ class StageMemory:
     waiting: int = 0
     """Backward messages that arrived before this stage is due to use them."""
     between: int = 0
-    """Values and gradients that one piece of the stage hands to the piece before."""
+    """Values and gradients that one piece of the stage passes back to the previous piece."""
     ends: int = 0
-    """Inputs of kept graphs that they have not saved, and their outputs."""
+    """Inputs that kept graphs have not saved themselves, and the outputs of these graphs."""
 
     @property
     def total(self) -> int:

@@ -1,4 +1,4 @@
-"""Graphs as Python text and functions, whatever the modules are called: `{"in": ..., "it's": ...}`.
+"""Graphs as Python text and functions, for modules of any name: `{"in": ..., "it's": ...}`.
 
 A compiled graph is a function of `(root, *inputs)`.
 """
@@ -23,7 +23,7 @@ _counter = itertools.count()
 
 
 def path_expression(path: str, of: str = "self") -> str:
-    """An expression that reads what is at a dotted path, written as FX does where FX can.
+    """An expression that reads a dotted path, in FX's spelling where that is valid Python.
 
     >>> path_expression("layers.0.weight"), path_expression("layers.in")
     ('getattr(self.layers, "0").weight', 'getattr(self.layers, "in")')
@@ -41,7 +41,7 @@ def path_expression(path: str, of: str = "self") -> str:
 def python_code(graph: fx.Graph, expression: Callable[[str], str] = path_expression) -> PythonCode:
     """The code of a graph as a function `forward(self, ...)`; `expression` prints paths.
 
-    FX prints names that are keywords, or contain quotes, as they are: all paths are printed as
+    FX does not escape names that are keywords or contain quotes, so all paths are printed as
     stand-ins first.
     """
     printed, paths = copied(graph), list[str]()
@@ -74,7 +74,7 @@ def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
     namespace = dict(code.globals)
     exec(_byte_code(code.src, name), namespace)
     function: Any = namespace["forward"]
-    # torch.compile counts what it has compiled by code objects, and gives up after a few
+    # torch.compile gives up after a few compilations of one code object: each function has its own
     function.__code__ = function.__code__.replace()
     return cast(Callable[..., Any], function)
 
@@ -89,8 +89,8 @@ def _byte_code(source: str, name: str) -> CodeType:
 def compile_with_modules(graph: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
     """A function of a graph's inputs: modules are looked up in `root` once, parameters every time.
 
-    A module's members are found by a slow search (`nn.Module.__getattr__`), and a layer of a deep
-    net has many modules around it. Whoever calls the function has to notice replaced modules.
+    Looking up a module's members is slow (`nn.Module.__getattr__`), and the layers of a deep net
+    are nested in many modules. The caller of the function has to notice replaced modules.
     """
     flat, modules = copied(graph), SimpleNamespace()
     for node in flat.nodes:
@@ -111,7 +111,7 @@ def compile_with_modules(graph: fx.Graph, root: nn.Module, name: str) -> Callabl
 
 
 def _add(modules: SimpleNamespace, root: nn.Module, path: str) -> str:
-    """Let a module be an attribute of its own; returns its name."""
+    """Make a module an attribute of `modules`; returns its name."""
     module, name = root.get_submodule(path), path.replace(".", "_") or "root"
     while vars(modules).setdefault(name, module) is not module:
         name += "_"

@@ -1,4 +1,4 @@
-"""What may draw random numbers: what runs twice has to draw the same ones again."""
+"""Which layers and operations may draw random numbers: a second run must draw the same ones."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ _RANDOM_COMPOSITES: Final = frozenset(
 """Functions of torch.nn.functional that call random operators."""
 
 _KNOWN_PACKAGES: Final = frozenset(("", "_operator", "builtins", "math", "revcompile", "torch"))
-"""Where functions come from that draw no random numbers but by operators of torch."""
+"""Packages whose functions draw random numbers only through operators of torch."""
 
 _RANDOM: Final = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
     *(nn.FeatureAlphaDropout, nn.RReLU, nn.MultiheadAttention, nn.RNNBase),
     *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
 )
-"""Layers of torch that may draw random numbers; all from elsewhere may."""
+"""Layers of torch that may draw random numbers. All layers from elsewhere are assumed to."""
 
 
 class RandomReads(NamedTuple):
-    """What of a graph may draw random numbers."""
+    """What in a graph may draw random numbers."""
 
     is_unknown: bool
-    """Is there anything besides layers that are known not to, and dropouts?"""
+    """Whether anything other than `dropouts` may draw random numbers."""
     dropouts: tuple[nn.Dropout, ...]
-    """These draw in training, unless their rate is 0."""
+    """Layers that draw in training, unless their rate is 0."""
 
     @property
     def may_draw(self) -> bool:
-        """In the present modes."""
+        """Whether the graph may draw with the current modes and rates."""
         return self.is_unknown or any(layer.p and layer.training for layer in self.dropouts)
 
     @property
     def may_ever_draw(self) -> bool:
-        """In any mode, and with any rate: both may change between two steps."""
+        """Whether it may draw in any mode, at any rate: both may change between two steps."""
         return self.is_unknown or bool(self.dropouts)
 
 
 def random_reads(graph: fx.Graph, root: nn.Module) -> RandomReads:
-    """What of a graph may draw random numbers, hooks of its layers aside."""
+    """What in a graph may draw random numbers, not counting hooks of its layers."""
     layers = TreeReads(graph, root).modules
     dropouts = tuple(layer for layer in layers if type(layer) is nn.Dropout)
     is_known = all(type(layer) is nn.Dropout or _is_deterministic(layer) for layer in layers)
@@ -58,7 +58,7 @@ def random_reads(graph: fx.Graph, root: nn.Module) -> RandomReads:
 
 
 def _is_deterministic(layer: nn.Module) -> bool:
-    """A subclass from elsewhere may override anything: a noisy linear layer is an `nn.Linear`."""
+    """Whether a layer never draws. Subclasses from elsewhere might, like a noisy `nn.Linear`."""
     if is_layer_norm(layer):
         return True
     kinds = type(layer).__mro__[:-1]  # without `object`
@@ -67,9 +67,9 @@ def _is_deterministic(layer: nn.Module) -> bool:
 
 
 def draws_random(node: fx.Node) -> bool:
-    """May a function or method draw random numbers?
+    """Whether a function or method may draw random numbers.
 
-    torch tags its random operators; of functions from other packages it is assumed that they do.
+    torch tags its random operators; functions from other packages are assumed to draw.
     """
     if node.op not in ("call_function", "call_method"):
         return False

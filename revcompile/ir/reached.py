@@ -11,7 +11,7 @@ _Node = TypeVar("_Node", bound=Hashable)
 def reached(
     starts: Iterable[_Node], following: Callable[[_Node], Iterable[_Node]]
 ) -> dict[_Node, None]:
-    """Everything that can be reached from some starts, which are part of it, each once.
+    """All nodes that can be reached from `starts`, including these, each once.
 
     >>> list(reached([1], {1: [2, 3], 2: [3], 3: [1], 4: [1]}.__getitem__))
     [1, 2, 3]

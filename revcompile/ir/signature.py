@@ -1,4 +1,4 @@
-"""How a call of the model maps to the inputs of its graph, and why one does not."""
+"""How a call of the model maps to the inputs of its graph, and errors for calls that do not fit."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Signature:
     """For each placeholder, the argument as a user writes it: `batch['mask']`."""
     out_spec: pytree.TreeSpec = _NOTHING
     eval_out_spec: pytree.TreeSpec | None = None
-    """If the model returns another structure in eval mode, that one."""
+    """The structure of the outputs in eval mode, if it is different."""
 
     @functools.cached_property
     def is_positional(self) -> bool:
-        """Does a call consist of tensors as positional arguments, and nothing else?"""
+        """Whether a call consists of tensors as positional arguments, and nothing else."""
         call: tuple[Any, Any] = (0,) * len(self.placeholders), {}
         return bool(self.in_spec == pytree.tree_structure(call))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
-        """Immutable; and torch 2.11 warns when a `TreeSpec` is copied."""
+        """The signature itself: it is immutable, and torch 2.11 warns if a `TreeSpec` is copied."""
         return self
 
 
@@ -121,7 +121,7 @@ def _what_differs(signature: Signature, bound: inspect.BoundArguments) -> str:
 
 
 def _plain(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """What of an argument has to be the same in every call: plain leaves, and its structure."""
+    """The parts of an argument that must be the same in every call: plain leaves and structure."""
     leaves, spec = pytree.tree_flatten(value)
     return [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
@@ -136,7 +136,7 @@ def _example(signature: Signature) -> dict[str, Any]:
 
 
 def _arguments(signature: Signature, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names a user knows, those in `**kwargs` included."""
+    """Arguments by the names a user knows, including those in `**kwargs`."""
     by_name: dict[str, Any] = {}
     for name, value in given.items():
         is_rest = signature.forward.parameters[name].kind is inspect.Parameter.VAR_KEYWORD

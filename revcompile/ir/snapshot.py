@@ -1,16 +1,17 @@
-"""Whether a model has changed: one snapshot of its modules for everyone who asks.
+"""Snapshots of a model's modules, which tell whether the model has changed.
 
     snapshot = TreeSnapshot(below(model), (Kind.MODULE, Kind.SETTING))
     snapshot.first_change()     None, or for example: blocks.1.drop.p was 0.1 and is 0.3 now
 
 The caller decides what a change means: it refuses it, plans or captures again, or expects the new
-contents from then on (`take`). A comparison runs before every step or call. It reads whole columns
-without a loop in Python; the loop that names the change runs only if something differs.
+contents from then on (`take`). A comparison runs before every step or call. It compares lists of
+values without a loop in Python; the loop that names the change runs only if something differs.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from revcompile.ir.module_tree import child_path
 
 
 class Kind(enum.Enum):
-    """What of a module is compared."""
+    """Which aspect of a module is compared."""
 
     MODULE = "the modules in it, by name: which objects they are"
     PARAMETER = "its parameters, likewise"
@@ -35,7 +36,8 @@ class Kind(enum.Enum):
     CLASS = "its class"
     FORWARD = "a forward of its own, beside that of its class"
     MEMORY = "where its parameters and buffers lie"
-    REQUIRES_GRAD = "whether its parameters, and its other tensors, require gradients"
+    REQUIRES_GRAD = "whether its parameters, and other leaf tensors in it, require gradients"
+    DIFFERENTIABLE = "the same, and whether computed tensors in it require gradients"
     SETTING = "its plain attributes, by value, and its mode (`training`)"
     HOOK = "its hooks, but for those of FSDP"
     GRADIENT_HOOK = "whether its parameters have hooks"
@@ -46,7 +48,7 @@ STRUCTURE: Final = (Kind.MODULE, Kind.CLASS, Kind.FORWARD, Kind.MEMBERS)
 
 
 class Presence(enum.Enum):
-    """What stands for a value that is not there, or that may be any."""
+    """Stands for a value that is absent, or for a value that may be anything."""
 
     ABSENT = "absent"
     SET = "set"
@@ -56,21 +58,21 @@ class Presence(enum.Enum):
 
 
 class Watched(NamedTuple):
-    """A module to look at."""
+    """A module to compare."""
 
     module: nn.Module
     path: str
     names: frozenset[str] | None = None
-    """Only its class, and the members and settings of these names; None: everything."""
+    """The members and settings to compare, besides the class; None: everything."""
 
 
 class Change(NamedTuple):
     """A difference between a snapshot and the model."""
 
     path: str
-    """Of the module."""
+    """The path of the module."""
     name: str
-    """Of the member or the attribute; empty if the module itself is different."""
+    """The name of the member or attribute; empty if the module itself is different."""
     kind: Kind
     before: Any
     now: Any
@@ -94,7 +96,7 @@ class Change(NamedTuple):
                 return f"{self.where} was given another forward"
             case Kind.HOOK | Kind.GRADIENT_HOOK:
                 return f"a hook of {self.where} was registered or removed"
-            case Kind.REQUIRES_GRAD:
+            case Kind.REQUIRES_GRAD | Kind.DIFFERENTIABLE:
                 return f"requires_grad of {self.where} was changed"
             case Kind.MEMORY:
                 return f"{self.where} lies in other memory"
@@ -115,34 +117,38 @@ def _named(kind: type) -> str:
 
 
 HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Where torch keeps a module's hooks: a dict by handle each."""
+"""Attributes in which torch keeps a module's hooks, each a dict by handle."""
 INTERNAL: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-"""Attributes of every module, which are no settings."""
+"""Attributes that every module has. They are not settings."""
 _TABLES: Final[Mapping[Kind, str]] = {
     Kind.MODULE: "_modules",
     Kind.PARAMETER: "_parameters",
     Kind.BUFFER: "_buffers",
 }
+_OF_LAYERS: Final = (bool, int, float, str, tuple)
+"""Types of the settings of torch's own layers."""
 _requires_grad: Final = attrgetter("requires_grad")
+MOST_ELEMENTS: Final = 1024
+"""Larger arrays and containers are compared by identity."""
 _next_id: Final = attrgetter("next_id")
 
 
 def is_sharding_hook(hook: Callable[..., Any]) -> bool:
-    """Is it a hook by which FSDP2 gathers or frees parameters?"""
+    """Whether FSDP2 gathers or frees parameters with this hook."""
     kind = type(getattr(hook, "__self__", None))
     return kind.__name__ == "FSDPState" and kind.__module__.startswith("torch.distributed.")
 
 
 def below(root: nn.Module) -> list[Watched]:
-    """A module and all those in it."""
+    """A module and all modules inside it."""
     return [Watched(module, path) for path, module in root.named_modules()]
 
 
 def read_by(graphs: Iterable[fx.Graph], root: nn.Module) -> list[Watched]:
-    """All modules that graphs call, with those in them; of others what is read or on the way.
+    """The modules that graphs call, with all inside them; of others, the members that paths name.
 
     Raises:
-        InputError: A module that a graph reads is not there.
+        InputError: A module that a graph reads is missing.
     """
     whole: dict[nn.Module, str] = {}
     parts: dict[nn.Module, Watched] = {}
@@ -172,33 +178,41 @@ def read_by(graphs: Iterable[fx.Graph], root: nn.Module) -> list[Watched]:
 
 
 class Reading:
-    """Values at one moment, and how to see without a loop in Python that none has changed."""
+    """Values at one moment, and a check without a loop in Python that none has changed."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], Any] = {}
-        """By the path of a module, and the name of a member or an attribute."""
+        """Values by the path of a module and the name of a member or attribute."""
         self.entries: list[tuple[dict[str, Any], str, Any]] = []
-        """Dicts, keys, and the very objects that have to be there."""
+        """Dicts, keys, and the objects expected there, compared by identity."""
         self.members: list[tuple[dict[str, Any], str]] = []
-        """Dicts, and keys under which there has to be anything but None."""
+        """Dicts, and keys at which any value except None is expected."""
         self._looks: dict[Any, tuple[list[Any], list[Any]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"found": self.found}  # a copy's dicts are others
+        return {"found": self.found}  # copied modules have other dicts
 
     def look(self, look: Callable[[Any], Any], objects: Iterable[Any]) -> None:
-        """Expect that `look` returns for each object what it returns now."""
+        """Expect that `look` keeps returning what it returns now for each object."""
         for each in objects:
             self.expect(look, each, look(each))
 
-    def expect(self, look: Callable[[Any], Any] | None, each: Any, value: Any) -> None:
-        """Expect that `look` returns a value for an object; that it equals the value if None."""
+    def expect(self, look: Callable[[Any], Any], each: Any, value: Any) -> None:
+        """Expect that `look(each)` equals a value."""
         objects, values = self._looks.setdefault(look, ([], []))
         objects.append(each)
         values.append(value)
 
+    def expect_items(self, container: Collection[Any]) -> None:
+        """Expect that a container keeps its items, and a dict its keys, compared by identity."""
+        views: tuple[Collection[Any], ...] = (container,)
+        if isinstance(container, dict):
+            views = container.keys(), container.values()
+        for items in () if isinstance(container, tuple) else views:
+            self.expect(call, partial(_holds, items, tuple(items)), True)
+
     def finish(self) -> Reading:
-        """Make columns of all that was noted."""
+        """Transpose what was noted into the columns that `is_same` compares."""
         self._columns: list[Any] = [[entry[i] for entry in self.entries] for i in range(3)]
         self._members: list[Any] = [[entry[i] for entry in self.members] for i in range(2)]
         return self
@@ -209,9 +223,9 @@ class Reading:
             return False
         try:
             for look, (objects, expected) in self._looks.items():
-                if (objects if look is None else list(map(look, objects))) != expected:
+                if list(map(look, objects)) != expected:
                     return False
-        except Exception:  # one is gone, or cannot be compared
+        except Exception:  # a value is gone, or cannot be compared
             return False
         if self.entries:
             tables, names, values = self._columns
@@ -228,11 +242,11 @@ class Reading:
 
 
 class TreeSnapshot:
-    """What some modules were like, in some respects, and whether they still are.
+    """Some aspects of some modules at one moment, and whether they have changed since.
 
     Args:
         watched: The modules.
-        kinds: The respects, in the order in which changes are looked for.
+        kinds: The aspects, in the order in which changes are looked for.
     """
 
     def __init__(self, watched: Iterable[Watched], kinds: Collection[Kind]) -> None:
@@ -240,7 +254,7 @@ class TreeSnapshot:
         self.take()
 
     def take(self) -> None:
-        """Expect from now on what there is now."""
+        """Take the snapshot again: expect the current values from now on."""
         self._before = {kind: self._read(kind) for kind in self._kinds}
 
     def _read(self, kind: Kind) -> Reading:
@@ -250,6 +264,11 @@ class TreeSnapshot:
             reading.found |= {(watched.path, name): value for name, value in values.items()}
         return reading.finish()
 
+    def changes(self, now: TreeSnapshot | None = None) -> Iterator[Change]:
+        """All differences from the modules as they are now, or from another snapshot."""
+        for kind, before in self._before.items():
+            yield from before.changes(now._before[kind] if now else self._read(kind), kind)
+
     def first_change(self) -> Change | None:
         """The first difference, or None."""
         for kind, before in self._before.items():
@@ -257,12 +276,12 @@ class TreeSnapshot:
                 now = self._read(kind)
                 for change in before.changes(now, kind):
                     return change
-                self._before[kind] = now  # equal values in other objects, or what does not count
+                self._before[kind] = now  # equal values in other objects, or irrelevant changes
         return None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """What was expected, for a while: parameters, buffers and settings."""
+        """Inside, restore the parameters, buffers and settings of the snapshot."""
         owners = {watched.path: vars(watched.module) for watched in self._watched}
         places: list[tuple[dict[str, Any], Change]] = []
         for kind, before in self._before.items():
@@ -288,7 +307,7 @@ def _put(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
 
 
 def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:
-    """What a module is like in one respect, by names of members or attributes."""
+    """Note one aspect of a module in `reading`; returns it by names of members or attributes."""
     module, own, names = watched.module, vars(watched.module), watched.names
     parameters = {n: p for n, p in own["_parameters"].items() if p is not None}
     tensors = {n: v for n, v in own.items() if isinstance(v, Tensor)}
@@ -310,18 +329,29 @@ def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:
                 get = partial(itemgetter(*settings), own)
                 reading.expect(call, get, frozen(get()))
             if names is None:
-                reading.look(len, [own])  # another setting: another size
+                reading.look(len, [own])  # detects new settings
             return {name: frozen(own[name]) for name in settings}
         case Kind.MEMORY:
             found = read({**parameters, **own["_buffers"], **tensors})
             found = {n: t for n, t in found.items() if t is not None}
             reading.look(Tensor.data_ptr, found.values())
             return {n: tensor.data_ptr() for n, tensor in found.items()}
-        case Kind.REQUIRES_GRAD:
-            found = {n: t for n, t in read(own["_buffers"] | tensors).items() if t is not None}
-            found |= read(parameters)
-            reading.look(_requires_grad, found.values())
-            return {n: tensor.requires_grad for n, tensor in found.items()}
+        case Kind.REQUIRES_GRAD | Kind.DIFFERENTIABLE:
+            others: dict[str, Tensor] = {}
+            for table in (own["_buffers"], own):
+                held = {n: v for n, v in read(table).items() if n not in INTERNAL}
+                if type(module).__module__.startswith("torch.nn."):  # their settings stay settings
+                    held = {n: v for n, v in held.items() if not isinstance(v, _OF_LAYERS)}
+                reading.entries += [(table, name, value) for name, value in held.items()]
+                others |= {n: t for name in held for n, t in _tensors(name, held[name], reading)}
+            if names is None:
+                reading.look(len, [own])  # detects new attributes
+            given = read(parameters)
+            reading.look(_requires_grad, given.values())
+            look = _requires_grad if kind is Kind.DIFFERENTIABLE else _is_trained
+            reading.look(look, others.values())
+            needed = {n: True for n, tensor in others.items() if look(tensor)}
+            return needed | {n: parameter.requires_grad for n, parameter in given.items()}
         case Kind.GRADIENT_HOOK:  # the same as long as nobody registers a hook
             reading.look(_next_id, [] if reading.found else [RemovableHandle])
             return {n: has_hooks(p) for n, p in read(parameters).items()}
@@ -344,8 +374,31 @@ def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:
             return {"": hooks_of(module)}
 
 
+def _tensors(label: str, value: Any, reading: Reading, depth: int = 0) -> Iterator[Any]:
+    """An attribute's value if it is a tensor, or the tensors in a container, with their labels.
+
+    `reading` expects that containers keep their items.
+    """
+    if isinstance(value, Tensor):
+        yield label, value
+    is_container = isinstance(value, (dict, list, tuple, deque))
+    if not is_container or depth > 2 or len(value) > MOST_ELEMENTS:
+        return
+    reading.expect_items(value)
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _tensors(f"{label}[{key!r}]", item, reading, depth + 1)
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf
+
+
+def _holds(items: Collection[Any], expected: tuple[Any, ...]) -> bool:
+    return len(items) == len(expected) and all(map(is_, items, expected))
+
+
 def hooks_of(module: nn.Module) -> list[int]:
-    """The handles of a module's hooks, but for those of FSDP."""
+    """The handles of a module's hooks, except those of FSDP."""
     hooks = chain.from_iterable(vars(module)[kind].items() for kind in HOOKS)
     return [handle for handle, hook in hooks if not is_sharding_hook(hook)]
 
@@ -355,7 +408,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def frozen(value: Any) -> Any:
-    """A copy of a container, which may be changed in place."""
+    """A copy of a container, because it may be changed in place; any other value itself."""
     if isinstance(value, dict):
         return {key: frozen(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):

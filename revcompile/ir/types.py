@@ -37,10 +37,10 @@ SOURCE: Final = "revcompile_source"
 """`node.meta` key: `file:line` of the user's code that created the node."""
 
 STORES: Final = "revcompile_stores"
-"""For a leaf module: attributes in which it leaves tensors with gradients, by path and name."""
+"""`node.meta` key of leaf modules: (path, name) of attributes that get tensors with gradients."""
 
 LIVE_VALUES: Final = "revcompile_live_values"
-"""`node.meta` key, in stage programs: names of the live values that the node is."""
+"""`node.meta` key, in stage programs: names of the live values that the node holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class TensorType:
 
     @property
     def differentiable(self) -> bool:
-        """Can the value have a gradient: is its type floating-point or complex?"""
+        """Whether the value can have a gradient: its dtype is floating-point or complex."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def at(self, batch: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class TensorType:
         return torch.Size(self.shape).numel()
 
     def nbytes(self, batch: int | None = None) -> int:
-        """Bytes at a batch size; without it, at the example's."""
+        """Bytes at a batch size, by default the example's."""
         shape = self.shape if batch is None else self.at(batch)
         return torch.Size(shape).numel() * self.dtype.itemsize
 
@@ -112,15 +112,15 @@ class Captured:
     eval_graph: fx.Graph | None
     signature: Signature
     leaf_modules: tuple[str, ...] = ()
-    """Paths of modules that are single calls."""
+    """Paths of modules that are single calls in the graph."""
     notes: tuple[str, ...] = ()
     guards: Guards = NO_GUARDS
     draws: frozenset[str] = frozenset()
-    """Lines (`file:line`) that draw random numbers which decide nothing; the graph draws none."""
+    """Lines (`file:line`) whose random draws have no effect; the graph leaves them out."""
     stateful: Mapping[str, str] = field(default_factory=dict)
-    """Leaf modules whose next call computes something else, by path, and why."""
+    """Leaf modules whose next call computes something else: path -> reason."""
     computed: frozenset[tuple[str, str]] = frozenset()
-    """Attributes in which the original's forward leaves tensors: path of the module, and name."""
+    """Attributes in which the original's forward stores tensors: (path of the module, name)."""
 
 
 class ResidualKind(enum.Enum):
@@ -166,12 +166,12 @@ class Residual:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """All of its nodes."""
+        """All nodes of the block."""
         return (*self.branch, *self.shortcut, *self.adds, *self.post)
 
     @property
     def is_projected(self) -> bool:
-        """Does the shortcut change the shape?"""
+        """Whether the shortcut is a projection."""
         return self.kind is ResidualKind.PROJECTED
 
     def __str__(self) -> str:
@@ -205,16 +205,16 @@ class _Segment:
         return isinstance(self, Coupling)
 
     def recomputed(self, keep: Keep, is_last: bool) -> bool:
-        """Is the segment computed again in the backward pass of a stage that keeps this?
+        """Whether the backward pass of a stage with this `keep` computes the segment again.
 
-        Where nothing is kept, opaque segments of the last stage keep their graph: backward follows
-        at once.
+        With `Keep.NOTHING`, opaque segments of the last stage keep their graph, because backward
+        follows at once.
         """
         kept = keep is Keep.GRAPH or (keep is Keep.NOTHING and is_last and not self.reversible)
         return not kept
 
     def work(self, cost: Cost, keep: Keep, is_last: bool) -> float:
-        """Both passes, 4N, or 3N if nothing is computed again; and an update."""
+        """The work of both passes (4N, or 3N without recomputation) and of an update."""
         spared = 0.0 if self.recomputed(keep, is_last) else cost.forward
         return cost.forward + cost.backward - spared + cost.update
 
@@ -235,7 +235,7 @@ class Rearrange:
     """A bijection of a stream's elements (NCHW to tokens, windows) and its inverse.
 
     `forward` maps `(stream, *sides)` to `(arranged, shapes)`; `inverse` maps
-    `(arranged, shapes)` to the stream. `sides` are sizes only.
+    `(arranged, shapes)` to the stream, with its strides. `sides` are sizes only.
     """
 
     forward: fx.Graph
@@ -270,12 +270,12 @@ class Coupling(_Segment):
 
     @property
     def graph(self) -> fx.Graph:
-        """The branch: the graph of every segment, for passes that treat all alike."""
+        """The branch, under the name that the graph of every segment has."""
         return self.branch
 
     @property
     def all_sides(self) -> tuple[str, ...]:
-        """Those of the branch, and the sizes that its rearrangement takes."""
+        """The sides of the branch, and the sizes that the rearrangement takes."""
         return (*self.sides, *(self.rearrange.sides if self.rearrange else ()))
 
     @property
@@ -291,7 +291,7 @@ class Coupling(_Segment):
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The outputs that the model computes, which the grid is not one of."""
+        """The outputs that the model computes: all except the grid."""
         return (*self.streams_out, *self.extras)
 
 
@@ -307,25 +307,25 @@ class Cost:
     """
 
     flops: int
-    """Of the forward pass."""
+    """FLOPs of the forward pass."""
     parameters: int
-    """How many; each counts where it is used first."""
+    """Number of parameters; each counts where it is used first."""
     forward: float = 0.0
     """Work of the forward pass: FLOPs and bytes moved in one unit, seconds, or the user's unit."""
     backward: float = 0.0
     """Work of computing forward again (or inverting) and differentiating, in the same unit."""
     update: float = 0.0
-    """Work of an update of its parameters, where it was measured, in the same unit."""
+    """Work of an update of its parameters, if it was measured, in the same unit."""
     saved: int = 0
     """Bytes autograd holds for one run with gradients: each storage once, no parameters."""
     shared: int = 0
-    """Of `saved`, what the piece before saves as well: two in one graph hold it once."""
+    """Bytes of `saved` that the previous piece saves, too: in one graph they are held once."""
     passing: int = 0
-    """The most bytes that one operation and its operands take, parameters aside."""
+    """The most bytes that one operation and its operands take, without parameters."""
     weights: int = 0
     """Bytes of the parameters."""
     trained: int = 0
-    """Bytes of those parameters that receive gradients."""
+    """Bytes of the parameters that receive gradients."""
     batch: int = 1
     """The example's batch size."""
 
@@ -377,8 +377,8 @@ class Body:
         return runs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Body:
-        """A body of its own (plans go by its identity) over the same segments, as graphs are
-        immutable: whoever rewrites one copies it first."""
+        """A new body (plans are keyed by its identity) with the same segments: graphs are never
+        changed in place."""
         return Body(self.segments, self.result, self.types)
 
 

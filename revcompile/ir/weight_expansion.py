@@ -17,7 +17,7 @@ class WeightExpansion(enum.Enum):
     COPY = "copy"
     """A second tensor equal to the first."""
     REVIVE_ZERO_INIT = "revive_zero_init"
-    """1 where all of the original is 0: before a ReLU it would have no gradient."""
+    """Ones if the original is all zeros: before a ReLU, zeros would get no gradient."""
 
 
 def grow(tensor: torch.Tensor, how: WeightExpansion) -> torch.Tensor:

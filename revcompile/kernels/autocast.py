@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MIN_ELEMENTS: Final = 2**20
-"""A kernel of ours takes longer to launch than to run on fewer."""
+"""Our kernels are not used on fewer: launching one would take longer than running it."""
 LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 """Dtypes in which sums of many blocks lose too many digits for a residual stream."""
 
@@ -20,7 +20,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Of floating-point numbers on a device: float64, where it has that.
+    """The widest floating-point dtype of a device: float64, if it has that.
 
     >>> widest_dtype(torch.device("cpu")), widest_dtype(torch.device("mps"))
     (torch.float64, torch.float32)
@@ -29,15 +29,15 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 
 
 def is_autocasting(device: torch.device) -> bool:
-    """Is autocast enabled for a device? Never for one that has no autocast, like meta."""
+    """Whether autocast is on for a device; False for devices without autocast, like meta."""
     kind = device.type
     return kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
 
 
 def converted(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Copies of tensors in other dtypes, made together: few kernels on a GPU, however many.
+    """Copies of tensors in other dtypes, made together: a few kernels on a GPU for any number.
 
-    For values without a graph, or under `no_grad`.
+    For tensors without a graph, or under `no_grad`.
 
     >>> [t.dtype for t in converted([torch.ones(2), torch.ones(3)], [torch.half, torch.double])]
     [torch.float16, torch.float64]
@@ -50,16 +50,16 @@ def converted(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
 
 
 def with_copy(value: Tensor, copy: Tensor) -> Tensor:
-    """The value itself, which `in_dtype` then has in the copy's dtype as well.
+    """Attach to a value its copy in another dtype, for `in_dtype`; returns the value.
 
-    The copy lives as long as the value does, and counts until that is written to.
+    The copy lives as long as the value, and is valid until the value is written to.
     """
     setattr(value, _COPY, (copy, value._version))
     return value
 
 
 def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value in another dtype: a copy that it was given, or a new one.
+    """The value in another dtype: its attached copy, or a new one.
 
     >>> x = with_copy(torch.ones(2), torch.ones(2, dtype=torch.half))
     >>> in_dtype(x, torch.half) is in_dtype(x, torch.half)
@@ -74,7 +74,7 @@ def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 _COPY: Final = "_revcompile_copy"
 
-# Asked once: torch.compile before 2.15 cannot trace the question.
+# Evaluated once: torch.compile before 2.15 cannot trace `is_autocast_available`.
 _WITH_AUTOCAST: Final = frozenset(
     kind
     for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")

@@ -1,9 +1,9 @@
 """A batch norm and the ReLU after it in one pass over memory, where there are kernels for that.
 
-That is on a GPU, in training, for images in low precision and in channels_last format. Everywhere
-else the two layers run. A branch that runs a second time, in a rebuild, gets its batch statistics
-(mean and inverse standard deviation of each channel) from the first run instead of computing them
-again, which would take a pass over memory.
+The kernels are for training on a GPU, with images in low precision and in channels_last format.
+Everywhere else the two layers run. A branch that runs a second time, in a rebuild, gets its batch
+statistics (mean and inverse standard deviation of each channel) from the first run instead of
+computing them again, which would take a pass over memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from revcompile.kernels.autocast import LOW_PRECISION, MIN_ELEMENTS
 from revcompile.kernels.loading import batch_norm_kernels as _kernels
 
 MIN_ELEMENTS_UNCAPTURED: int = 2**24
-"""Elements from which on the kernels pay outside of a captured CUDA graph: the host takes longer to
-launch our five kernels from Python than torch's two, and a deep net launches hundreds."""
+"""The fewest elements for which the kernels pay outside of a captured CUDA graph: the host takes
+longer to launch our five kernels than torch's two, and a deep net launches hundreds."""
 
 _BatchStatistics = tuple[Tensor, Tensor]
 """Mean and inverse standard deviation of each channel."""
@@ -35,20 +35,20 @@ class Statistics:
     def __init__(self) -> None:
         self._recorded: dict[nn.Module, list[_BatchStatistics]] = {}
         self._counters: dict[int, Tensor] = {}
-        """Of batches: they go up by one at the end of the run, all in one kernel."""
+        """Counters of batches, by id: one kernel increments all of them at the end of the run."""
 
     def record(self) -> AbstractContextManager[None]:
-        """Around the first run."""
+        """A context for the first run, whose statistics are recorded."""
         self._recorded.clear()
         return _recording_to(self)
 
     @property
     def is_needed(self) -> bool:
-        """Does a run on the same values need `replay`? Not if no layer has asked for statistics."""
+        """Whether a run on the same values needs `replay`: not if no layer recorded statistics."""
         return bool(self._recorded) or _active.get() is not None
 
     def replay(self) -> AbstractContextManager[None]:
-        """Around a run on the same values."""
+        """A context for a run on the same values, which reads the recorded statistics."""
         return _recording_to({norm: iter(each) for norm, each in self._recorded.items()})
 
     def append(self, norm: nn.Module, mean: Tensor, scale: Tensor) -> None:
@@ -56,13 +56,13 @@ class Statistics:
         self._recorded.setdefault(norm, []).append((mean, scale))
 
     def count(self, counter: Tensor) -> None:
-        """A layer has seen a batch."""
-        if id(counter) in self._counters:  # it runs twice
+        """Note that a layer has seen a batch."""
+        if id(counter) in self._counters:  # the layer runs twice
             counter.add_(1)
         self._counters[id(counter)] = counter
 
     def finish(self) -> None:
-        """After the first run."""
+        """Increment the counters, after the first run."""
         if self._counters:
             torch._foreach_add_(list(self._counters.values()), 1)
             self._counters.clear()
@@ -89,9 +89,9 @@ def _recording_to(
 def bn_relu(
     norm: nn.BatchNorm2d, relu: nn.Module | None, x: Tensor, captured_or_not: bool = False
 ) -> Tensor:
-    """`relu(norm(x))`; `F.relu` if the ReLU is no layer.
+    """`relu(norm(x))`; without a layer `relu`, `F.relu(norm(x))`.
 
-    With `captured_or_not` the kernels run where they pay without capture too.
+    With `captured_or_not`, the choice of kernels does not depend on CUDA graph capture.
     """
     if (
         not _pays(x, captured_or_not)
@@ -147,7 +147,7 @@ def _has_hooks(layer: nn.Module | None) -> bool:
 
 
 def _is_supported(norm: nn.BatchNorm2d, x: Tensor) -> bool:
-    """Do the kernels compute what this layer does, on images of this dtype and format?"""
+    """Whether the kernels can compute this layer, on images of this dtype and format."""
     parameters = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     return (
         norm.training
@@ -163,7 +163,7 @@ def _is_supported(norm: nn.BatchNorm2d, x: Tensor) -> bool:
 
 
 def _pays(x: Tensor, captured_or_not: bool = False) -> bool:
-    """Is it a large tensor on a GPU? `torch.compile` has kernels of its own."""
+    """Whether `x` is a large GPU tensor outside `torch.compile`, which has its own kernels."""
     if not x.is_cuda or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     count = x.numel()

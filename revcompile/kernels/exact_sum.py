@@ -3,13 +3,13 @@
 A float32 sum is rounded, so `y - F(b)` misses `a` by a last bit. To a float32 branch that does
 not matter. A bfloat16 (or TF32) branch amplifies it: the input of the next block, off by 1e-8,
 rounds to another bfloat16 here and there, and some blocks further every element is wrong (a
-ViT-Large reconstructs to 6e-2). So all addends there are rounded to multiples of one g, the grid,
-before they are added: sums of multiples of g up to 2**24 g are exact in float32, and so is undoing
-them.
+ViT-Large reconstructs to 6e-2). For such branches, all addends are rounded to multiples of one
+number g, the grid, before they are added: sums of multiples of g up to 2**24 g are exact in
+float32, and so is undoing them.
 
 g is about 2**-17 of the largest element of the chain's input, far below what a branch of that
-precision can tell apart. Where that is small, as embeddings are before training, g is larger, up
-to 2**-11 of it: what normalised branches add does not depend on their input's size.
+precision can tell apart. If that element is small, as in embeddings before training, g is larger,
+up to 2**-11 of it: what normalised branches add does not depend on their input's size.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ import torch
 from torch import Tensor
 
 from revcompile.kernels.autocast import is_autocasting
+from revcompile.kernels.layout import like
 from revcompile.kernels.loading import stream_kernels
 
 HEADROOM: Final = 7
 """Streams may grow to 2**HEADROOM times their largest input before sums are inexact again."""
 _USUAL: Final = 2.0
 _MORE: Final = 64.0
-"""Smaller inputs count as so large, up to so many times what they are."""
+"""Inputs below `_USUAL` count as that large, but as at most `_MORE` times their size."""
 
 
 def is_imprecise(stream: Tensor, cast: torch.dtype | None, convolves: bool) -> bool:
-    """Do branches on this float32 stream compute in fewer bits (autocast, TF32)?"""
+    """Whether branches on this float32 stream compute in fewer bits (autocast, TF32)."""
     if stream.dtype != torch.float32:
         return False
     if cast is not None or is_autocasting(stream.device):
@@ -45,7 +46,7 @@ def is_imprecise(stream: Tensor, cast: torch.dtype | None, convolves: bool) -> b
 
 
 def make_grid(a: Tensor, b: Tensor) -> Tensor:
-    """The number whose addition to a value leaves no bit below g. Waits for no device.
+    """The number whose addition to a value leaves no bit below g. Does not wait for the device.
 
     >>> grid = make_grid(torch.tensor([3.0]), torch.tensor([-1.0]))
     >>> float(rounded(torch.tensor([0.1]), grid) * 2**15)
@@ -88,15 +89,15 @@ def add_or_subtract(
 ) -> tuple[Tensor, Tensor | None]:
     """`add` or `subtract`; with `with_cast` also the sum in the dtype of autocast.
 
-    The second only if one kernel writes both, which saves reading the sum again to cast it.
+    The second is None unless one kernel writes both, which saves reading the sum again to cast it.
     """
     if grid is None or not stream.is_cuda or torch.is_grad_enabled():
         addend = rounded(addend, grid)
-        return (stream - addend if is_minus else stream + addend), None
-    # In one pass over memory: three kernels cost a step up to 9 % of its time.
+        return like(stream, stream - addend if is_minus else stream + addend), None
+    # One kernel: the three of torch would cost a step up to 9 % of its time.
     kernels = stream_kernels()
     if not kernels.supports_add(stream, addend):
-        return _generated("-" if is_minus else "+")(stream, addend, grid), None
+        return like(stream, _generated("-" if is_minus else "+")(stream, addend, grid)), None
     if with_cast and is_autocasting(stream.device):
         dtype = torch.get_autocast_dtype(stream.device.type)
         total, copy = kernels.add_and_cast(stream, addend, dtype, grid, is_minus)

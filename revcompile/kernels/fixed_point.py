@@ -3,23 +3,22 @@
     forward   y = b + gamma (a - b) + (1 + gamma) F(b)         gamma = s / 16, s = ±1
     inverse   a = b + (y - b - (1 + gamma) F(b)) / gamma
 
-The inverse multiplies every rounding error by 16, so 96 blocks would by 16**96. Streams are whole
-numbers of a unit therefore, a power of two, and the four bits that are lost are kept:
+The inverse multiplies rounding errors by 16, and those of 96 blocks by 16**96. Streams are
+therefore whole multiples of a unit, a power of two, and the four bits that are lost are kept:
 
     d = a - b              y = b + s (d >> 4) + n              n = round((1 + gamma) F(b))
                            a = b + s (y - b - n) << 4 + (d mod 16)
 
-`sign` is 2 gamma everywhere.
+In the code, `sign` is 2 gamma.
 
 A unit is about 2**-13 of the largest element of the chain's input, or of 1 if that is larger
 (2**-40 in float64). Streams are floating-point numbers, which hold 2**24 units exactly (2**52): an
-element may grow to 2048 times the largest input. Beyond that it becomes NaN: an overflow, as one of
-float16.
+element may grow to 2048 times the largest input. Beyond that it becomes NaN, which is an overflow
+like that of float16.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -27,10 +26,11 @@ import torch
 from torch import Tensor
 
 from revcompile.kernels.autocast import wide_dtype
+from revcompile.kernels.layout import alike, like
 from revcompile.kernels.loading import average_kernels
 
 KEPT_BITS: Final = 4
-"""Of each element and block: log2 of 1 / gamma."""
+"""Bits per element per block: log2 of 1 / gamma."""
 
 
 class _Format(NamedTuple):
@@ -38,23 +38,23 @@ class _Format(NamedTuple):
     precision: int
     """log2 of the largest input, in units."""
     limit: float
-    """What the magnitude of an element, in units, has to be below."""
+    """The magnitude of each element, in units, must be below this."""
 
 
 _FORMATS: Final = {
     torch.float32: _Format(torch.int32, 13, 2.0**24),
     torch.float64: _Format(torch.int64, 40, 2.0**52),
 }
-"""By the type of the streams."""
+"""Formats by the dtype of the streams."""
 STREAM_RANGE: Final = int(_FORMATS[torch.float32].limit) >> _FORMATS[torch.float32].precision
 """How many times larger than the largest input of a chain its float32 streams may become."""
 _SMALLEST: Final = 1.0
-"""Streams with smaller inputs get the unit of this one. They may begin as zeros, and the streams of
-a transformer that is trained from scratch begin at 0.02 and grow to more than 100."""
+"""Chains with smaller inputs get the unit for an input this large. Streams may begin as zeros, and
+those of a transformer that is trained from scratch begin at 0.02 and grow to more than 100."""
 
 
 def unit_of(a: Tensor, b: Tensor) -> Tensor:
-    """The unit of a chain with these input streams, a power of two. Waits for no device.
+    """The unit of a chain with these input streams, a power of two. Does not wait for the device.
 
     >>> float(unit_of(torch.tensor([3.0]), torch.tensor([-1.0])) * 2**11)
     1.0
@@ -66,9 +66,9 @@ def unit_of(a: Tensor, b: Tensor) -> Tensor:
 
 
 def in_units(x: Tensor, unit: Tensor) -> Tensor:
-    """A stream rounded to whole units, to autograd the same as before."""
+    """A stream rounded to whole units. To autograd this is the identity."""
     with torch.no_grad():
-        rounded = with_usual_strides((x / unit).round_().mul_(unit))
+        rounded = (x / unit).round_().mul_(unit)
     return _InUnits.apply(x, rounded) if torch.is_grad_enabled() else rounded
 
 
@@ -80,28 +80,6 @@ class _InUnits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
-
-
-@functools.lru_cache(maxsize=256)
-def _strides(shape: torch.Size, memory_format: torch.memory_format) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta", memory_format=memory_format).stride()
-
-
-def with_usual_strides(x: Tensor) -> Tensor:
-    """The tensor, with the strides that its memory format has for these sizes.
-
-    Dimensions of size 1 can have any stride. Sums and differences give them the usual one, but
-    what enters a chain may have others, and layers choose their kernels by them: a convolution of
-    images of 1 x 1 would take another kernel in the rebuild, and give other last bits.
-    """
-    if 1 not in x.shape:
-        return x
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for memory_format in (torch.contiguous_format, formats.get(x.ndim)):
-        if memory_format is not None and x.is_contiguous(memory_format=memory_format):
-            usual = _strides(x.shape, memory_format)
-            return x if x.stride() == usual else x.as_strided(x.shape, usual)
-    return x
 
 
 def pack_bits(numbers: Tensor) -> Tensor:
@@ -117,7 +95,7 @@ def pack_bits(numbers: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    """What `pack_bits` was given, modulo 16."""
+    """The integers that `pack_bits` was given, modulo 16."""
     bits = torch.stack((packed & 15, packed >> KEPT_BITS), 1)
     return bits.flatten()[: shape.numel()].view(shape)
 
@@ -129,7 +107,7 @@ def random_signs(shape: Sequence[int], device: torch.device, dtype: torch.dtype)
 
 
 def kernels_for(sign: Tensor, *tensors: Tensor) -> Any:
-    """The kernels that do all of a block's steps at once, if they can; else None."""
+    """The kernels that do all steps of a block at once; None if they do not support this."""
     if not tensors[0].is_cuda:
         return None
     kernels = average_kernels()
@@ -144,15 +122,15 @@ def average(
     unit: Tensor,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`y`, NaN where it overflows; the bits of `a` that are lost; `y` in another dtype.
+    """`y` (NaN where it overflows), the bits of `a` that are lost, and `y` in another dtype.
 
     Args:
         a: The first stream, in whole units.
         b: The second stream.
         addend: F(b), in any floating-point type.
-        sign: 2 gamma in the type of the streams; broadcast to them.
-        unit: Of the streams.
-        dtype: Of the last result, which is None unless it comes with the first.
+        sign: 2 gamma in the dtype of the streams, to which it is broadcast.
+        unit: The unit of the streams.
+        dtype: The other dtype. The last result is None unless one kernel writes both.
     """
     integers, _, limit = _FORMATS[unit.dtype]
     with torch.no_grad():
@@ -165,11 +143,11 @@ def average(
             lost, copy = pack_bits(difference), None
             part = difference.bitwise_right_shift_(KEPT_BITS).mul_(sign.sign().to(integers))
             whole = part.add_(second).add_(scaled.to(integers)).to(unit.dtype)
-            is_small = (scaled.abs() < limit) & (whole.abs() < limit) & (a == a) & (b == b)
-            y = with_usual_strides(torch.where(is_small, whole * unit, torch.nan))
+            is_small = (whole.abs() < limit) & (scaled.abs() < limit) & (a == a) & (b == b)
+            y = torch.where(is_small, whole * unit, torch.nan)
     if torch.is_grad_enabled():
         y = _Average.apply(a, b, addend, sign, y)
-    return y, lost, copy
+    return like(b, y), lost, copy
 
 
 class _Average(torch.autograd.Function):
@@ -198,7 +176,7 @@ def undo_average(
     lost: Tensor,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`a`, from what `average` was given and returned, and in another dtype if that comes too."""
+    """`a`, from the arguments and results of `average`; also in `dtype` if a kernel writes both."""
     with torch.no_grad():
         if kernels := kernels_for(sign, y, b, addend):
             found: tuple[Tensor, Tensor | None]
@@ -209,8 +187,8 @@ def undo_average(
         part = (y / unit).to(integers) - second - _scaled(addend, sign, unit).to(integers)
         part = part.mul_(sign.sign().to(integers)).bitwise_left_shift_(KEPT_BITS)
         whole = part.add_(unpack_bits(lost, b.shape)).add_(second)
-        # What has overflown stays visible.
-        return with_usual_strides(torch.where((y == y) & (b == b), whole * unit, torch.nan)), None
+        # Overflows stay visible.
+        return like(b, torch.where((y == y) & (b == b), whole * unit, torch.nan)), None
 
 
 def _scaled(addend: Tensor, sign: Tensor, unit: Tensor) -> Tensor:
@@ -219,7 +197,7 @@ def _scaled(addend: Tensor, sign: Tensor, unit: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest magnitude, NaN if there is one; 0 of an empty tensor."""
+    """The largest magnitude; NaN if an element is NaN, and 0 for an empty tensor."""
     if not x.numel():
         return x.new_zeros(())
     smallest, largest = torch.aminmax(x)
@@ -233,9 +211,9 @@ def average_gradients(
     dtype: torch.dtype | None = None,
     may_overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `a`, of `b` without its way through F, and of F(b), which has this dtype.
+    """Gradients of `a`, of `b` without the path through F, and of F(b), the last in `dtype`.
 
-    If they may be overwritten, the first two are written where those of `y` and `b` were.
+    With `may_overwrite`, the first two overwrite the gradients of `y` and `b`.
     """
     if of_b is not None and dtype and (kernels := kernels_for(sign, of_b, of_y)):
         found: tuple[Tensor, Tensor, Tensor]
@@ -255,7 +233,7 @@ def average_gradients(
 
 
 def draw_sign(is_training: bool, b: Tensor, dim: int | None) -> Tensor | None:
-    """A block's 2 gamma, one for each sample; None for gamma = 0, in eval mode."""
+    """A block's 2 gamma, one for each sample; None in eval mode, where gamma is 0."""
     if not is_training:
         return None
     shape = [b.shape[d] if d == dim else 1 for d in range(b.ndim)]
@@ -271,13 +249,13 @@ def enter_average(is_training: bool, a: Tensor, b: Tensor) -> tuple[Tensor, Tens
         return a, b, None
     a, b = a.to(wide_dtype(a.dtype)), b.to(wide_dtype(b.dtype))
     unit = unit_of(a, b).reshape(1)
-    return in_units(a, unit), in_units(b, unit), unit
+    return *alike(in_units(a, unit), in_units(b, unit)), unit
 
 
 def couple_average(
     a: Tensor, b: Tensor, addend: Tensor, sign: Tensor | None, unit: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """`b + gamma (a - b) + (1 + gamma) F(b)`, and the bits that it loses of `a`."""
+    """`b + gamma (a - b) + (1 + gamma) F(b)`, and the bits of `a` that it loses."""
     if sign is None or unit is None:
         return b + addend, None
     return average(a, b, addend, sign, unit)[:2]
@@ -286,5 +264,5 @@ def couple_average(
 def uncouple_average(
     y: Tensor, b: Tensor, addend: Tensor, sign: Tensor, unit: Tensor, lost: Tensor
 ) -> Tensor:
-    """`a`, from what `couple_average` was given and returned."""
+    """`a`, from the arguments and results of `couple_average`."""
     return undo_average(y, b, addend, sign, unit, lost)[0]

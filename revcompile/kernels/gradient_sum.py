@@ -18,7 +18,7 @@ _NAME: Final = "_revcompile_gradient_sum"
 
 
 class GradientSum:
-    """Where to add the gradient of a stream; attached to it, so that its reader finds it."""
+    """The sum of a stream's gradients, attached to the stream, where its reader finds it."""
 
     def __init__(self) -> None:
         self._own: Tensor | None = None
@@ -44,7 +44,7 @@ class GradientSum:
     def addend_for(self, reader: Tensor) -> tuple[Tensor | None, torch.dtype | None]:
         """The stream's own gradient, if a reader's kernel may add it, and the second dtype.
 
-        Only the first reader gets it: autograd adds the gradients of further readers to that one's.
+        Only the first reader gets it: autograd adds the gradients of further readers to the sum.
         """
         own = self._own
         if own is None or self._written is not None or own.shape != reader.shape:
@@ -54,11 +54,11 @@ class GradientSum:
         return own, self._dtype
 
     def store(self, total: Tensor, copy: Tensor | None) -> None:
-        """A reader's kernel has written the sum, and its copy in the second dtype."""
+        """Note that a reader's kernel has written the sum, and its copy in the second dtype."""
         self._written = total, copy
 
     def finish(self, through: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The sum, from the gradient that autograd returned for the branch, and its copy."""
+        """The sum and its copy, from the gradient that autograd returned for the branch."""
         own, self._own = self._own, None
         if own is None or through is None:
             return own if through is None else through, None

@@ -23,12 +23,12 @@ def compiled(kernel: Any) -> Any:
 
 
 def compiles(probe: Callable[[], object]) -> bool:
-    """Can kernels be compiled here? That takes Triton and a C compiler. `probe` launches some."""
+    """Whether kernels compile here, which takes Triton and a C compiler. `probe` launches some."""
     if triton is None:
         return False
     try:
         probe()
-    except Exception:  # of the compiler: torch computes the same, by more kernels
+    except Exception:  # a compiler error: torch computes the same, with more kernels
         return False
     return True
 

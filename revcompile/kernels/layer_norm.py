@@ -1,8 +1,8 @@
 """Layer norms of float32 streams that write low precision.
 
 Under autocast a layer norm writes float32, which a cast reads again for the next layer; backward
-goes the same way back. On a GPU one kernel each way does both in one pass over memory, computing in
-float32, and the backward kernel adds the stream's own gradient if that is known (`gradient_sum`).
+does the reverse. On a GPU, one kernel for each direction does both in one pass over memory. It
+computes in float32. The backward kernel also adds the stream's own gradient (`gradient_sum`).
 Everywhere else torch's own layer norm runs.
 """
 
@@ -24,12 +24,12 @@ _ALIGNED: Final = 16
 
 
 def is_layer_norm(layer: nn.Module) -> bool:
-    """Does a layer compute what `F.layer_norm` does, and nothing else?"""
+    """Whether a layer computes what `F.layer_norm` does, and nothing else."""
     if not isinstance(layer, nn.LayerNorm) or "forward" in vars(layer):
         return False
     kind = type(layer)
     if f"{kind.__module__}.{kind.__qualname__}" == "timm.layers.norm.LayerNorm":
-        return not getattr(layer, "_fast_norm", True)  # which computes in low precision
+        return not getattr(layer, "_fast_norm", True)  # that computes in low precision
     return kind.forward is nn.LayerNorm.forward
 
 
@@ -59,7 +59,7 @@ def layer_norm(
 
 
 def _cast_down_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """The same bits whatever the address of `x`, which in a rebuild is another than in forward."""
+    """Give the same bits for any address of `x`, which is another one in the rebuild."""
     dtype = torch.get_autocast_dtype(x.device.type)
     aligned = x.clone() if x.data_ptr() % _ALIGNED else x
     out: Tensor = _CastDownLayerNorm.apply(aligned, weight, bias, eps, dtype, GradientSum.of(x))
@@ -69,7 +69,7 @@ def _cast_down_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
 def _is_supported(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> bool:
-    """Is there a kernel for this?"""
+    """Whether the kernels support these arguments."""
     if weight is None or bias is None:
         return False
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -82,7 +82,7 @@ def _is_supported(
 
 
 def _pays(x: Tensor) -> bool:
-    """Is it a large tensor on a GPU, under autocast? `torch.compile` has kernels of its own."""
+    """Whether `x` is a large GPU tensor under autocast, but not in `torch.compile`."""
     if not x.is_cuda or torch.compiler.is_compiling() or not is_autocasting(x.device):
         return False
     return type(x) in (Tensor, nn.Parameter) and x.numel() >= MIN_ELEMENTS

@@ -1,10 +1,10 @@
 """Layers that give the same bits when they run again.
 
 cuDNN may split a convolution's sum and add the parts in any order, and with `cudnn.benchmark` each
-thread chooses its algorithms by its own timing. Attention whose mask has a gradient cannot take the
-flash kernel; without gradients, in the forward pass of a chain, it would. An averaged coupling
-multiplies such differences of a last bit by 16 in every block (`fixed_point`), so its branches run
-without either.
+thread chooses its algorithms by its own timing. Attention whose mask has a gradient cannot use the
+flash kernel, but would use it in the forward pass of a chain, which has no gradients. An averaged
+coupling multiplies such differences of a last bit by 16 in every block (`fixed_point`), so its
+branches run deterministic convolutions, and such attention without the flash kernel.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 
 class Repeated(NamedTuple):
-    """Which of its layers a branch has to keep from choosing another kernel."""
+    """Which layers of a branch must be kept from choosing another kernel."""
 
     convolutions: bool = False
     attention: bool = False
-    """With a mask that parameters are part of."""
+    """Attention whose mask depends on parameters."""
 
 
 class Setting:
@@ -45,7 +45,7 @@ class Setting:
             self._set_to(all(self._wanted))
 
     def release(self, on: bool) -> None:
-        """The end of a `want`."""
+        """End a `want`."""
         with self._lock:
             self._wanted.remove(on)
             self._set_to(all(self._wanted) if self._wanted else self._before)
@@ -60,7 +60,7 @@ _FLASH: Final = Setting(torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_f
 
 @contextmanager
 def repeatable(layers: Repeated) -> Iterator[None]:
-    """Inside, such layers are repeatable."""
+    """Inside, these layers give the same bits in every run."""
     wanted: list[tuple[Setting, bool]] = []
     if layers.convolutions:
         wanted += [(_DETERMINISTIC, True), (CUDNN_BENCHMARK, False)]

@@ -1,7 +1,7 @@
-"""Averaged couplings in one pass over memory; `fixed_point` has the same step by step.
+"""Averaged couplings in one pass over memory; `fixed_point` computes the same step by step.
 
 A dozen of torch's operations would read and write the streams a dozen times. Results are
-bit-identical, so that one block may be computed by either.
+bit-identical, so either may compute a block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from revcompile.kernels.autocast import MIN_ELEMENTS
 from revcompile.kernels.launch import compiled, compiles, launch, outputs, tl, triton
 
 _ELEMENTS: Final = 1024
-"""That a program works on."""
+"""Elements per program."""
 _MAX_ELEMENTS: Final = 2**31 - _ELEMENTS
 _INTEGERS_FROM: Final = 2.0**23 if tl is None else tl.constexpr(2.0**23)
 """Float32 numbers from here on have no fraction."""
@@ -59,7 +59,7 @@ def _average(  # type: ignore[no-untyped-def]
         b, addend, signs, units, count, sample, size
     )
     first = tl.load(a + at, mask=inside, other=0.0)
-    is_small = (tl.abs(scaled) < limit) & (first == first) & (second == second)  # nor NaN
+    is_small = (tl.abs(scaled) < limit) & (first == first) & (second == second)  # not NaN
     first = tl.where(is_small, first / unit, 0.0).to(tl.int32)
     second = tl.where(is_small, second / unit, 0.0).to(tl.int32)
     difference = first - second
@@ -87,7 +87,7 @@ def _undo(  # type: ignore[no-untyped-def]
     packed = tl.load(lost + byte, mask=byte * 2 < count, other=0).to(tl.int32)
     kept = (packed[:, None] >> shift) & 15
     last = tl.load(y + at, mask=inside, other=0.0)
-    is_known = (last == last) & (second == second)  # what has overflown stays visible
+    is_known = (last == last) & (second == second)  # overflows stay visible
     last = tl.where(is_known, last / unit, 0.0).to(tl.int32)
     second = tl.where(is_known, second / unit, 0.0).to(tl.int32)
     part = direction * (last - second - tl.where(is_known, scaled, 0.0).to(tl.int32))
@@ -115,9 +115,9 @@ def _gradients(  # type: ignore[no-untyped-def]
 
 
 def supports(sign: Tensor, *tensors: Tensor) -> bool:
-    """Can the kernels walk tensors of this many elements, all alike, in memory order?
+    """Whether the kernels can process these tensors, which must be large, alike and contiguous.
 
-    Signs are for the first dimension, or for all elements.
+    There may be one sign for each index of the first dimension, or one for all elements.
     """
     first = tensors[0]
     return (
@@ -133,7 +133,7 @@ def supports(sign: Tensor, *tensors: Tensor) -> bool:
 
 @functools.cache
 def works_on(device: torch.device) -> bool:
-    """Can the kernels be compiled here?"""
+    """Whether the kernels can be compiled here."""
 
     def probe() -> None:
         a, one = torch.zeros(8, device=device), torch.ones(1, device=device)
@@ -159,7 +159,7 @@ def average(
     limit: float,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`y`, NaN where it overflows; the lost bits; `y` in another dtype, if one is given."""
+    """`y` (NaN where it overflows), the lost bits, and `y` in another dtype, if one is given."""
     y, copy = outputs(b, dtype)
     lost = torch.empty(-(-b.numel() // 2), dtype=torch.uint8, device=b.device)
     tensors = a, b, addend, sign, unit, y, y if copy is None else copy, lost
@@ -186,9 +186,9 @@ def undo_average(
 def average_gradients(
     of_b: Tensor, of_y: Tensor, sign: Tensor, dtype: torch.dtype, may_overwrite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `a`, of `b` without its way through F, and of F(b), the last in its dtype.
+    """Gradients of `a`, of `b` without the path through F, and of F(b), the last in `dtype`.
 
-    If they may be overwritten, the first two are written where those of `y` and `b` were.
+    With `may_overwrite`, the first two overwrite the gradients of `y` and `b`.
     """
     # Each element is read before it is written, by the same thread.
     of_a, own = (of_y, of_b) if may_overwrite else (torch.empty_like(t) for t in (of_y, of_y))

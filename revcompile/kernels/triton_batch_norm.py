@@ -165,7 +165,7 @@ def _backward_input(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Can these be compiled here?"""
+    """Whether these kernels can be compiled here."""
     x = torch.zeros(2, 256, 2, 2, device=device, dtype=dtype)
     x = x.to(memory_format=torch.channels_last)
     ones = torch.ones(256, device=device)
@@ -234,7 +234,7 @@ def _floats(like: Tensor, *shape: int) -> Tensor:
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Rows and channels; those of a tile, powers of two; and how many tiles lie side by side."""
+    """Rows and channels, those of a tile (powers of two), and the number of tiles side by side."""
     columns = x.shape[1]
     tile_columns = min(_MAX_TILE_COLUMNS, triton.next_power_of_2(columns))
     blocks = triton.cdiv(columns, tile_columns)

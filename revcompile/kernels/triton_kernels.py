@@ -1,7 +1,7 @@
 """Triton kernels for whole streams in mixed precision, limited by memory bandwidth only.
 
-Sums of two dtypes, on the grid or not: torch's own generated kernels take mixed dtypes and the
-grid's single number element by element and reach a third of that speed, which costs a step in
+Sums of two dtypes, on the grid or not: torch's own generated kernels read mixed dtypes and the
+grid's single number element by element, and reach a third of that speed. That costs a step in
 bfloat16 several per cent. A sum may also be written in a second dtype, for a reader that would cast
 it. Layer norms write the dtype that their readers want: no float32 is written only to be cast.
 """
@@ -44,7 +44,7 @@ def _sum(  # type: ignore[no-untyped-def]
 
 
 def fits(stream: Tensor, addend: Tensor) -> bool:
-    """Can the kernel walk both tensors in memory order?"""
+    """Whether the kernel can process both tensors in memory order."""
     return (
         MIN_ELEMENTS <= stream.numel() < _MAX_ELEMENTS
         and stream.dtype == torch.float32
@@ -55,14 +55,14 @@ def fits(stream: Tensor, addend: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Does a tensor fill its memory without gaps, in either memory format?"""
+    """Whether a tensor fills its memory without gaps, in either memory format."""
     last = torch.channels_last
     return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=last))
 
 
 @functools.cache
 def works_on(device: torch.device) -> bool:
-    """Can sums be compiled here?"""
+    """Whether sums can be compiled here."""
     probe = torch.zeros(1, device=device)
     return compiles(lambda: add(probe, probe))
 
@@ -105,7 +105,7 @@ _TILE: Final = 1024
 """Elements that a program works on at a time, unless a row is longer."""
 _MAX_COLUMNS: Final = 4096
 _PROGRAMS: Final = 528
-"""How many share a backward pass: four for each processor of a large GPU."""
+"""Programs that share a backward pass: four per multiprocessor of a large GPU."""
 
 
 # fmt: off
@@ -170,12 +170,12 @@ def _norm_back(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def supports_layer_norm(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
-    """Can layer norms of this width, and their gradients, be compiled here?"""
+    """Whether layer norms of this width, and their gradients, can be compiled here."""
     x = torch.zeros(1, columns, device=device)
 
     def probe() -> None:
         out, means, scales = layer_norm_forward(x, x[0], x[0], 1.0, dtype)
-        # the variant that needs most registers
+        # the variant that needs the most registers
         layer_norm_backward(out, x, x[0], means, scales, x, dtype)
 
     return columns <= _MAX_COLUMNS and compiles(probe)
@@ -207,7 +207,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Gradients of a layer norm's input (also in `dtype`, if given), weight and bias.
 
-    The input's is added to its `own`, if there is one.
+    If there is an `own` gradient of the input, it is added to the input's gradient.
     """
     rows, columns = means.numel(), x.shape[-1]
     tile_rows, size, warps = _tile(columns)
@@ -225,7 +225,7 @@ def layer_norm_backward(
 
 @functools.cache
 def _tile(columns: int) -> tuple[int, int, int]:
-    """Rows and columns of a program, powers of two, and its warps: eight elements a thread."""
+    """Rows and columns of a program, powers of two, and its warps: eight elements per thread."""
     size = triton.next_power_of_2(columns)
     tile_rows = max(1, _TILE // size)
     return tile_rows, size, tile_rows * size // 256

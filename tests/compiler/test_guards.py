@@ -1,5 +1,6 @@
 """What steered Python while a model was traced is checked at each call."""
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -127,6 +128,59 @@ def test_control_flow_on_the_batch_size_follows_the_batch(steer: Any) -> None:
         net = _expected(model, example)
         for x, expected in references:
             assert torch.equal(net(x), expected)
+
+
+class Pooled(nn.Module):
+    """Pools with a layer, and compares the size with a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.AvgPool1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.pool(x.transpose(1, 2)).transpose(1, 2)
+        return h * 2 if h.shape[1] > 3 else h
+
+
+def _replaced(pooled: Any, kind: Any = nn.AvgPool1d) -> None:
+    pooled.pool = kind(4)
+
+
+def _set_in_place(pooled: Any) -> None:
+    pooled.pool.kernel_size = pooled.pool.stride = (4,)
+
+
+@cases("change", _replaced, _set_in_place)
+def test_sizes_are_those_of_the_layers_that_are_there(change: Callable[[Any], None]) -> None:
+    x = torch.randn(2, 8, WIDTH)
+    model = nn.Sequential(Pooled(), Blocks(lambda self, x, h: h)).eval()
+    net: Any = revcompile.reversify(model, x, policy="pretrained").eval()
+    net.get_submodule("0").pool.register_forward_hook(_refuse_fakes)
+    twin, third = copy.deepcopy(net), copy.deepcopy(net)
+    before = model(x)
+    for each in (model, net, twin):
+        change(each.get_submodule("0"))
+    for each in (net, net, twin, copy.deepcopy(net)):
+        torch.testing.assert_close(each(x), model(x))
+        assert len(each._cases._cases) <= 2
+    net.get_submodule("0").pool = nn.AvgPool1d(2)
+    torch.testing.assert_close(net(x), before)
+    _replaced(third.get_submodule("0"), nn.MaxPool1d)  # captured again, it would be an average
+    refuses(GuardError, r"shape\[1\] > 3 was True .* is False now", third, x)
+
+
+def test_a_trainer_computes_sizes_with_the_settings_of_its_layers() -> None:
+    x = torch.randn(2, 8, WIDTH)
+    staged = revcompile.petrafy(nn.Sequential(Pooled(), Blocks(lambda self, x, h: h)), 2, x)
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, lr=0.1), lambda out, y: out.mean())
+    trainer.step(x, x)
+    trainer.flush()
+    _set_in_place(staged.model.get_submodule("0"))
+    refuses(GuardError, r"shape\[1\] > 3 was True .* is False now", trainer.step, x, x)
+
+
+def _refuse_fakes(module: nn.Module, given: Any, out: Tensor) -> None:
+    assert type(out) is Tensor
 
 
 def test_a_trainer_refuses_another_case_and_goes_on() -> None:

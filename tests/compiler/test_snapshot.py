@@ -67,6 +67,19 @@ CHANGES: dict[str, tuple[Kind, Callable[[Any], Any], str]] = {
         Kind.REQUIRES_GRAD, lambda net: net.last.requires_grad_(False),
         "requires_grad of last.weight was changed",
     ),
+    "requires_grad of another buffer": (
+        Kind.REQUIRES_GRAD, put("first.mask", torch.ones(4, requires_grad=True)),
+        "requires_grad of first.mask was changed",
+    ),
+    "requires_grad in a list": (
+        Kind.REQUIRES_GRAD,
+        lambda net: net.first.scales.append(torch.ones(1, requires_grad=True)),
+        "requires_grad of first.scales[2] was changed",
+    ),
+    "a computed tensor": (
+        Kind.DIFFERENTIABLE, lambda net: put("first.offset", net.last.weight * 2)(net),
+        "requires_grad of first.offset was changed",
+    ),
     "setting": (Kind.SETTING, put("drop.p", 0.3), "drop.p was 0.1 and is 0.3 now"),
     "new setting": (Kind.SETTING, put("drop.rate", 0.3), "drop.rate was absent and is 0.3 now"),
     "setting in place": (

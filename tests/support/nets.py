@@ -257,6 +257,25 @@ class Arranged(nn.Module):
         return self.head(x.mean(1))
 
 
+class Dropped(nn.Module):
+    """Dropout on images, if there are convolutions, and on tokens, which are views of images."""
+
+    def __init__(self, convs: int = 2) -> None:
+        super().__init__()
+        self.stem, self.drop = nn.Conv2d(3, 4, 1), nn.Dropout(0.2)
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(convs))
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for conv in self.convs:
+            x = x + self.drop(torch.tanh(conv(x)))
+        x = x.flatten(2).transpose(1, 2)
+        for linear in self.linears:
+            x = x + torch.tanh(linear(self.drop(x)))
+        return x
+
+
 class Gated(nn.Module):
     """A branch with a side input that has a gradient."""
 

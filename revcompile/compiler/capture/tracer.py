@@ -260,11 +260,16 @@ class Tracer(ShapedTracer):
             raise TraceError("a tensor made outside the graph")
         same = (n for n, c in self._constants.items() if c.dtype == tensor.dtype)
         name = next((n for n in same if torch.equal(self._constants[n], tensor)), None)
+        is_made = storage_of(tensor) in self._made
+        if tensor.requires_grad and not (is_made and tensor.is_leaf):
+            raise TraceError(
+                f"a tensor {list(tensor.shape)} that requires a gradient, but is neither a "
+                "parameter nor an attribute of a module"
+            )
         if name is None:
             name = f"{CONSTANT_PREFIX}{len(self._constants)}"
             self._constants[name] = tensor
         self._held[name] = tensor
-        is_made = storage_of(tensor) in self._made
         effect = (_MADE, UntracedEffect) if is_made else (_FOUND, PythonState)
         self._kept.setdefault(storage_of(tensor), effect)
         return name

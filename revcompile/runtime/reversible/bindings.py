@@ -1,4 +1,4 @@
-"""What a graph reads of the module tree when it runs, and again when it runs a second time.
+"""What a graph reads from the module tree, in its first run and again in its second.
 
 Graphs name modules and parameters; which objects the names mean is looked up at every call.
 Parameters may be replaced, sharded or swapped (`functional_call`) between calls. Layers may be
@@ -50,7 +50,7 @@ Slot = tuple[dict[str, Any], str]
 
 @contextmanager
 def filled(contents: Sequence[tuple[Slot, Any]]) -> Iterator[None]:
-    """Slots with other contents."""
+    """Inside, slots have these contents; afterwards they have the previous ones again."""
     before = [(slot, slot[0].get(slot[1])) for slot, _ in contents]
     try:
         for (owner, name), value in contents:
@@ -69,7 +69,7 @@ ShardedModule = tuple[str, nn.Module]
 
 
 def unshard(modules: Sequence[ShardedModule], tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gather the modules' parameters, outermost first; returns the tensors to go on with."""
+    """Gather the modules' parameters, outermost first; returns the tensors to continue with."""
     for path, module in modules:
         for hook in filter(is_sharding_hook, module._forward_pre_hooks.values()):
             tensors = _not_cast(path, tensors, hook(module, tensors, {})[0])
@@ -103,11 +103,11 @@ def _not_cast(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> tup
 
 
 FORWARD_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
-"""Where torch keeps a module's forward hooks: a dict by handle each."""
+"""Attributes in which torch keeps a module's forward hooks, each a dict by handle."""
 
 Hook = Callable[..., Any]
 HookRecord = dict[nn.Module, dict[str, "OrderedDict[int, Hook]"]]
-"""For each module with hooks: which to run in a rebuild, by kind and handle."""
+"""For each module with hooks: the hooks to run in a rebuild, by kind and handle."""
 
 
 def _marking(
@@ -117,7 +117,7 @@ def _marking(
     handle: int,
     rerun: OrderedDict[int, Hook],
 ) -> Callable[..., Any]:
-    """The hook, which marks itself to run again if it does more than observe."""
+    """Wrap a hook: the wrapper adds it to `rerun` if it does more than observe."""
 
     def run(*given: Any) -> Any:
         looks_inside = not torch.is_grad_enabled()
@@ -131,7 +131,7 @@ def _marking(
         rerun[handle] = hook
         if not looks_inside:
             return result
-        # Of frozen layers no backward pass would find out.
+        # Frozen layers have no backward pass that would detect this.
         changed = (leaf for leaf in pytree.tree_leaves([result, rest, *vars(module).values()]))
         known = [p for layer in layers for p in layer._parameters.values() if p is not None]
         refuse_other_leaves(
@@ -149,7 +149,7 @@ _ANCHOR: Final = torch.empty(0, requires_grad=True)
 
 
 class _Tap(torch.autograd.Function):
-    """Tensors that leave a forward pass without a graph: a gradient to them is an error."""
+    """A tensor that leaves a forward pass without a graph: a gradient to it is an error."""
 
     @staticmethod
     def forward(ctx: Any, name: str, anchor: Tensor, tensor: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class _Tap(torch.autograd.Function):
 
 
 def tap_stored(root: nn.Module, stored: Iterable[tuple[str, str]]) -> None:
-    """Let a gradient to tensors that modules have left in attributes be an error."""
+    """Make gradients to tensors that modules have stored in attributes an error."""
     for path, name in stored:
         own = vars(module := root.get_submodule(path))
         tensors = pytree.tree_leaves(own.get(name))
@@ -194,7 +194,7 @@ def _skipped(*_: Any) -> None:
 
 
 def _seen(module: nn.Module, given: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
-    """All that a hook could change of its module and of the tensors it is given, and versions."""
+    """All that a hook could change: its module's attributes and tensors, and tensor versions."""
     own = [entry for name, value in vars(module).items() for entry in (name, value)]
     tensors = [*module._parameters.values(), *module._buffers.values()]
     leaves = [leaf for leaf in pytree.tree_leaves(given[1:]) if isinstance(leaf, Tensor)]
@@ -215,7 +215,7 @@ class LayerHooks:
         self._forward = [vars(layer)[kind] for layer in layers for kind in FORWARD_HOOKS]
         self._all = [vars(layer)[kind] for layer in layers for kind in HOOKS]
         self._none_until = -1
-        """How many hooks there had been in this process when no layer had one."""
+        """The next id of torch's hooks when the layers were last seen without hooks."""
 
     def __bool__(self) -> bool:
         """Whether any layer has hooks now."""
@@ -231,7 +231,7 @@ class LayerHooks:
         return any(self._forward)
 
     def recorded(self, record: HookRecord) -> AbstractContextManager[None]:
-        """Around forward; notes in `record` what is to run again."""
+        """A context for forward, which notes in `record` the hooks to run again."""
         marking: list[tuple[Slot, Any]] = []
         for module in self.layers if self.run_in_forward else ():
             record[module] = {}
@@ -247,7 +247,7 @@ class LayerHooks:
         return filled(marking)
 
     def replayed(self, record: HookRecord | None) -> AbstractContextManager[None]:
-        """Around backward, in which the recorded hooks run, or, if None, the present ones."""
+        """A context for backward, in which the recorded hooks run; if None, the current hooks."""
         if record is None or not (record or self.run_in_forward):
             return nullcontext()
         kinds = [(layer, kind) for layer in self.layers for kind in FORWARD_HOOKS]
@@ -258,7 +258,7 @@ class LayerHooks:
 
 @contextmanager
 def gradient_hooks_silenced(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Around `torch.autograd.grad`: the tensors' own gradient hooks do not run."""
+    """A context for `torch.autograd.grad`, in which gradient hooks of these tensors do not run."""
     # The dicts are emptied in place: torch holds on to them.
     dicts = [tensor._backward_hooks for tensor in tensors if tensor._backward_hooks]
     contents = [dict(hooks) for hooks in dicts]
@@ -285,16 +285,16 @@ class Bindings:
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.watched = watched = read_by([graph], root)
         self.modules = {each.module: each.path for each in watched if each.names is None}
-        """Every module that runs, those inside others included, and its path."""
-        # Modules that contain those, and whose own forward does not run. Not the root, whose hooks
-        # run around all of its forward.
+        """Every module that runs, including modules inside others, and its path."""
+        # Modules that contain called ones, and whose own forward does not run. The root is left
+        # out: its hooks run around its whole forward.
         enclosing = {each.module: each.path for each in watched if each.names and each.path}
         self.sharded: tuple[ShardedModule, ...] = tuple(
             (path, module)
             for module, path in (*enclosing.items(), *self.modules.items())
             if any(map(is_sharding_hook, module._forward_hooks.values()))
         )
-        """FSDP2 modules, outermost first: around the called ones, those, and inside them."""
+        """FSDP2 modules, outermost first: those around called modules, called ones, inner ones."""
         self.labels: list[str] = []
         """Paths of the parameters, in the order of the slots."""
         slots: list[Slot] = []
@@ -337,7 +337,7 @@ def check_repeatable(structure: TreeSnapshot) -> None:
 
 
 class Bound:
-    """What one run of a branch read of the module tree, for its second run."""
+    """What one run of a branch read from the module tree, for its second run."""
 
     __slots__ = ("_bindings", "_entries", "_hooks", "_versions", "parameters")
 
@@ -345,7 +345,7 @@ class Bound:
         self._bindings = bindings
         self._entries = [owner.get(name) for owner, name in bindings.entries]
         self.parameters: Sequence[Any] = self._entries[: len(bindings.labels)]
-        """In the order of `Bindings.labels`."""
+        """The parameters, in the order of `Bindings.labels`."""
         self._versions = _versions(self.parameters)
         self._hooks: HookRecord = {}
 
@@ -355,7 +355,7 @@ class Bound:
         return list(unique.values())
 
     def recording_hooks(self) -> AbstractContextManager[None]:
-        """Around the first run."""
+        """A context for the first run, which notes the hooks to run again."""
         bindings = self._bindings
         return bindings.hooks.recorded(self._hooks) if bindings.hooked else _NOTHING
 
@@ -364,7 +364,7 @@ class Bound:
         return bool(self._hooks) or self._bindings.hooks.run_in_forward
 
     def check(self, block: str) -> None:
-        """Raise if the run cannot be repeated: a parameter was written to since."""
+        """Raise if the run cannot be repeated because a parameter has been written to since."""
         now = _versions(self.parameters)
         if now == self._versions:
             return
@@ -381,16 +381,16 @@ class Bound:
         )
 
     def stand_ins(self) -> dict[int, Tensor]:
-        """Leaf tensors to use instead of computed parameters, by the ids of those.
+        """Leaf tensors to use instead of computed parameters, by the ids of the parameters.
 
-        Parameters may be computed (given to `functional_call`): differentiating the second run must
-        not go on into the graph, or the retained gradient, of what they are computed from.
+        Parameters may be computed (given to `functional_call`). Differentiating the second run must
+        stop there: neither continue into the graph that computed them, nor set retained gradients.
         """
         computed = [p for p in self.parameters if p is not None and not p.is_leaf]
         return {id(p): p.detach().requires_grad_(p.requires_grad) for p in computed}
 
     def replaced_by(self, others: Mapping[int, Tensor]) -> AbstractContextManager[None]:
-        """Around the first run: other tensors instead of parameters, by the ids of those."""
+        """A context for the first run: `others` replace parameters, by the parameters' ids."""
         if not others:
             return _NOTHING
         pairs = zip(self._bindings.slots, self.parameters, strict=True)
@@ -399,10 +399,10 @@ class Bound:
     def restored(
         self, others: Mapping[int, Tensor], has_hooks: bool
     ) -> AbstractContextManager[Any]:
-        """Around the second run: parameters, or others, buffers, settings and hooks of the first.
+        """A context for the second run, with parameters, buffers, settings and hooks of the first.
 
         Args:
-            others: As of `replaced_by`.
+            others: As in `replaced_by`.
             has_hooks: Whether layers have hooks, or had some.
         """
         bindings, entries = self._bindings, self._entries

@@ -1,4 +1,4 @@
-"""One coupling of a chain as it runs: its branch F, what F reads, and what becomes of its streams.
+"""One coupling of a chain as it runs: its branch F, what F reads, and how streams are combined.
 
 Added          y = a + F(b)
 Averaged       y = b + gamma (a - b) + (1 + gamma) F(b)     gamma = 0 in eval mode
@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from revcompile.errors import InputError
 from revcompile.ir.module_tree import convolves, has_autocast_consumer, is_cast, repeated_layers
 from revcompile.ir.precision_rewrites import for_chains
 from revcompile.ir.python_code import compile_with_modules
@@ -29,15 +30,16 @@ from revcompile.kernels.fixed_point import (
     undo_average,
     unit_of,
 )
+from revcompile.kernels.layout import alike
 from revcompile.kernels.repeatable import Repeated, repeatable
 from revcompile.runtime.reversible.bindings import Bindings
 from revcompile.runtime.reversible.replay import ReplayContext
 
 _Pair = tuple[Tensor, Tensor]
 _Lost = tuple[Tensor, ...]
-"""What only undoing a sum needs, for autograd to keep as long as needed."""
+"""Tensors that only the inverse of a sum needs, which autograd saves."""
 _Sum = tuple[Tensor, Tensor | None, _Lost]
-"""A sum, its cast copy if one kernel wrote both, and what it loses."""
+"""A sum, its cast copy if one kernel wrote both, and what its inverse needs besides."""
 
 
 class Added:
@@ -46,29 +48,29 @@ class Added:
     casts = True
     """Whether a kernel may also write `y` in the dtype of autocast."""
     casts_to_read = False
-    """Likewise in the model's own dtype, where that has fewer bits than streams."""
+    """Whether a kernel may also write `y` in the model's own dtype, if streams have more bits."""
 
     def __init__(self, grid: Tensor | None) -> None:
         self.grid = grid
 
     def enter(self, a: Tensor, b: Tensor) -> _Pair:
-        """The input of a chain as its couplings need it."""
-        return rounded(a, self.grid), rounded(b, self.grid)
+        """The input streams of a chain, rounded as its couplings need them."""
+        return alike(rounded(a, self.grid), rounded(b, self.grid))
 
     def add(self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
-        """The sum of the block `index`."""
+        """The sum of block `index`."""
         return *add_or_subtract(a, addend, self.grid, False, with_cast), ()
 
     def undo(
         self, index: int, y: Tensor, b: Tensor, addend: Tensor, lost: _Lost, with_cast: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """`a` of the block `index`, and its cast copy if one kernel wrote both."""
+        """`a` of block `index`, and its cast copy if one kernel wrote both."""
         return add_or_subtract(y, addend, self.grid, True, with_cast)
 
     def gradients(
         self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `a`, of `b` without its way through F, and of F(b), which has this dtype."""
+        """Gradients of `a`, of `b` without the path through F, and of F(b), which has `dtype`."""
         return of_y, of_b, of_y
 
 
@@ -87,7 +89,7 @@ class Averaged(Added):
         self.signs, self.batch_dims = signs, batch_dims
 
     def sign(self, index: int, like: Tensor) -> Tensor:
-        """2 gamma of a block, to be broadcast to its streams."""
+        """2 gamma of a block, in a shape that broadcasts to its streams."""
         assert self.signs is not None
         signs, dim = self.signs[index], self.batch_dims[index]
         shape = [1] * like.ndim
@@ -109,7 +111,7 @@ class Averaged(Added):
         self, index: int, y: Tensor, b: Tensor, addend: Tensor, lost: _Lost, with_cast: bool
     ) -> tuple[Tensor, Tensor | None]:
         assert self.signs is None, "only fixed-point averages can be undone"
-        return b, None  # which `a` was equal to, or is not needed
+        return b, None  # `a` was equal to `b`, or is not needed
 
     def gradients(
         self, index: int, of_b: Tensor, of_y: Tensor, dtype: torch.dtype, may_overwrite: bool
@@ -132,7 +134,7 @@ class FixedAverage(Averaged):
     def enter(self, a: Tensor, b: Tensor) -> _Pair:
         self._unit = unit_of(a, b)
         of_b = in_units(b, self._unit)
-        return of_b if a is b else in_units(a, self._unit), of_b
+        return alike(of_b if a is b else in_units(a, self._unit), of_b)
 
     def add(self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:
         dtype = self._read_dtype if with_cast else None
@@ -156,16 +158,16 @@ class FixedAverage(Averaged):
 
 
 class BlockWeights:
-    """The parameters of one branch that only layers read for which autocast converts them.
+    """Converts the parameters of a branch that autocast would convert, all of them together.
 
-    Autocast converts every weight by itself, in forward and again in the rebuild, and every
-    gradient of one, each by a kernel of its own: on a GPU launching those takes the host as long as
-    a convolution. Here they are converted together for each of a block's two runs. Stages have such
-    copies too, and keep them from one update to the next (`stage.weights`). A chain does not: it
-    would need half as much memory again as its weights take.
+    Autocast converts each weight, in forward and again in the rebuild, and each weight's gradient
+    by a kernel of its own. On a GPU, launching that kernel takes the host as long as a convolution.
+    Here the weights are converted together for each of a block's two runs. Stages keep such copies
+    from one update to the next (`stage.weights`). A chain does not: it would need half as much
+    memory again as its weights take.
 
-    A layer that is called twice is left to autocast, which adds the gradients of both calls in
-    float32, and so is a branch with forward hooks, which may look at the weights.
+    Some weights are left to autocast: those of layers that are called twice, whose gradients it
+    adds in float32; those of branches with forward hooks, which may look at them; sharded ones.
     """
 
     def __init__(
@@ -182,10 +184,10 @@ class BlockWeights:
     def converted(
         self, parameters: Sequence[Tensor | None], dtype: torch.dtype | None
     ) -> dict[int, Tensor]:
-        """Copies by the ids of what they are copies of, if `dtype` is given, and if that pays.
+        """Copies of parameters in `dtype`, by the parameters' ids; none if that does not pay.
 
-        `parameters` are those of the branch, in the order of its bindings. If it uses one twice,
-        all are left to autocast.
+        `parameters` are those of the branch, in the order of its bindings. If the branch uses one
+        of them twice, all are left to autocast.
         """
         if dtype is None or len(self._positions) < 2:
             return {}
@@ -203,7 +205,7 @@ _NOTHING: Final = nullcontext()
 def to_dtypes_of(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of copies in the dtypes of the parameters themselves."""
+    """Convert the gradients of cast copies to the dtypes of the parameters."""
     result, pairs = list(gradients), zip(gradients, parameters, strict=True)
     other = {i: g for i, (g, p) in enumerate(pairs) if g is not None and g.dtype != p.dtype}
     copies = converted(list(other.values()), [parameters[i].dtype for i in other])
@@ -216,10 +218,10 @@ class Block:
     """An executable coupling.
 
     Args:
-        coupling: Of a chain.
-        root: Has the modules that its branch reads.
-        position: The positions of side values among those of the chain.
-        kind: The type of its streams, if it is known.
+        coupling: A coupling of a chain.
+        root: The module that has the modules its branch reads.
+        position: The position of each side value among the sides of the chain.
+        kind: The type of the coupling's streams, if it is known.
     """
 
     def __init__(
@@ -238,8 +240,7 @@ class Block:
         """F, as `branch(b, *sides)`; with `has_extras` it returns `(F(b), *extras)`."""
         self.sides = [position[name] for name in coupling.sides]
         self.has_extras = bool(coupling.extras)
-        """Whether F also returns values that are read outside the block. Only a chain's last block
-        may."""
+        """Whether F also returns values read outside the block. Only a chain's last block may."""
         self.rearrange = compiled(rearrange.forward) if rearrange else None
         """`rearrange(stream, *sizes) -> (stream, shapes)`: permutes elements before the block."""
         self.undo_rearrange = compiled(rearrange.inverse) if rearrange else None
@@ -247,7 +248,7 @@ class Block:
         self.rearrange_sides = [position[name] for name in rearrange.sides] if rearrange else []
         """Positions of the sizes that `rearrange` takes."""
         self.bindings = bindings = Bindings(branch, root)
-        """What F reads of the module tree."""
+        """What F reads from the module tree."""
         self.replay_context = ReplayContext.of(coupling, root, list(bindings.modules))
         self.has_autocast_consumer = has_autocast_consumer(branch, root)
         """Whether the only reader of `b` in F is a layer whose input autocast casts."""
@@ -255,21 +256,21 @@ class Block:
         self.batch_dim = None if kind is None else kind.batch_dim
         """The streams' dimension that counts samples, if there is one."""
         self.weights = BlockWeights(branch, root, bindings, bool(self.sharded))
-        """What autocast would convert one by one."""
+        """The weights that autocast would convert one by one."""
         self.averaged, self.convolves = coupling.averaged, convolves(branch, root)
         self.repeated = repeated_layers(branch, root) if coupling.averaged else Repeated()
-        """Layers of F that have to give the same bits in the rebuild."""
+        """Layers of F that must give the same bits in the rebuild."""
 
 
 class Coupled(NamedTuple):
     b: Tensor
     y: Tensor
     shapes: Any
-    """For `Block.undo_rearrange`."""
+    """The argument of `Block.undo_rearrange`."""
     extras: tuple[Tensor, ...]
     addend_dtype: torch.dtype
     cast_copy: Tensor | None
-    """`y` in the dtype of autocast, if that was asked for and one kernel wrote both."""
+    """`y` in the dtype of autocast, if `with_cast` and if one kernel wrote both."""
     lost: _Lost
 
 
@@ -295,8 +296,21 @@ def couple(
     read = b if cast_b is None else cast_b
     used = [sides[i] for i in block.sides]
     addend, extras = run_branch(block, read, used, cast, is_rebuilt)
+    if addend.shape != a.shape and (is_rebuilt or isinstance(sums, FixedAverage)):
+        _refuse_broadcast(block, a, addend)
     y, cast_copy, lost = sums.add(index, a, b, addend, with_cast)
     return Coupled(b, y, shapes, extras, addend.dtype, cast_copy, lost)
+
+
+def _refuse_broadcast(block: Block, a: Tensor, addend: Tensor) -> None:
+    """Raise if the sum broadcasts `a`: backward could not rebuild it in its own shape."""
+    if torch.broadcast_shapes(a.shape, addend.shape) != a.shape:
+        raise InputError(
+            f"the reversible block {block.name} adds {list(addend.shape)} to its shortcut "
+            f"{list(a.shape)}. In the example both had the same shape, and backward cannot rebuild "
+            "a shortcut that is broadcast. Expand the smaller input before the call, or compile "
+            "the model with example inputs of these sizes"
+        )
 
 
 def run_branch(
@@ -305,10 +319,10 @@ def run_branch(
     """F(b) and the extras.
 
     Args:
-        block: Whose F it is.
-        b: What F reads.
-        sides: What else it reads.
-        cast: The model's own dtype, where streams have more bits.
+        block: The block that has F.
+        b: The stream that F reads.
+        sides: The other inputs of F.
+        cast: The model's own dtype, if streams have more bits.
         is_rebuilt: Whether this is one of two runs that must give the same bits.
     """
     read = b if cast is None else b.to(cast)
@@ -318,9 +332,9 @@ def run_branch(
 
 
 def before_rearrange(block: Block, shapes: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Values, or gradients of them, as they were before a block's rearrangement.
+    """Undo a block's rearrangement, for values or for their gradients.
 
-    It permutes elements, so a gradient goes back the way the values do.
+    A rearrangement permutes elements, so its inverse is right for gradients, too.
     """
     if block.undo_rearrange is None:
         return tensors

@@ -12,11 +12,11 @@ once more and not twice (4N work, not 5N):
                   -> (a, b) is the output of block n-1, and so on
 
 Each block is an autograd node of its own: a parameter's gradient is accumulated (and sent, under
-DDP) as soon as it is computed, and not after the chain's first block. Random numbers,
+DDP) as soon as it is computed, and not at the end of the chain's backward pass. Random numbers,
 autocast and buffers are those of the forward pass (`replay`). With `overlap`, block n-1 is rebuilt
-while block n is differentiated: that needs the rebuilt input, not its gradient. Where branches
-compute in low precision, addends are rounded to a grid on which float32 sums are exact, and so is
-the inverse (`kernels.exact_sum`).
+while block n is differentiated: rebuilding needs the input of block n, not its gradient. If
+branches compute in low precision, addends are rounded to a grid on which float32 sums and their
+inverses are exact (`kernels.exact_sum`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.kernels.fixed_point import random_signs
+from revcompile.kernels.layout import alike, with_strides
 from revcompile.runtime.reversible.bindings import (
     Bound,
     check_repeatable,
@@ -82,14 +83,14 @@ class Chain:
         self.check = ReconstructionCheck(self.name, tolerance)
         read = [each for block in blocks for each in block.bindings.watched]
         self.modules = TreeSnapshot(read, STRUCTURE)
-        """Those that it runs."""
-        self._requires_grad = TreeSnapshot(read, (Kind.REQUIRES_GRAD,))
+        """The modules that the chain runs."""
+        self._differentiable = TreeSnapshot(read, (Kind.DIFFERENTIABLE,))
 
     def check_repeatable(self) -> None:
-        """Raise if its modules are not those of the forward pass; called before backward."""
+        """Raise if the chain's modules have changed since forward; called before backward."""
         check_repeatable(self.modules)
-        if self._requires_grad.first_change() is not None:
-            self._requires_grad.take()
+        if self._differentiable.first_change() is not None:
+            self._differentiable.take()
             for block in self.blocks:
                 block.leaves_checked = False
 
@@ -114,17 +115,17 @@ class Chain:
     def reversible(
         self, a: Tensor, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        """The chain keeping only its output for the backward pass.
+        """The chain, which keeps only its output for the backward pass.
 
-        `torch.func` and forward-mode AD differentiate operations, not our backward: for those the
-        chain is plain.
+        `torch.func` and forward-mode AD differentiate operations, not our backward. For those, the
+        chain runs as in `plain`.
         """
         if is_transformed():
             return self.plain(a, b, sides, cast)
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
         sums = self._sums(a, b, cast)
-        # A hook may look at the weights of any layer.
+        # A global hook may look at the weights of any layer.
         is_cast = cast is None and is_autocasting(a.device) and not _has_any_global_hook()
         dtype = torch.get_autocast_dtype(a.device.type) if is_cast else None
         call = _Call(self, cast, dtype, sums, Surroundings(a.device), overlaps)
@@ -203,7 +204,7 @@ def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Ten
 
 @dataclass(slots=True)
 class _Call:
-    """What the blocks of one run of a chain share: no activations."""
+    """State that the blocks share in one run of a chain."""
 
     chain: Chain
     cast: torch.dtype | None
@@ -215,11 +216,11 @@ class _Call:
     checked: int = -1
     """The first block that is differentiated, if the reconstruction is checked."""
     samples: StartedCheck | None = None
-    """Of what that block was given, on the grid or in units of the chain."""
+    """Samples of that block's input, after rounding to the chain's grid or units."""
     cast_copy: Tensor | None = None
-    """In forward: the latest sum in the dtype that is read, if a kernel wrote that too."""
+    """In forward: the latest sum in the dtype of its reader, if a kernel wrote that too."""
     handed: _Handed | None = None
-    """In backward: what the latest block has left for the one before it."""
+    """In backward: what the latest block passes to the previous one."""
 
     def wants_cast(self, index: int, step: int) -> bool:
         """Whether a block's sum is cast for its reader, the branch of block `index + step`."""
@@ -242,32 +243,32 @@ class _Rebuilt:
     sides: list[Tensor]
     """The block's side tensors in the graph."""
     parameters: Sequence[Tensor]
-    """Those that require a gradient, as they are in the graph."""
+    """The parameters that require a gradient, as they are in the graph."""
     results: tuple[Tensor, ...]
     """F(b) and the extras."""
     cast_copy: Tensor | None
     """`a` in the dtype of autocast, if a kernel wrote that too."""
     stream: int
-    """Of the two CUDA streams of `TwoStreams`, the one it was rebuilt on."""
+    """The number of the CUDA stream on which it was rebuilt (`TwoStreams`)."""
 
 
 @dataclass(slots=True)
 class _Handed:
-    """What the backward pass of a block leaves for that of the block before it.
+    """What the backward pass of a block passes to that of the previous block.
 
     Autograd carries the gradients. It cannot carry the rebuilt streams.
     """
 
     index: int
-    """Of the block that it is for."""
+    """The index of the previous block, which receives this."""
     output: _Output | None = None
-    """The block's output; None if it is rebuilt already."""
+    """The block's output; None if the block is rebuilt already."""
     rebuilt: _Rebuilt | None = None
     """With overlap: the block, already rebuilt."""
     gradients: tuple[Tensor, ...] = ()
-    """Those given to autograd, which nobody else needs."""
+    """The gradients returned to autograd, which nothing else needs: they may be overwritten."""
     cast_gradient: Tensor | None = None
-    """The second one in the dtype of the block's branch, if a kernel wrote that too."""
+    """The second gradient in the dtype of the block's branch, if a kernel wrote that too."""
 
 
 _Output = tuple[Tensor, Tensor, Tensor | None]
@@ -291,8 +292,8 @@ class _Reversible(torch.autograd.Function):
         *rest: Tensor,
     ) -> Any:
         block = call.chain.blocks[index]
-        if index == 0:
-            a, b = call.sums.enter(a, b)
+        # Autograd returns `b` of the block before as a view, with other strides for sizes of 1.
+        a, b = alike(a, b) if index else call.sums.enter(a, b)
         if index == call.checked:
             call.samples = call.chain.check.start({"a": samples_of(a), "b": samples_of(b)})
         replay = Replay(block.replay_context, call.around, block.bindings.hooked)
@@ -305,7 +306,6 @@ class _Reversible(torch.autograd.Function):
                 with_cast=call.wants_cast(index, 1),
             )
         ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay
-        ctx.strides = b.stride()
         used = [sides[i] for i in block.sides]
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         count = ctx.plain_sides.count(None)
@@ -313,7 +313,7 @@ class _Reversible(torch.autograd.Function):
         if not any(ctx.needs_input_grad):
             lost = ()
         kept = (b, y) if block is call.chain.blocks[-1] else ()
-        ctx.kept, ctx.lost = len(kept), len(lost)
+        ctx.kept, ctx.lost, ctx.strides = len(kept), len(lost), b.stride()
         ctx.save_for_backward(*kept, *lost, *rest[:count])
         return b, y, *extras
 
@@ -327,7 +327,9 @@ class _Reversible(torch.autograd.Function):
             saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` gives them only once
             ctx.outputs = saved[: ctx.kept]
             grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
-            handed = _Handed(ctx.index, output=(saved[0], saved[1], None))
+            # Hooks on saved tensors may return others.
+            b, y = (with_strides(stream, ctx.strides) for stream in saved[:2])
+            handed = _Handed(ctx.index, output=(b, y, None))
             saved = saved[ctx.kept :]
             call.chain.check_repeatable()
         elif handed is None or handed.index != ctx.index:
@@ -358,7 +360,7 @@ class _Reversible(torch.autograd.Function):
         return None, None, None, None, *results
 
 
-# Without the part for `torch.func`, whose transforms never get here (`is_transformed`).
+# Skips the part of `apply` for `torch.func`, whose transforms never get here (`is_transformed`).
 _apply_block: Final = super(torch.autograd.Function, _Reversible).apply
 
 
@@ -404,8 +406,6 @@ def _rebuild(
         is_read_cast = call.cast is None and block.has_autocast_consumer
         is_viewed = has_hooks or _has_any_global_hook()
         read = b if cast_b is None else cast_b
-        if call.chain.averaged and read.stride() != node.strides:  # kernels are chosen by them
-            read = read.new_empty_strided(read.shape, node.strides).copy_(read)
         x = stream_leaf(read, is_read_cast, None, call.cast, is_viewed=is_viewed)
         with torch.enable_grad():
             addend, extras = run_branch(block, x, used, call.cast)

@@ -1,12 +1,13 @@
-"""Guards checked at a call: they choose the capture that fits these inputs and attributes.
+"""Checks guards at each call, to choose the capture that fits its inputs and the attributes.
 
-For calls that break a guard of every capture the model is captured again (`Cases`).
+If a call breaks a guard of every capture, the model is captured again (`Cases`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -24,7 +25,15 @@ from revcompile.ir.module_tree import child_path, copy_module, device_of_model
 from revcompile.ir.ops import called, grown_size, samples_beyond
 from revcompile.ir.plain_attributes import PlainAttributes
 from revcompile.ir.signature import LeftOutError, bind
-from revcompile.ir.snapshot import Presence, shown
+from revcompile.ir.snapshot import (
+    HOOKS,
+    Change,
+    Kind,
+    Presence,
+    TreeSnapshot,
+    read_by,
+    shown,
+)
 from revcompile.ir.types import TYPE, Rewired, TensorType
 from revcompile.runtime.reversible.original import OriginalSurface
 from revcompile.runtime.reversible.transforms import is_transformed
@@ -38,7 +47,7 @@ _STATE: Final = ("dtype", "requires_grad")
 class Mismatch:
     """A guard that fails: the expression, its value when captured and now, and the source line.
 
-    Of an attribute or a flag, the line that read it is not known.
+    For an attribute or a flag, the line that read it is not known.
     """
 
     expression: str
@@ -66,14 +75,15 @@ class Mismatch:
 
 
 class GuardChecker:
-    """Checks the guards of one capture; attributes are to stay what they are now.
+    """Checks the guards of one capture; attributes must keep their current values.
 
     Args:
         guards: The guards.
-        root: The model, as it was when it was captured.
+        root: The model.
+        made: The model as this capture has made it; None: `root`.
     """
 
-    def __init__(self, guards: Guards, root: nn.Module) -> None:
+    def __init__(self, guards: Guards, root: nn.Module, made: nn.Module | None = None) -> None:
         self._guards, kind = guards, type(root)
         plain, asked = guards.plain, guards.asked
         if isinstance(root, OriginalSurface):
@@ -85,7 +95,10 @@ class GuardChecker:
             training: [(modules[p], p, f) for p, f in mode.modes.items() if p in modules]
             for training, mode in ((True, guards.train), (False, guards.evaluation))
         }
-        self._sizes = {training: _SizeChecker(guards, training, root) for training in (True, False)}
+        self._sizes = {
+            training: _SizeChecker(guards, training, root, root if made is None else made)
+            for training in (True, False)
+        }
 
     def failing(self, root: nn.Module, values: Mapping[str, Any]) -> Mismatch | None:
         """The first guard that fails for a call, or None.
@@ -108,9 +121,9 @@ class GuardChecker:
 
 
 class _SizeChecker:
-    """Guards on sizes; they are computed once for each combination of types of the inputs."""
+    """Checks guards on sizes, once for each combination of shapes and types of the inputs."""
 
-    def __init__(self, guards: Guards, training: bool, root: nn.Module) -> None:
+    def __init__(self, guards: Guards, training: bool, root: nn.Module, made: nn.Module) -> None:
         self._guards, self._training = guards, training
         self._dtype = _parameter_type(guards.skeleton)
         graphs = (group.graph for group in self._groups if group.graph is not None)
@@ -121,6 +134,12 @@ class _SizeChecker:
         self._reads_device = not DEVICE_ATTRIBUTES.isdisjoint(names)
         now = self._types_now(root, device_of_model(root)) if self._groups else None
         self._verdicts: dict[Any, Mismatch | None] = {(seen, now): None for seen in guards.seen}
+        nodes = [n for n in nodes if n.op == "call_module"]
+        called = dict.fromkeys(str(node.target) for node in nodes)
+        skeleton = root if guards.skeleton is None else guards.skeleton
+        self._layers = _Layers(list(called), skeleton, made, root)
+        if self._layers.changed(root):  # capturing again has not followed the change
+            self._verdicts.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         right = {key: None for key, problem in self._verdicts.items() if problem is None}
@@ -134,6 +153,8 @@ class _SizeChecker:
         if not self._groups:
             return None
         device = inputs[0].device if inputs else device_of_model(root)
+        if self._layers.have_changed(root):
+            self._verdicts.clear()
         types = self._types_now(root, device)
         key = input_types(inputs), types
         if key not in self._verdicts:
@@ -155,10 +176,71 @@ class _SizeChecker:
         # another device.
         with FakeTensorMode(allow_non_fake_inputs=True):
             is_cast = types[1] != self._dtype  # since it was captured
-            root = _fake_copy(skeleton, device_of_model(root), types[1] if is_cast else None)
+            dtype = types[1] if is_cast else None
+            root = _fake_copy(skeleton, device_of_model(root), dtype, self._layers.changed(root))
             shapes = [_without_data(t, t.device) for t in inputs]
             results = (_Sizes(group, root, shapes, state, inputs) for group in self._groups)
             return next(filter(None, (sizes.first_mismatch() for sizes in results)), None)
+
+
+class _Layers:
+    """The layers that guards of sizes call: which of them are not those of the capture any more.
+
+    Layers that rewiring has widened are left out: guards compute the sizes of the original.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], skeleton: nn.Module, made: nn.Module, root: nn.Module
+    ) -> None:
+        layers = [(path, made.get_submodule(path)) for path in paths]
+        self._called = [p for p, m in layers if _shapes(m) == _shapes(skeleton.get_submodule(p))]
+        pairs = ((path, layer, root.get_submodule(path)) for path, layer in layers)
+        self._changed = {
+            path
+            for path, before, now in pairs
+            if not isinstance(now, type(before)) or _shapes(now) != _shapes(before)
+        }
+        self._present = self._snapshot(root, Kind.MODULE, Kind.SETTING)
+        if made is not root:
+            self._note(self._snapshot(made, Kind.SETTING).changes(self._present))
+
+    def _snapshot(self, root: nn.Module, *kinds: Kind) -> TreeSnapshot:
+        graph = fx.Graph()
+        for path in self._called:
+            graph.call_module(path)
+        return TreeSnapshot(read_by([graph], root), kinds)
+
+    def _note(self, changes: Iterable[Change]) -> bool:
+        """Note in which layers there are changes; returns whether there are any."""
+        places = [f"{change.where}." for change in changes if not _is_internal(change)]
+        for path in self._called:
+            at = f"{path}."
+            if any(at.startswith(place) or place.startswith(at) for place in places):
+                self._changed.add(path)
+        return bool(places)
+
+    def have_changed(self, root: nn.Module) -> bool:
+        """Whether a layer was replaced, or set otherwise, since the last call."""
+        if self._present.first_change() is None:
+            return False
+        before = self._present
+        self._present = self._snapshot(root, Kind.MODULE, Kind.SETTING)
+        return self._note(before.changes(self._present))
+
+    def changed(self, root: nn.Module) -> dict[str, nn.Module]:
+        """The present layers at the paths of those that have changed, by path."""
+        layers = {path: root.get_submodule(path) for path in self._called if path in self._changed}
+        return {path: getattr(layer, "_orig_mod", layer) for path, layer in layers.items()}
+
+
+def _is_internal(change: Change) -> bool:
+    """Whether it is a mode, or a mark that torch leaves in a module (FSDP)."""
+    is_mark = change.before is Presence.ABSENT and change.name.startswith("_")
+    return is_mark or change.name == "training"
+
+
+def _shapes(layer: nn.Module) -> list[torch.Size]:
+    return [tensor.shape for tensor in (*layer.parameters(), *layer.buffers())]
 
 
 def _state_of(root: nn.Module, name: str) -> Any:
@@ -183,21 +265,34 @@ def _without_data(tensor: Tensor, device: torch.device, dtype: torch.dtype | Non
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _fake_copy(skeleton: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """A copy on fake tensors of a device, perhaps cast, inside a `FakeTensorMode`."""
+def _fake_copy(
+    skeleton: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    layers: Mapping[str, nn.Module],
+) -> nn.Module:
+    """A copy with fake tensors on a device, cast if `dtype` is given, in a `FakeTensorMode`.
+
+    In it are copies of `layers`, without their hooks, at the paths given.
+    """
     memo: dict[int, Any] = {}
-    plain = (v for m in skeleton.modules() for v in vars(m).values() if isinstance(v, Tensor))
-    for tensor in (*skeleton.parameters(), *skeleton.buffers(), *plain):
-        fake = _without_data(tensor.detach(), device, dtype)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    for part in (skeleton, *layers.values()):
+        plain = (v for m in part.modules() for v in vars(m).values() if isinstance(v, Tensor))
+        for tensor in (*part.parameters(), *part.buffers(), *plain):
+            fake = _without_data(tensor.detach(), device, dtype if part is skeleton else None)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     with unset_fake_temporarily():  # what is left has data, which cannot be copied in that mode
-        copied: nn.Module = copy_module(skeleton, memo)
-    return copied
+        for path, layer in layers.items():
+            copied = copy_module(layer, memo)
+            for inner in copied.modules():
+                vars(inner).update({kind: OrderedDict() for kind in HOOKS})
+            memo[id(skeleton.get_submodule(path))] = copied
+        return copy_module(skeleton, memo)  # type: ignore[no-any-return]
 
 
 class _Sizes(fx.Interpreter):
-    """Evaluates the graph of guards; what cannot be computed is `_ABSENT`."""
+    """Evaluates the graph of guards; values that cannot be computed are `_ABSENT`."""
 
     def __init__(
         self,
@@ -215,8 +310,8 @@ class _Sizes(fx.Interpreter):
     def first_mismatch(self) -> Mismatch | None:
         hooks: AbstractContextManager[Any] = nullcontext()
         if not is_transformed():  # `torch.func` has disabled hooks on saved tensors
-            # Those of the user (`save_on_cpu`) would fail on tensors without data. Nothing is
-            # saved: there is no backward pass.
+            # The user's hooks (`save_on_cpu`) would fail on tensors without data. Nothing needs to
+            # be saved, because there is no backward pass.
             hooks = saved_tensors_hooks(lambda _: None, lambda _: torch.empty(()))
         with torch.enable_grad(), hooks, torch.random.fork_rng(devices=()):
             values = list(self.run(*self._inputs))
@@ -234,7 +329,7 @@ class _Sizes(fx.Interpreter):
         return None
 
     def _samples_beyond(self) -> int:
-        """How many samples more than the example the inputs hold."""
+        """How many more samples than the example the inputs hold."""
         kinds = (node.meta.get(TYPE) for node in self.graph.find_nodes(op="placeholder"))
         for kind, tensor in zip(kinds, self._inputs, strict=True):
             dim = kind.batch_dim
@@ -258,7 +353,7 @@ class _Sizes(fx.Interpreter):
         return _ABSENT
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        """Tensors are made on the device of those that stand for the inputs."""
+        """Replace devices among the arguments by the device of the fake inputs."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         if not isinstance(n.meta.get(TYPE), TensorType) or not self._inputs:
             return args, kwargs
@@ -276,7 +371,7 @@ class _Sizes(fx.Interpreter):
         return value.detach().to(dtype).requires_grad_(requires_grad)
 
     def _extrapolated(self, node: fx.Node) -> Any:
-        """The result of a module that needs real data: as captured, but for the batch size."""
+        """The result of a module that needs real data: its captured type at this batch size."""
         if node.op != "call_module":
             return _ABSENT
         sources = [n for n in node.all_input_nodes if isinstance(n.meta.get(TYPE), TensorType)]
@@ -316,7 +411,7 @@ class _Sizes(fx.Interpreter):
 
 
 def _batch(kind: TensorType, value: Tensor) -> int:
-    """The batch size of a value that is as captured but for that."""
+    """The batch size of a value whose other sizes are those of the capture."""
     sizes = zip(kind.shape, kind.per_sample, value.shape, strict=True)
     return next(kind.batch + (now - size) // step for size, step, now in sizes if step)
 
@@ -325,20 +420,21 @@ def _batch(kind: TensorType, value: Tensor) -> int:
 
 
 Recapture = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], bool], Rewired]
-"""Captures the model of a root in its present state, for the arguments of a call; the last
-argument: for its batch size alone?"""
+"""`recapture(root, args, kwargs, fixed_batch)` captures the model of `root` in its present state,
+for a call; with `fixed_batch`, for the batch size of this call alone."""
 
 _MOST: Final = 64
-"""More captures of one model are an accident: a size or a number that is new at every call."""
+"""The limit of captures of one model. More mean that a size or number is new at every call."""
 
 
 class _Case(GuardChecker):
-    def __init__(self, rewired: Rewired) -> None:
-        super().__init__(rewired.guards, rewired.root)
-        self.rewired = rewired
+    def __init__(self, rewired: Rewired, root: nn.Module | None = None) -> None:
+        made = rewired.root
+        super().__init__(rewired.guards, made if root is None else root, made)
+        self.rewired = rewired if root is None else replace(rewired, root=root)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs of its graph; raises if it was captured for other arguments."""
+        """The inputs of the graph; raises if it was captured for other arguments."""
         return bind(self.rewired.signature, self.rewired.name, args, kwargs)
 
 
@@ -346,20 +442,20 @@ class Cases:
     """A rewired model for each combination of sizes, flags and attributes seen so far.
 
     The first is the one that was compiled; the others are captured when a call needs them. With
-    `any_arguments`, so are calls with other arguments than the example's, and without it calls
-    that leave out an optional tensor.
+    `any_arguments`, a call may need one because its arguments differ from the example's; without,
+    only because it leaves out an optional tensor.
     """
 
     def __init__(self, first: Rewired) -> None:
         self.recapture: Recapture | None = None
-        """How to capture the model for a call that breaks a guard; without, that raises."""
+        """Captures the model for a call that breaks a guard; if None, such a call raises."""
         self.any_arguments = False
         self.first = _Case(first)
         self._cases = [self.first]
-        """The latest that was used comes first."""
+        """All cases, the most recently used first."""
 
     def first_only(self, recapture: Recapture | None) -> Cases:
-        """The first case, as it was when it was captured, for a copy that is stored."""
+        """A copy with the first case alone, to be stored."""
         twin = copy.copy(self)
         twin._cases, twin.recapture = [self.first], recapture
         return twin
@@ -371,7 +467,7 @@ class Cases:
         kwargs: Mapping[str, Any],
         only_known: bool = False,
     ) -> tuple[Rewired, dict[str, Any]]:
-        """The graph for a call, and its inputs; with `only_known`, of arguments seen before."""
+        """The graph for a call, and its inputs; with `only_known`, unknown arguments raise."""
         if self.any_arguments:  # in transformers, None and a missing argument are the same
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
         other_arguments: InputError | None = None
@@ -398,7 +494,7 @@ class Cases:
         return self._captured(root, args, kwargs, mismatch)
 
     def _refuse(self, problem: Mismatch, is_full: bool) -> None:
-        """Raise if a guard fails that capturing the model again would not mend."""
+        """Raise if capturing the model again would not help, or is not possible."""
         name = self.first.rewired.name
         if self.recapture is None:
             raise problem.error(name, "Compile the model again for this case.")
@@ -422,7 +518,7 @@ class Cases:
         kwargs: Mapping[str, Any],
         mismatch: Mismatch | None,
     ) -> tuple[Rewired, dict[str, Any]]:
-        """Another case, for the batch size of the call alone if nothing else holds for it."""
+        """Capture another case; for this batch size alone if a more general one does not hold."""
         assert self.recapture is not None
         name = self.first.rewired.name
         for fixed_batch in (False, True):
@@ -437,7 +533,7 @@ class Cases:
                     "example inputs of this case, or keep the module that reads this as one piece "
                     "with leaf_modules=[...].",
                 ) from error
-            case = _Case(replace(rewired, root=root))
+            case = _Case(rewired, root)
             values = case.bind(args, kwargs)
             remaining = case.failing(root, values)
             if remaining is None:

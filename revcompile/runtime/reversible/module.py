@@ -47,13 +47,13 @@ class _Step:
     drop: tuple[str, ...]
     """Values that are not read afterwards."""
     sharded: tuple[ShardedModule, ...] = ()
-    """Of an opaque segment: FSDP2 modules that its layers belong to."""
+    """For an opaque segment: the FSDP2 modules that its layers belong to."""
 
 
 class _Plan(NamedTuple):
     steps: tuple[_Step, ...]
     modules: TreeSnapshot
-    """All that the steps read: how they run, and whether they have hooks."""
+    """The modules that the steps read: how they run, and their hooks."""
 
 
 class Reversible(OriginalSurface):
@@ -69,7 +69,7 @@ class Reversible(OriginalSurface):
         overlap: whether a block is rebuilt while the next one is differentiated.
 
     Raises:
-        InputError: the model has a member of a name that this module needs itself.
+        InputError: a member of the model has a name that this module needs itself.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Reversible(OriginalSurface):
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, reserved)
         self.__dict__["_inlined"] = Inlined(rewired, self)
-        # A forward of the object's own may be another function than the one of its class.
+        # A forward set on the instance may be another function than its class's.
         is_original = rewired.policy.averaged and "forward" not in vars(root)
         self.__dict__["_keeps_function"] = is_original
         self.__dict__["_cases"] = Cases(self.rewired)
@@ -106,7 +106,7 @@ class Reversible(OriginalSurface):
 
     rewired: Rewired
     tolerance: Tolerance
-    """Of the reconstruction, relative; "auto": by the dtype of the streams; None: no check."""
+    """The largest relative error of a rebuilt input (see the class)."""
     reversible: bool
     """Set to False to run chains as plain operations: the reference with stored activations."""
     overlap: Overlap
@@ -134,7 +134,7 @@ class Reversible(OriginalSurface):
         return pytree.tree_unflatten(flat, out_spec)
 
     def _inversion_errors(self, *args: Any, **kwargs: Any) -> list[tuple[str, float]]:
-        """Forward and back through every chain: each block's relative reconstruction error."""
+        """Run every chain forward and back; returns each block's relative reconstruction error."""
         errors: list[tuple[str, float]] = []
         rewired, values = self._case(args, kwargs)
         with torch.no_grad():
@@ -149,7 +149,7 @@ class Reversible(OriginalSurface):
     def _rewired_tensors(self) -> dict[int, str]:
         """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name.
 
-        None while the original's function is computed.
+        Empty while the module computes the original's function.
         """
         if self._computes_original:
             return {}
@@ -246,8 +246,8 @@ class Reversible(OriginalSurface):
 def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype | None]:
     """Residual streams in float32, whatever the branches compute in: bfloat16 streams drift.
 
-    Also returns the dtype that branches are to be given, and that the streams are to be cast back
-    to; None under autocast.
+    Also returns their own dtype, in which branches read them and to which they are cast back; None
+    if they are not in low precision, and under autocast.
     """
     if a.dtype not in LOW_PRECISION:
         return a, b, None
@@ -258,13 +258,20 @@ def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype 
 def _grow_state_dict(
     module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
 ) -> None:
-    """Let a state dict of the original load: enlarge the tensors that rewiring enlarged."""
+    """Let a state dict of the original load: enlarge the tensors that rewiring enlarged.
+
+    Norm weights of zeros are revived only if all are zeros, as in an untrained original.
+    """
     assert isinstance(module, Reversible)
+    expansions = module.rewired.weight_expansions
+    revived = (s for s, how in expansions.values() if how is WeightExpansion.REVIVE_ZERO_INIT)
+    is_untrained = not any(state[prefix + s].any() for s in revived if prefix + s in state)
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     grown: dict[str, Tensor] = {}
-    for name, (source, how) in module.rewired.weight_expansions.items():
+    for name, (source, how) in expansions.items():
         have, original = state.get(prefix + name), state.get(prefix + source)
         fits = have is not None and have.shape == own[name].shape
-        if original is not None and (not fits or how is WeightExpansion.REVIVE_ZERO_INIT):
+        fits = fits and not (is_untrained and how is WeightExpansion.REVIVE_ZERO_INIT)
+        if original is not None and not fits:
             grown[prefix + name] = grow(original, how)
     state.update(grown)

@@ -1,11 +1,11 @@
-"""Changes of a model that what was compiled for it does not follow: each is refused by name.
+"""Refuses, by name, changes of a model that compiled graphs and stages would not follow.
 
     Inlined      modules of a chain whose forward is part of the captured graph, and is never called
     TreeGuard    all modules, as they were when the stages were compiled
     StageGuard   what the stages of a trainer read of them, since the last step
 
-A graph calls the layers of an inlined module. A hook on such a module would never run, and a module
-put in its place would never be called: both are errors at the next call. Hooks on layers that
+A graph calls the layers inside an inlined module, not the module. A hook on the module would never
+run, and a replacement would never be called: both are errors at the next call. Hooks on layers that
 stages call are followed (see `Stage`), and so are settings, unless micro-batches are in flight.
 """
 
@@ -25,7 +25,7 @@ from revcompile.ir.types import PATH, Rewired
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Containers: a new member would change what the model computes.
 
-By isinstance: `fully_shard` changes a module's class.
+Modules are compared by isinstance, because `fully_shard` changes a module's class.
 """
 
 
@@ -44,7 +44,7 @@ class Inlined:
             Watched(modules[path], path)
             for path in sorted(paths - called - {""})
             if path in modules and not path.startswith(within)
-        ]  # elsewhere rewiring has put something else
+        ]  # rewiring has replaced the modules at other paths
         used = {modules[path] for path in called if path in modules}
         uncalled = [
             Watched(module, path)
@@ -60,7 +60,7 @@ class Inlined:
             TreeSnapshot(inlined, (Kind.FORWARD, Kind.HOOK)),
         )
         self.hooked = tuple(each.path for each in inlined if hooks_of(each.module))
-        """Those that had hooks already, which were traced with the forward."""
+        """Paths of inlined modules that had hooks already, which were traced with the forward."""
 
     def check(self) -> None:
         """Raise if an inlined module was replaced, or given a hook, a forward or more members."""
@@ -108,7 +108,7 @@ class TreeGuard:
     """The module tree of a model, and whether it is still the one that stages were compiled for.
 
     Args:
-        only_here: Leave layers whose parameters other ranks have to these.
+        only_here: Leave out layers whose parameters are on other ranks.
     """
 
     def __init__(self, rewired: Rewired, root: nn.Module, *, only_here: bool = False) -> None:
@@ -120,7 +120,7 @@ class TreeGuard:
             are_here = [not any(p.is_meta for p in parameters) for parameters in of_layers]
             inner = list(compress(inner, are_here))
         self._snapshots = (
-            # Capturing another case, in an evaluation, registers its constants: new buffers.
+            # An evaluation that captures another case registers its constants as new buffers.
             TreeSnapshot([own], (Kind.MODULE, Kind.FORWARD)),
             TreeSnapshot(inner, STRUCTURE),
             TreeSnapshot(uncalled, (Kind.HOOK,)),
@@ -147,21 +147,21 @@ class TreeGuard:
 
 
 class StageGuard:
-    """What stages read of a model: parameters, of which they have copies, and settings of layers.
+    """What stages read from a model: parameters, and settings of layers.
 
-    Optimizers hold these very parameters, and stashed and cast weights are copies of them, so
-    nothing else may take their place. What is in flight is rebuilt in backward as it was computed,
-    which takes the settings of its forward pass.
+    Optimizers hold these parameter objects, and stashed and cast weights are copies of them, so
+    parameters may not be replaced. Backward computes micro-batches in flight again, which needs the
+    settings of their forward pass.
     """
 
     def __init__(self, watched: Sequence[Watched]) -> None:
         kinds = Kind.PARAMETER, Kind.REQUIRES_GRAD, Kind.GRADIENT_HOOK
         self._parameters = TreeSnapshot(watched, kinds)
         self.settings = TreeSnapshot(watched, (Kind.SETTING, Kind.BUFFER))
-        """Of layers, modes included, since the last step."""
+        """Settings of layers, including modes, as of the last step."""
 
     def problem(self) -> str | None:
-        """What has changed of parameters and what to do, or None."""
+        """How parameters have changed and what to do, or None."""
         change = self._parameters.first_change()
         if change is None:
             return None

@@ -1,15 +1,15 @@
 """The original model's attributes and methods, on the module that was made from it.
 
 Plain attributes of the original (`config`, `pretrained_cfg`, `num_classes`) are attributes of the
-module itself. A method of the original (`no_weight_decay`, `get_classifier`) runs on a view: an
-instance of the original's class that shares the module's `__dict__`: it sees the module's
+module itself. A method of the original (`no_weight_decay`, `get_classifier`) runs on a view, which
+is an instance of the original's class that shares the module's `__dict__`: it sees the module's
 parameters and sets the module's attributes, and `super()` works in it.
 
-A method must not apply rewired weights to data by another path than the module's `forward`: that is
-another function than the one that is trained. No list of names decides this: while a method runs,
-every tensor operation is checked, unless it is the same function (policy="pretrained" in eval
-mode), where all methods work. Nor may it add, replace or remove modules and parameters: the
-module's programs were made for those it has.
+A method must not apply rewired weights to data by another path than the module's `forward`: that
+would be another function than the trained one. While a method runs, every tensor operation is
+checked for this, whatever the method's name. The exception is policy="pretrained" in eval mode: the
+module then is the original's function, and all methods work. Nor may a method add, replace or
+remove modules and parameters, because the module's programs were made for those it has.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _STRUCTURE: Final = (Kind.MODULE, Kind.PARAMETER, Kind.MEMBERS)
 """What methods of the original may not change."""
 
 _suspended: ContextVar[bool] = ContextVar("suspended", default=False)
-"""While the module itself runs, everything is allowed."""
+"""True while the module itself runs: then every operation is allowed."""
 
 
 def in_method_of_original() -> bool:
@@ -65,7 +65,7 @@ class watched(TorchFunctionMode):
 
     Computing with the module's own parameters and buffers alone is allowed (norms, counts,
     averages), and so are single numbers and operations in place, which optimizers and initialisers
-    use. Whatever else a method is given, or makes itself, is data.
+    use. All other tensors that a method is given, or makes itself, are data.
     """
 
     def __init__(self, call: str, module: OriginalSurface) -> None:
@@ -161,7 +161,7 @@ _OWN: Final = frozenset(vars(nn.Module()))
 
 @dataclass(eq=False)
 class Original:
-    """The class of the model a module was made from, and what only its methods see."""
+    """The class of the model a module was made from, and attributes that only its methods see."""
 
     kind: type[nn.Module] | None
     hidden: dict[str, Any]
@@ -233,7 +233,7 @@ def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
         return super(type(view), view).forward(*args, **kwargs)
     token = _suspended.set(True)
     try:
-        if module._computes_original:  # with arguments that were not captured, too: caches
+        if module._computes_original:  # accepts arguments that were not captured, too: caches
             return super(type(view), view).forward(*args, **kwargs)
         return module.forward(*args, **kwargs)
     finally:
@@ -260,7 +260,7 @@ class OriginalSurface(nn.Module):
 
     @property
     def _computes_original(self) -> bool:
-        """Whether it is the original's function now, and all methods of the original are right."""
+        """Whether it computes the original's function now: then all the original's methods work."""
         return self._keeps_function and not self.training
 
     def _rewired_tensors(self) -> dict[int, str]:
@@ -268,7 +268,7 @@ class OriginalSurface(nn.Module):
         raise NotImplementedError
 
     def _is_of_original(self, name: str) -> bool:
-        """Whether it is a plain attribute or a method of the original, not one of every module."""
+        """Whether a name is an attribute or method of the original that not every module has."""
         if name.startswith("_") or name in _OWN or hasattr(nn.Module, name):
             return False
         is_plain = name in self.__dict__ and name not in self._reserved_names()
@@ -331,7 +331,7 @@ class OriginalSurface(nn.Module):
 
 
 def _for_user(module: OriginalSurface, view: nn.Module, call: str, value: Any) -> Any:
-    """A result for the user: never the view itself, nor a method of it that is not watched."""
+    """A result for the user: the module instead of the view, and watched methods of the view."""
     if value is view:
         return module
     if isinstance(value, types.GeneratorType):

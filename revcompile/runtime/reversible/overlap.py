@@ -45,13 +45,12 @@ class Overlap(enum.Enum):
 
 
 class TwoStreams:
-    """The caller's CUDA stream, number 0, and a side stream, number 1, if it is on.
+    """The caller's CUDA stream (number 0) and, if `on`, a side stream (number 1).
 
-    They run concurrently inside its context. Before and after it everything is in order on the
-    caller's stream, so whoever sees a gradient (accumulation, hooks, DDP, a capture of a CUDA
-    graph) needs not know of the side stream. That also makes `Tensor.record_stream` unnecessary:
-    before a stream writes to memory that was freed on it, it has waited for the other one, as long
-    as what both read is held to the end.
+    They run concurrently inside the context. Before and after it, all work is ordered on the
+    caller's stream, so accumulation, hooks, DDP and CUDA graph capture need not know of the side
+    stream. `Tensor.record_stream` is unnecessary, too: a stream has waited for the other one before
+    it reuses memory that was freed on it, provided that tensors read by both are held to the end.
     """
 
     def __init__(self, device: torch.device, on: bool) -> None:
@@ -68,7 +67,7 @@ class TwoStreams:
         self._wait(0)
 
     def _wait(self, number: int) -> None:
-        """Let a stream wait for all that the other has been given."""
+        """Let a stream wait for all work that the other has been given."""
         if self._streams:
             self._streams[number].wait_stream(self._streams[1 - number])
 
@@ -78,7 +77,7 @@ class TwoStreams:
         return torch.cuda.stream(self._streams[1])
 
     def backward_on(self, number: int) -> AbstractContextManager[Any]:
-        """Around `torch.autograd.grad` on a stream."""
+        """A context for `torch.autograd.grad` on a stream."""
         if not self._streams or number == 0:
             return nullcontext()
         return _differentiating_on(self._streams[1])
@@ -86,13 +85,13 @@ class TwoStreams:
 
 @functools.cache
 def _side_stream(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """One for each stream of the caller: only that one reads what the side stream allocates."""
+    """The side stream of a stream of the caller, the only other one that reads its allocations."""
     return torch.cuda.Stream(stream.device)
 
 
 @contextmanager
 def on_side_streams() -> Iterator[None]:
-    """Without torch's one warning that graphs belong to other streams, for which it waits."""
+    """Silence torch's warning about gradients accumulated on another stream: torch waits for it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         yield

@@ -9,7 +9,7 @@ weights and on the batch, so every call is checked:
     on a GPU, all other calls       the device writes the largest error so far into pinned memory;
                                     nothing waits, and a later forward pass raises
 
-In float32, errors between 1e-3 and 1e-2 are warned of once unless a tolerance was given.
+In float32, errors between 1e-3 and 1e-2 only cause one warning, unless a tolerance was given.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Tolerance = float | Literal["auto"] | None
 _BY_DTYPE: Final = {torch.float64: 1e-9}
 _OTHER_DTYPES: Final = 1e-3
 _WARNED: Final = 10
-"""With "auto", errors of up to this many tolerances are only warned of: they do not hurt."""
+"""With "auto", errors of up to this many tolerances only cause a warning: they do not hurt."""
 _SAMPLES: Final = 256
 _TINY: Final = 1e-30
 _NOISE: Final = 64
-"""Streams this many times the spacing of numbers below the larger one are rounding noise."""
+"""A stream is rounding noise if it is below this many eps of the larger stream."""
 
 
 def tolerance_for(dtype: torch.dtype, tolerance: Tolerance) -> float:
@@ -82,11 +82,11 @@ def samples_of(stream: Tensor) -> Tensor:
 Samples = Mapping[str, Tensor]
 """Elements of streams, by name."""
 StartedCheck = tuple[bool, Samples]
-"""Whether backward waits for the device; copies of what was sampled in forward."""
+"""Whether backward waits for the device, and copies of the samples of forward."""
 
 
 class ReconstructionCheck:
-    """Compares what a chain or a stage rebuilds with what it was given, call by call.
+    """Compares the input that a chain or stage rebuilds with the actual one, in every call.
 
     Args:
         name: of the chain or stage, for the error.
@@ -103,9 +103,9 @@ class ReconstructionCheck:
         self._calls = 0
         self._has_warned = False
         self._recent = deque[Tensor](maxlen=failures_allowed + 1)
-        """Errors of the latest calls. The smallest counts: all of them must be too large."""
+        """Errors of the latest calls. A check fails only if all of them are too large."""
         self._largest: Tensor | None = None
-        """On the GPU: the largest error of the calls that were not waited for."""
+        """On the GPU: the largest error of the calls in which backward did not wait."""
         self._report: Tensor | None = None
         """The same in pinned memory, as of the latest call that the GPU has finished."""
 
@@ -114,7 +114,7 @@ class ReconstructionCheck:
         return self._tolerance is not None
 
     def start(self, samples: Samples) -> StartedCheck:
-        """In forward, with samples of the streams that enter.
+        """Start a check in forward, with samples of the input streams.
 
         Raises:
             InversionError: an earlier call on the GPU rebuilt its input wrongly.
@@ -129,10 +129,10 @@ class ReconstructionCheck:
         return waits, {name: sample.clone() for name, sample in samples.items()}
 
     def finish(self, started: StartedCheck, rebuilt: Samples) -> None:
-        """In backward: compare with samples of the rebuilt streams.
+        """Finish a check in backward, with samples of the rebuilt streams.
 
-        Values that are not finite are an error only in the calls that wait: they show in the loss
-        and in the gradients, and `torch.amp.GradScaler` leaves such steps out.
+        Values that are not finite are an error only in the calls that wait: they also show in the
+        loss and in the gradients, and `torch.amp.GradScaler` skips such steps.
 
         Raises:
             InversionError: a stream was rebuilt wrongly.
@@ -163,7 +163,7 @@ class ReconstructionCheck:
             self._refuse(math.inf, dtype)
 
     def _refuse(self, error: float, dtype: torch.dtype, when: str = "") -> None:
-        """Raise; warn once if it is not much, nor more than the user has allowed."""
+        """Raise, or warn once if the error is small and the user has set no tolerance."""
         limit = tolerance_for(dtype, self._tolerance)
         is_small = self._tolerance == "auto" and dtype not in _BY_DTYPE and error <= _WARNED * limit
         effect = "are no more precise" if is_small else "are wrong"
@@ -189,15 +189,15 @@ class ReconstructionCheck:
 
 
 def _is_asynchronous(device: torch.device) -> bool:
-    """Whether reading a number waits for everything that the device has been given to do."""
+    """Whether reading a number waits for all work that the device has been given."""
     return device.type == "cuda"
 
 
 def _error_on_device(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The largest `relative_error` without waiting for the device; not finite if anything is not.
+    """The largest relative error, without waiting for the device; not finite if a value is not.
 
-    A stream that is no more than rounding noise beside the other one has no digits that could be
-    lost: a batch norm of equal rows should be 0, and is not quite.
+    The error of a stream that is only rounding noise beside the other one counts as 0: a batch norm
+    of equal rows should be 0, and is not quite.
     """
     scales = [_largest(expected) for expected, _ in pairs]
     noise = _NOISE * torch.finfo(scales[0].dtype).eps * functools.reduce(torch.maximum, scales)

@@ -27,7 +27,7 @@ from revcompile.runtime.reversible.bindings import filled
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Is the caller capturing a CUDA graph? Then nothing may wait for the device."""
+    """Whether the caller is capturing a CUDA graph. Then nothing may wait for the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -75,7 +75,7 @@ class Masks(TorchDispatchMode):
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Does an operation draw random numbers? Raises if they cannot be saved."""
+    """Whether an operation draws random numbers. Raises if they cannot be saved."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):
@@ -94,11 +94,11 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 RandomStates = tuple[Tensor, ...]
-"""Of generators, as int64: bytes take five times as long to compare."""
+"""The states of generators as int64: bytes take five times as long to compare."""
 
 
 def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """Those that layers on a device may draw from; its own is the last."""
+    """The generators that layers on a device may draw from; the device's own is the last."""
     if device.type != "cuda":
         return (torch.default_generator,)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -118,15 +118,15 @@ class DrawCheck:
     """Refuses second runs of a branch that have not drawn the random numbers of the first.
 
     All threads of a process draw from the same default generators. If another one draws during one
-    of the runs, that run gets other numbers, and leaves the generators in other states. Where the
-    branch itself draws nothing, this does no harm. Which generators it draws from is learned from
-    runs that leave them alike.
+    of the runs, that run gets other numbers, and leaves the generators in other states. If the
+    branch itself draws nothing, this does no harm. Runs that leave a generator in equal states show
+    whether the branch draws from it.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._draws: dict[int, bool] = {}
-        """By the position of a generator. Unless known, a branch draws on its own device only."""
+        """Whether the branch draws, by generator. The default: only from that of its device."""
 
     def has_drawn(self, before: RandomStates, after: RandomStates) -> bool:
         """Whether a first run has drawn anything."""
@@ -138,7 +138,7 @@ class DrawCheck:
     def compare(
         self, start: Callable[[], RandomStates], first: RandomStates, second: RandomStates
     ) -> None:
-        """Compare the states after two runs, which have begun in the same."""
+        """Compare the states after two runs that began in the same state."""
         for position, (one, other) in enumerate(zip(first, second, strict=True)):
             if torch.equal(one, other):
                 if not self._draws.get(position):
@@ -170,9 +170,9 @@ class BufferSnapshot:
 
 
 def restore_buffers(snapshots: Iterable[BufferSnapshot]) -> None:
-    """Buffers as they were.
+    """Restore buffers and their contents.
 
-    Written to `.data`, as batch norm does: graphs in flight may have saved these buffers, and
+    Writes to `.data`, as batch norm does: graphs in flight may have saved these buffers, and
     autograd would refuse to use them after a write that it sees.
     """
     for saved in snapshots:
@@ -190,9 +190,9 @@ The storage is held: a new one could otherwise have the address of one that was 
 class StatefulBuffers:
     """Buffers that a branch changes while it runs (the vectors of a spectral norm, for instance).
 
-    Which ones those are is learned from the first run in each mode; from then on only those are
-    copied per call. Versions of the others are compared after each run: one that changes later is
-    an error, because its contents before the run are lost.
+    The first run in each mode shows which ones change; from then on only those are copied per call.
+    Versions of the others are compared after each run: one that changes later is an error, because
+    its contents before the run are lost.
     """
 
     def __init__(self, candidates: Sequence[tuple[nn.Module, str]]) -> None:
@@ -201,7 +201,7 @@ class StatefulBuffers:
         self._modes_seen: set[tuple[bool, ...]] = set()
 
     def snapshot(self) -> list[BufferSnapshot]:
-        """Before a run: copies of the buffers that may change."""
+        """Copies of the buffers that may change in the next run."""
         if not self._candidates:  # most branches have none
             return []
         is_known = self._modes() in self._modes_seen
@@ -211,7 +211,7 @@ class StatefulBuffers:
 
     @contextmanager
     def recorded(self) -> Iterator[list[BufferSnapshot]]:
-        """Around a run; the list gets copies, from before it, of the buffers that it changes."""
+        """A context for a run; its list gets copies, from before it, of the buffers it changed."""
         found: list[BufferSnapshot] = []
         copies = {(copy.module, copy.name): copy for copy in self.snapshot()}
         before = {slot: _identity(*slot) for slot in self._candidates}
@@ -235,19 +235,19 @@ class StatefulBuffers:
 
     @property
     def have_changed(self) -> bool:
-        """Whether a run has changed any."""
+        """Whether any run has changed a buffer."""
         return bool(self._changing)
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module, _ in self._candidates)
 
     def replay(self, snapshots: list[BufferSnapshot]) -> AbstractContextManager[None]:
-        """Around the second run: buffers with the contents they had before the first."""
+        """A context for the second run: buffers have the contents of before the first run."""
         return filled([((s.module._buffers, s.name), s.copy.clone()) for s in snapshots])
 
 
 def _has_moved(snapshot: BufferSnapshot) -> bool:
-    """Whether contents differ: versions miss writes behind `.data`, and batch norms in C++."""
+    """Whether contents differ: versions miss writes to `.data`, and those of batch norms in C++."""
     copy, buffer = snapshot.copy, snapshot.buffer
     is_plain = copy.layout is torch.strided and not copy.is_meta and not is_capturing(copy.device)
     return is_plain and not torch.equal(copy, buffer)
@@ -270,7 +270,7 @@ def _is_same(old: _Identity, new: _Identity) -> bool:
 
 @contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """The cache would hold every cast weight until the model's forward pass ends."""
+    """Disable autocast's cache, which would hold every cast weight until the forward pass ends."""
     is_caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -292,7 +292,7 @@ class ReplayContext(NamedTuple):
 
     @staticmethod
     def of(coupling: Coupling, root: nn.Module, modules: Sequence[nn.Module]) -> ReplayContext:
-        """That of a coupling's branch, which runs these modules."""
+        """The context of a coupling's branch, which runs these modules."""
         norms = [module for module in modules if isinstance(module, _BatchNorm)]
         others = [module for module in modules if not isinstance(module, _BatchNorm)]
         buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
@@ -301,10 +301,10 @@ class ReplayContext(NamedTuple):
 
 
 class Surroundings:
-    """What the branches of a chain run under in one call: autocast, and the random state.
+    """The state in which the branches of a chain run in one call: autocast and random numbers.
 
-    A call draws nothing between two branches, so the state after one is that before the next that
-    may draw. (If another thread draws there, `DrawCheck` finds the next one disturbed.)
+    A call draws nothing between two branches, so the random state after one is the state before the
+    next that may draw. (If another thread draws there, `DrawCheck` finds the next one disturbed.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -316,13 +316,13 @@ class Surroundings:
         self._caches = torch.is_autocast_cache_enabled()
         self.captures = is_capturing(device)
         self.is_observed = _has_any_global_hook() or bool(_len_torch_function_stack())
-        """Whether hooks or modes of others see every operation: they may draw numbers, too."""
+        """Whether global hooks or function modes run: they may draw random numbers, too."""
         self.generators = () if self.captures else default_generators(device)
         self.random: RandomStates | None = None
-        """As the latest run that may draw has left it."""
+        """The random state after the latest run that may draw."""
 
     def autocast(self) -> list[AbstractContextManager[Any]]:
-        """Autocast as it was; nothing if it was off and is off."""
+        """Contexts that restore autocast; none if it was off and is off."""
         if not any(on or torch.is_autocast_enabled(kind) for kind, _, on in self._autocast):
             return []
         return [torch.autocast(*state, cache_enabled=self._caches) for state in self._autocast]
@@ -331,8 +331,8 @@ class Surroundings:
 class Replay:
     """Random state, autocast and buffers of one run of a branch, for the second run.
 
-    The first run is inside `record()`, the second inside `again()`: everything as in the first, but
-    batch norms leave their running statistics alone.
+    The first run is inside `record()`, the second inside `again()`. The second is like the first,
+    except that batch norms do not update running statistics.
     """
 
     def __init__(self, branch: ReplayContext, around: Surroundings, has_hooks: bool = True) -> None:
@@ -346,7 +346,7 @@ class Replay:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Around the first run; saves random states if it drew, and the buffers it changed."""
+        """A context for the first run; saves random states if it drew, and changed buffers."""
         stateful = self._branch.stateful
         around, before = self._around, self._around.random
         if self._may_draw:
@@ -363,7 +363,7 @@ class Replay:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around the second run."""
+        """A context for the second run."""
         norms = [n for n in self._branch.norms if n.training and n.track_running_stats]
         contexts = self._around.autocast()
         if self._random is not None:

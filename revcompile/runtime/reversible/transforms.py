@@ -1,4 +1,4 @@
-"""Differentiation by other means than one backward pass, which is all that a chain supports.
+"""Differentiation by other means than one backward pass, the only one that chains support.
 
 Under `torch.func` and forward-mode AD (`is_transformed`) chains run as plain operations with stored
 activations, which every transform can differentiate. Differentiating a backward pass that has
@@ -31,8 +31,8 @@ def is_transformed() -> bool:
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Decorate the backward of an autograd function: differentiating its gradients is an error.
 
-    Otherwise they would be constants to a gradient penalty, silently. They count as functions of
-    the given gradients and of `ctx.outputs`, if the backward sets those.
+    Otherwise a gradient penalty would silently treat them as constants. They count as functions of
+    the given gradients and of `ctx.outputs`, if the backward sets that.
     """
 
     @functools.wraps(backward)
@@ -58,7 +58,7 @@ def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
 
 
 class _Refusing(torch.autograd.Function):
-    """The identity on the first `count` tensors, whose gradient is an error."""
+    """The identity on the first `count` tensors; differentiating it is an error."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

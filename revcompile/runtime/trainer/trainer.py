@@ -233,6 +233,8 @@ class Trainer(TrainerState):
             return None
         if any(self._schedule.outstanding):
             return changed_in_flight(change)
+        for executor in self._executors:
+            executor.stage.leaves_checked = False  # new tensors may require gradients
         self._follow_settings()
         return None
 

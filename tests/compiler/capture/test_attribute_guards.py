@@ -272,6 +272,33 @@ def test_hooks_of_parameters_are_refused() -> None:
     revcompile.reversify(model, torch.randn(3, WIDTH), check="off")
 
 
+LARGE: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "another": (lambda net: setattr(net, "table", torch.full((2000,), 2.0)), 2),
+    "in place": (lambda net: net.table.mul_(2.0), 2),
+    "equal": (lambda net: setattr(net, "table", torch.ones(2000)), 1),
+    "moved": (lambda net: net._apply(torch.clone), 1),  # as `to("cuda")` does
+}
+
+
+@pytest.mark.parametrize("change", LARGE)
+@pytest.mark.parametrize("read", [lambda table: table[:WIDTH], lambda table: table.sum()])
+def test_a_large_tensor_of_the_model_itself(change: str, read: Callable[[Tensor], Tensor]) -> None:
+    class Root(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * read(self.table)
+
+    model, x = Root(model_of(nothing, lambda b, h: h)), torch.randn(3, WIDTH)
+    model.table = torch.ones(2000)
+    net: Any = revcompile.reversify(model, x, policy="pretrained").eval()
+    net(x)
+    changed, cases = LARGE[change]
+    for each in (net, model.eval()):
+        changed(each)
+    for _ in range(2):
+        torch.testing.assert_close(net(x), model(x))
+        assert len(net._cases._cases) == cases
+
+
 def test_an_attribute_that_was_none_becomes_a_tensor() -> None:
     model = model_of(put("late", lambda: None), lambda b, h: h if b.late is None else h * b.late)
     x = torch.randn(3, WIDTH)

@@ -1,5 +1,6 @@
 """Parameters, modules, modes and hooks are those of the moment, and a rebuild keeps to them."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -212,31 +213,96 @@ def test_nor_are_those_in_a_stage(method: str, where: str) -> None:
             trainer.step(X, X[:, :2])
 
 
-class Scaled(nn.Linear):
-    """A layer with a tensor that is neither a parameter nor a buffer."""
+class Scaled(nn.Module):
+    """A module with tensors that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale, self.number, self.none = torch.ones(8), 1.0, None
+        self.listed, self.named = [torch.ones(1)], {"a": [torch.ones(8)]}
+        self.register_buffer("kept", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.scale * self.kept * self.listed[0] * self.named["a"][0]
+        return x * self.number * (1.0 if self.none is None else self.none)
+
+
+def _trained(size: int = 8) -> Tensor:
+    return torch.ones(size, requires_grad=True)
+
+
+LATER: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda layer: layer.scale.requires_grad_(),
+    "scale, another": lambda layer: setattr(layer, "scale", _trained()),
+    "scale, computed": lambda layer: setattr(layer, "scale", 2 * _trained()),
+    "kept": lambda layer: layer.kept.requires_grad_(),
+    "kept, another": lambda layer: setattr(layer, "kept", _trained()),
+    "kept, computed": lambda layer: setattr(layer, "kept", 2 * _trained()),
+    "number": lambda layer: setattr(layer, "number", _trained()),
+    "none": lambda layer: setattr(layer, "none", _trained()),
+    "listed[0]": lambda layer: layer.listed[0].requires_grad_(),
+    "listed[0], another": lambda layer: layer.listed.__setitem__(0, _trained(1)),
+    "listed[0], another list": lambda layer: setattr(layer, "listed", [_trained()]),
+    "named['a'][0]": lambda layer: layer.named["a"][0].requires_grad_(),
+    "named['a'][0], another": lambda layer: layer.named["a"].__setitem__(0, _trained()),
+}
+
+
+@pytest.mark.parametrize("row", [*LATER, *(f"traced {row}" for row in LATER if "[" in row)])
+def test_nor_are_those_of_attributes_that_get_one_later(row: str) -> None:
+    model, x, later = Stack(), X.float(), row.removeprefix("traced ")
+    leaf_modules = [Scaled] if later == row else []
+    model.blocks[1][0] = Scaled()
+    net: Any = revcompile.reversify(model, x, leaf_modules=leaf_modules, check="off")
+    staged = revcompile.petrafy(model, 2, x, leaf_modules=leaf_modules, check="off")
+    trainer = staged.trainer(lambda p: torch.optim.SGD(p, 0.1), nn.functional.mse_loss)
+    net(x).sum().backward()
+    for _ in range(3):
+        trainer.step(x, x[:, :2])
+    trainer.flush()
+    for trained in (net, staged.model):
+        LATER[later](trained.get_submodule("blocks.1.0"))
+    with pytest.raises(InputError, match=r"blocks\.1 depends on a tensor \[[18]\] that"):
+        net(x).sum().backward()
+    where = re.escape(f"blocks.1.0.{later.partition(',')[0]}")
+    says = rf"requires_grad of {where} was changed|blocks\.1\.0\.\w+.* was .* and is|stage 0 dep"
+    with pytest.raises(InputError, match=says):
+        for _ in range(3):
+            trainer.step(x, x[:, :2])
+
+
+def test_a_tensor_in_a_list_outside_of_blocks_is_trained() -> None:
+    model, x = Stack(), X.float()
+    model.head = nn.Sequential(Scaled(), nn.Linear(8, 2))
+    model.head[0].listed[0].requires_grad_()
+    net: Any = revcompile.reversify(model, x).train()
+    net(x).sum().backward()
+    assert net.head[0].listed[0].grad is not None
+
+
+class Caching(nn.Linear):
+    """A layer that keeps what it has computed, and the last of it in a list."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
-        self.scale = torch.ones(8)
+        self.seen: list[Tensor | None] = [None]
+        self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
+        self.last = self.seen[0] = super().forward(x)
+        return self.last
 
 
-@pytest.mark.parametrize("leaf_modules", [(), (Scaled,)])
-def test_nor_are_those_of_attributes_that_get_one_later(leaf_modules: tuple[type, ...]) -> None:
+def test_results_that_layers_keep_are_no_other_tensors() -> None:
     model, x = Stack(), X.float()
-    model.blocks[1][0] = Scaled()
-    net: Any = revcompile.reversify(model, x, leaf_modules=leaf_modules)
-    staged = revcompile.petrafy(model, 2, x, leaf_modules=leaf_modules)
-    trainer = staged.trainer(lambda p: torch.optim.SGD(p, 0.1), nn.functional.mse_loss)
-    net(x).sum().backward()
+    model.blocks[1][0] = Caching()
+    net: Any = revcompile.petrafy(model, 2, x, leaf_modules=(Caching,))
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, 0.1), nn.functional.mse_loss)
+    for _ in range(5):
+        trainer.step(x, x[:, :2])
+    trainer.flush()
     trainer.step(x, x[:, :2])
-    for trained in (net, staged.model):
-        trained.get_submodule("blocks.1.0").scale.requires_grad_()
-    refuses(InputError, r"blocks\.1 depends on a tensor \[8\] that", net(x).sum().backward)
-    says = r"requires_grad of blocks\.1\.0\.scale was changed"
-    refuses(InputError, says, trainer.step, x, x[:, :2])
 
 
 def test_a_hook_on_an_inlined_module_is_an_error_until_it_is_removed() -> None:
