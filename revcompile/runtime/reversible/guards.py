@@ -39,6 +39,7 @@ from revcompile.runtime.reversible.original import OriginalSurface
 from revcompile.runtime.reversible.transforms import is_transformed
 
 _ABSENT: Final = object()
+_AS_CAPTURED: Final = object()
 _STATE: Final = ("dtype", "requires_grad")
 """Attributes of a parameter that may differ at each call."""
 
@@ -291,6 +292,10 @@ def _fake_copy(
         return copy_module(skeleton, memo)  # type: ignore[no-any-return]
 
 
+class _Flat(tuple[Any, ...]):
+    """The tensors in a result that has its captured structure, whatever that is."""
+
+
 class _Sizes(fx.Interpreter):
     """Evaluates the graph of guards; values that cannot be computed are `_ABSENT`."""
 
@@ -321,6 +326,8 @@ class _Sizes(fx.Interpreter):
                 with suppress(Exception), unset_fake_temporarily():
                     values[position] = self._contents(outputs[position]).tolist()
         for guard, now in zip(self._sizes.guards, values, strict=True):
+            if now is _AS_CAPTURED:
+                continue
             expected = guard.value
             if guard.grown is not None:
                 expected = grown_size(guard.value, guard.grown, self._samples_beyond())
@@ -342,6 +349,8 @@ class _Sizes(fx.Interpreter):
             return super().run_node(n)
         if any(self.env[source] is _ABSENT for source in n.all_input_nodes):
             return self._reshaped(n)
+        if n.target is len and isinstance(self.env[n.all_input_nodes[0]], _Flat):
+            return _AS_CAPTURED
         if n.op == "call_method" and n.target in DEVICE_ATTRIBUTES:
             return getattr(self._given[0], str(n.target))()
         if n.target is getattr and n.args[1] in DEVICE_ATTRIBUTES:
@@ -384,7 +393,7 @@ class _Sizes(fx.Interpreter):
 
         def made(kind: Any) -> Any:
             if isinstance(kind, tuple):
-                return tuple(map(made, kind))
+                return _Flat(map(made, kind))
             return torch.empty(kind.at(batch), dtype=kind.dtype, device=like.device)
 
         return made(node.meta[TYPE]) if is_known else _ABSENT
