@@ -135,10 +135,10 @@ class _SizeChecker:
         self._reads_device = not DEVICE_ATTRIBUTES.isdisjoint(names)
         now = self._types_now(root, device_of_model(root)) if self._groups else None
         self._verdicts: dict[Any, Mismatch | None] = {(seen, now): None for seen in guards.seen}
-        nodes = [n for n in nodes if n.op == "call_module"]
-        called = dict.fromkeys(str(node.target) for node in nodes)
+        called = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
+        here = dict(made.named_modules(remove_duplicate=False))  # of a stage, its own layers
         skeleton = root if guards.skeleton is None else guards.skeleton
-        self._layers = _Layers(list(called), skeleton, made, root)
+        self._layers = _Layers([path for path in called if path in here], skeleton, made, root)
         if self._layers.changed(root):  # capturing again has not followed the change
             self._verdicts.clear()
 
