@@ -456,3 +456,29 @@ def test_an_example_with_one_sample_serves_one_sample_and_many() -> None:
         else:
             assert not torch.allclose(net(batch), anew(batch.expand(2, -1, -1))[:1])
     assert gradients(net, x[:1])
+
+
+class Named(nn.Module):
+    """A leaf module, as its control flow depends on data, with names for its results."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": x if float(x.detach().sum()) < 1e9 else -x}
+
+
+def test_results_of_leaf_modules_that_need_data_are_no_guards() -> None:
+    model = Blocks(lambda self, x, h: self.parts(self.parts(h)["y"])["y"])
+    model.parts = Named()
+    net = _expected(model, torch.randn(3, 4, WIDTH))
+    assert net(torch.randn(5, 6, WIDTH)).shape == (5, 6, WIDTH)
+    assert len(net._cases._cases) == 1
+
+
+def test_a_large_tensor_that_is_read_in_each_call_may_change() -> None:
+    model = Blocks(lambda self, x, h: h + self.table[: x.shape[1]])
+    model.table = torch.randn(1000, WIDTH)
+    x = torch.randn(3, 4, WIDTH)
+    net = _expected(model, x)
+    for table in (net.table.add_(1), torch.randn(1000, WIDTH)):
+        net.table = model.table = table
+        assert torch.equal(net(x), _expected(model, x)(x))
+    assert len(net._cases._cases) == 1

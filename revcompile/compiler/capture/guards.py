@@ -37,6 +37,7 @@ from revcompile.ir.ops import op_name
 from revcompile.ir.plain_attributes import Names, attributes_of
 from revcompile.ir.reached import reached
 from revcompile.ir.signature import Signature
+from revcompile.ir.snapshot import MOST_ELEMENTS
 from revcompile.ir.types import PATH, TYPE, types_in
 
 
@@ -121,7 +122,7 @@ def _is_needed(read: PythonRead, value: Any, facts: _Facts, root: nn.Module) -> 
     if read.kind is not ReadKind.LENGTH or isinstance(value, torch.Tensor):
         return True
     if (module := called_module(read.node, root)) is not None:
-        return type(module).forward.__module__.partition(".")[0] != "torch"
+        return isinstance(value, list) and type(module).forward.__module__[:6] != "torch."
     return not tensors_in(value) or op_name(read.node) in _ARITIES
 
 
@@ -294,9 +295,19 @@ def _attributes(
             return any(name == n and (member == m or member.isdigit()) for m, n in read)
         return not path.startswith(within) and child_path(path, name) not in called
 
+    by_name = {str(node.target) for node in nodes if node.op == "get_attr"}
+
+    def is_followed(path: str, name: str, value: Any) -> bool:
+        """Whether it is a large tensor that the graph reads anew in each call."""
+        is_large = isinstance(value, torch.Tensor) and value.numel() > MOST_ELEMENTS
+        return is_large and child_path(path, name) in by_name
+
     plain: dict[str, frozenset[str]] = {}
     for path, module in model.named_modules():
-        plain[path] = frozenset(n for n in attributes_of(module) if is_watched(path, n))
+        held = attributes_of(module).items()
+        plain[path] = frozenset(
+            n for n, v in held if is_watched(path, n) and not is_followed(path, n, v)
+        )
     others: dict[str, frozenset[str]] = {}
     for path, name in sorted({pair for mode in traced for pair in mode.asked}):
         if is_watched(path, name) and name not in plain[path]:

@@ -217,7 +217,7 @@ class Tracer(ShapedTracer):
         value, grown = self.values[node]
         if not is_structure(value):
             return proxy_for(node, self, node in self._data)
-        if isinstance(value, tuple | list | dict):
+        if isinstance(value, tuple | list):
             if len(value) != len(grown):
                 raise BatchDependent(len(value), len(grown))
             self.guard(node, len(value), ReadKind.LENGTH)
