@@ -143,6 +143,7 @@ def average(
             lost, copy = pack_bits(difference), None
             part = difference.bitwise_right_shift_(KEPT_BITS).mul_(sign.sign().to(integers))
             whole = part.add_(second).add_(scaled.to(integers)).to(unit.dtype)
+            # The first operand, which has the strides of the streams, decides those of the result.
             is_small = (whole.abs() < limit) & (scaled.abs() < limit) & (a == a) & (b == b)
             y = torch.where(is_small, whole * unit, torch.nan)
     if torch.is_grad_enabled():

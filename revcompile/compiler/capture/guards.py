@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import enum
+import functools
 import inspect
 import operator
 import types
@@ -68,8 +69,11 @@ _CHOOSES_KERNELS: Final = DEVICE_ATTRIBUTES | {"requires_grad", "is_nested", "is
 """Attributes that torch's own layers read to choose between kernels that compute the same."""
 
 _ARITIES: Final = frozenset(
-    ("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit")
-) | {"unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
+    (
+        *("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit"),
+        *("dsplit", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"),
+    )
+)
 """Functions whose number of results depends on a size."""
 
 
@@ -122,8 +126,12 @@ def _is_needed(read: PythonRead, value: Any, facts: _Facts, root: nn.Module) -> 
     if read.kind is not ReadKind.LENGTH or isinstance(value, torch.Tensor):
         return True
     if (module := called_module(read.node, root)) is not None:
-        return isinstance(value, list) and type(module).forward.__module__[:6] != "torch."
+        return isinstance(value, list) and not _is_of_torch(type(module).forward)
     return not tensors_in(value) or op_name(read.node) in _ARITIES
+
+
+def _is_of_torch(function: Any) -> bool:
+    return str(function.__module__).partition(".")[0] == "torch"
 
 
 def _attribute_read(node: fx.Node) -> str | None:
@@ -141,6 +149,7 @@ def guarded(reads: Iterable[PythonRead], signature: Signature) -> SizeGuards:
     """
     firsts: dict[Any, fx.Node] = {}
 
+    @functools.cache  # sizes may share their operands
     def same(node: fx.Node) -> fx.Node:
         """The first node with the same expression over the same tensors."""
         if types_in(node.meta.get(TYPE)) or not node.all_input_nodes:
@@ -348,7 +357,7 @@ def _codes_of(kind: type) -> dict[str, list[types.CodeType]]:
     def inner(code: types.CodeType) -> list[types.CodeType]:
         return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
-    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] != "torch"]
+    own = [base for base in kind.__mro__ if not _is_of_torch(base)]
     for base in own:
         for name, value in vars(base).items():
             if isinstance(value, types.FunctionType):

@@ -79,9 +79,10 @@ class ShapedTracer(fx.Tracer):
     def note_asked(self, module: nn.Module, name: str) -> None:
         """Note that a module's mode, or a name that is no plain attribute, was looked up."""
         path = None if self.evaluating else (self.submodule_paths or {}).get(module)
-        if path is not None:
-            self.asked.add((path, name))
-        if path is not None and path != self._path and name == "training":
+        if path is None:
+            return
+        self.asked.add((path, name))
+        if name == "training" and path != self._path:
             self.read_outside.add(path)
 
     def note_made(self, result: Any, given: Any) -> None:

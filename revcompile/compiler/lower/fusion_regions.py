@@ -390,4 +390,4 @@ def _add_on_grid(
     result = ((stream.float() + entry) - entry) + sign * ((value.float() + grid) - grid)
     if value.dtype != result.dtype:
         total.copy_(result)
-    return result.to(value.dtype) + (addend - value)
+    return result.to(value.dtype) + (addend - value)  # the first operand decides the strides
