@@ -125,7 +125,8 @@ class _SizeChecker:
     """Checks guards on sizes, once for each combination of shapes and types of the inputs."""
 
     def __init__(self, guards: Guards, training: bool, root: nn.Module, made: nn.Module) -> None:
-        self._guards, self._training = guards, training
+        self._skeleton = guards.skeleton
+        self._groups = [group for group in guards.of(training).sizes if group.guards]
         self._dtype = _parameter_type(guards.skeleton)
         graphs = (group.graph for group in self._groups if group.graph is not None)
         nodes = [node for graph in graphs for node in graph.nodes]
@@ -145,10 +146,6 @@ class _SizeChecker:
     def __getstate__(self) -> dict[str, Any]:
         right = {key: None for key, problem in self._verdicts.items() if problem is None}
         return {**self.__dict__, "_verdicts": right}
-
-    @property
-    def _groups(self) -> list[SizeGuards]:
-        return [group for group in self._guards.of(self._training).sizes if group.guards]
 
     def failing(self, root: nn.Module, inputs: list[Tensor]) -> Mismatch | None:
         if not self._groups:
@@ -170,15 +167,15 @@ class _SizeChecker:
     def _computed(
         self, root: nn.Module, inputs: list[Tensor], types: tuple[Any, ...]
     ) -> Mismatch | None:
-        skeleton = self._guards.skeleton
-        assert skeleton is not None
+        assert self._skeleton is not None
         state = dict(zip(self._state, types[2], strict=True))
         # Not on the meta device: there autocast does nothing, and the model may make tensors on
         # another device.
         with FakeTensorMode(allow_non_fake_inputs=True):
             is_cast = types[1] != self._dtype  # since it was captured
             dtype = types[1] if is_cast else None
-            root = _fake_copy(skeleton, device_of_model(root), dtype, self._layers.changed(root))
+            layers = self._layers.changed(root)
+            root = _fake_copy(self._skeleton, device_of_model(root), dtype, layers)
             shapes = [_without_data(t, t.device) for t in inputs]
             results = (_Sizes(group, root, shapes, state, inputs) for group in self._groups)
             return next(filter(None, (sizes.first_mismatch() for sizes in results)), None)
