@@ -238,7 +238,7 @@ class StageExecutor:
         if self.is_captured:
             self._run_captured(microbatch, inputs)
             return
-        buffers = self.stage.snapshot()
+        buffers = self.stage.stateful.snapshot()
         self._last_forward = microbatch, buffers
         has_statistics = self.stage.moves_statistics_early and bool(self.stage.statistics())
         if has_statistics:

@@ -274,10 +274,6 @@ class Stage:
         program = self.program
         return program.is_last or program.keeps_graphs or program.method.order is Order.LOCKED
 
-    def snapshot(self) -> list[BufferSnapshot]:
-        """Copies of the buffers other than statistics that a forward pass can change."""
-        return self.stateful.snapshot()
-
     # -- backward -----------------------------------------------------------------------------
 
     def finish(self, passed: Backward, is_exact: bool) -> None:
