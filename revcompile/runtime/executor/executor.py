@@ -423,11 +423,6 @@ class StageExecutor:
             self.scaling.load_state_dict(None)
         self.updates.load_copied(weights)
 
-    def weights_loaded(self, weights: Mapping[str, Tensor]) -> None:
-        """Follow a change of parameters that were loaded while nothing was in flight."""
-        self.updates.load_copied(weights)
-        self.stage.weights.loaded()
-
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """This stage's state without its parameters and optimizer, which are saved by name."""
         # Copies of tied parameters are saved with their present values: updates that they have not

@@ -208,7 +208,8 @@ class TrainerState:
             return
         weights = dict(self.model.named_parameters())
         for executor in self._executors:
-            executor.weights_loaded(weights)
+            executor.updates.load_copied(weights)
+            executor.stage.weights.loaded()
 
 
 # -- whether a state fits --------------------------------------------------------------------------
