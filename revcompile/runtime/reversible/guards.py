@@ -434,10 +434,9 @@ _MOST: Final = 64
 
 
 class _Case(GuardChecker):
-    def __init__(self, rewired: Rewired, root: nn.Module | None = None) -> None:
-        made = rewired.root
-        super().__init__(rewired.guards, made if root is None else root, made)
-        self.rewired = rewired if root is None else replace(rewired, root=root)
+    def __init__(self, rewired: Rewired, root: nn.Module) -> None:
+        super().__init__(rewired.guards, root, rewired.root)
+        self.rewired = replace(rewired, root=root)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of the graph; raises if it was captured for other arguments."""
@@ -456,7 +455,7 @@ class Cases:
         self.recapture: Recapture | None = None
         """Captures the model for a call that breaks a guard; if None, such a call raises."""
         self.any_arguments = False
-        self.first = _Case(first)
+        self.first = _Case(first, first.root)
         self._cases = [self.first]
         """All cases, the most recently used first."""
 
