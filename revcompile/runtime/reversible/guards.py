@@ -106,19 +106,15 @@ class GuardChecker:
 
         `values` are the graph's inputs by name, in the order of its placeholders.
         """
-        sizes = self._sizes[root.training]
-        return self.changed(root) or sizes.failing(root, list(values.values()))
-
-    def changed(self, root: nn.Module) -> Mismatch | None:
-        """The first attribute, mode or flag that has changed, or None."""
         for name, value in self._guards.flags.items():
             if (now := flag(name)) != value:
                 return Mismatch(f"torch.{name}()", value, now)
         for module, path, training in self._modes[root.training]:
             if module.training is not training:
                 return Mismatch(child_path(path, "training"), training, module.training)
-        change = self._attributes.first_change()
-        return None if change is None else Mismatch(change.where, change.before, change.now)
+        if (change := self._attributes.first_change()) is not None:
+            return Mismatch(change.where, change.before, change.now)
+        return self._sizes[root.training].failing(root, list(values.values()))
 
 
 class _SizeChecker:

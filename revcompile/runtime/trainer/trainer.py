@@ -433,7 +433,7 @@ class Trainer(TrainerState):
         self._check_usable(to_load=True)
         self._throughput.pause()
         folder, state = file_path("trainer.load", place, "runs/a"), dict[str, Any]()
-        placement = self._placement
+        gather = self._placement.gather
 
         def find() -> str | None:
             # Rank 0 chooses: other ranks may see an older version of the folder.
@@ -441,13 +441,13 @@ class Trainer(TrainerState):
 
         def read(name: str) -> None:
             checkpoint = Checkpoint(folder / name)
-            state.update(self._read_state(checkpoint, placement.device, placement.world))
+            state.update(self._read_state(checkpoint))
             with located(str(checkpoint.path)):
                 self._check_fits(state)
 
         with self._stop_on_error(changes_nothing=True):
-            name, *_ = on_all("trainer.load", find, placement.gather)
-            on_all("trainer.load", lambda: read(name), placement.gather)
+            name, *_ = on_all("trainer.load", find, gather)
+            on_all("trainer.load", lambda: read(name), gather)
         self._continue_from(state)
         set_generators(state["rng"])
 
