@@ -60,7 +60,7 @@ def warn_of_delay(trainer: Trainer) -> None:
     is_compensated = method.weights is Weights.PREDICTED or all(
         hasattr(optimizer, "delay") for _, optimizer in late
     )
-    # How far matrices move during the delay of their gradients is limited.
+    # Muon may limit how far matrices move during the delay of their gradients.
     groups = (group for _, optimizer in late for group in optimizer.param_groups)
     is_limited = any(g.get("use_muon") and g.get("max_drift") is not None for g in groups)
     if is_compensated and not is_far and (is_limited or method.weights is Weights.STASHED):
