@@ -40,6 +40,7 @@ from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_fo
 from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.settings import Settings, Task
 from revcompile.runtime.stage.stage import Stage
+from revcompile.runtime.stage.tensors import add_gradients
 
 _PASSES: Final = 14
 """Cost in forward passes: 3 with stored activations, 4 with rebuilt ones; for chain and stages."""
@@ -240,14 +241,11 @@ def _staged_gradients(
         stage.leaves_checked = True  # skip its check: lost gradients are reported together
         values = stage.forward(0, values)
     gradients: Mapping[str, Tensor | None] = loss_head(0, values, waits=False)
-    values, summed = {}, Gradients()
+    values, summed = {}, dict[str, Tensor]()
     for stage in reversed(stages):
         values, gradients, own, *_ = stage.differentiate(0, values, gradients)
-        for name, gradient in own.items():
-            before = summed.get(name)
-            if gradient is not None:
-                summed[name] = gradient if before is None else before + gradient
-    return summed
+        add_gradients(summed, own, [g for g in gradients.values() if g is not None])
+    return dict(summed)
 
 
 def _staged_loss(output: Any, target: Any) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
@@ -291,7 +291,7 @@ class StagedModel(StageReport):
         )
         count, ties = self.num_stages, self._partition.ties
         check_schedule(chosen, count, accumulation_steps, ties, options.synchronous_updates)
-        plan = None
+        plan, assign = None, partial(assign_contiguous, self._partition)
         if memory_budget is not None:
             parameters = dict(self.model.named_parameters())
             late = delay(chosen, count, 0, accumulation_steps)
@@ -303,7 +303,10 @@ class StagedModel(StageReport):
                 buffer_bytes(options.kept_input_dtype),
                 autocast,
             )
-            devices = self._device_of_each_stage(options.stage_to_rank)
+            devices = [0] * count  # in one process all stages share one
+            if world_size() > 1:
+                layout = make_layout(count, world_size(), options.stage_to_rank, assign)
+                devices = list(layout.stage_to_rank)
             if memory_budget == "auto":
                 budget = free_memory(self.model, target, options.timeout)
             else:
@@ -315,7 +318,6 @@ class StagedModel(StageReport):
         task = Task(self.model, self._partition, programs, *given)
         with ExitStack() as undo:  # a trainer that is refused changes nothing
             if world_size() > 1:
-                assign = self._default_stage_to_rank
                 placement: Placement = RankPlacement(task, undo, target, assign=assign)
             else:
                 placement = Placement(task, undo, target)
@@ -325,17 +327,6 @@ class StagedModel(StageReport):
             undo.pop_all()
         trainer._take_over()
         return trainer
-
-    def _device_of_each_stage(self, stage_to_rank: Sequence[int] | None) -> Sequence[int]:
-        """The device of each stage, given the number of ranks; in one process all share one."""
-        count, world = self.num_stages, world_size()
-        if world == 1:
-            return [0] * count
-        layout = make_layout(count, world, stage_to_rank, self._default_stage_to_rank)
-        return layout.stage_to_rank
-
-    def _default_stage_to_rank(self, ranks: int) -> list[int]:
-        return assign_contiguous(self._partition, ranks)
 
     def __repr__(self) -> str:
         rewired = self._partition.rewired

@@ -94,9 +94,7 @@ class _Sendable(torch.autograd.Function):
 
 
 def _sendable(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _Sendable.apply(value) if value.requires_grad else value.detach().contiguous()
+    return _Sendable.apply(value) if isinstance(value, Tensor) else value
 
 
 # -- a stage as a model of its own ----------------------------------------------------------------

@@ -70,15 +70,11 @@ class DelayAwareAdamW(LateOptimizer):
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        if group["capturable"]:
-            # In double precision: 1 - beta ** step loses half its digits otherwise.
-            counts = [step.double() for step in steps]
-            corrections1: Any = [1 - beta1**count for count in counts]
-            corrections2: Any = [(1 - beta2**count).sqrt() for count in counts]
-        else:
-            numbers = [step.item() for step in steps]
-            corrections1 = [1 - beta1**number for number in numbers]
-            corrections2 = [math.sqrt(1 - beta2**number) for number in numbers]
+        # In double precision: 1 - beta ** step loses half its digits otherwise.
+        sqrt: Any = torch.sqrt if group["capturable"] else math.sqrt
+        counts = [step.double() if group["capturable"] else step.item() for step in steps]
+        corrections1: Any = [1 - beta1**count for count in counts]
+        corrections2: Any = [sqrt(1 - beta2**count) for count in counts]
         denominators = torch._foreach_sqrt(squares)
         torch._foreach_div_(denominators, corrections2)
         torch._foreach_add_(denominators, group["eps"])

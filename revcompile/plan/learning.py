@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-import torch
 from torch import fx, nn
 
 from revcompile.errors import warn
@@ -61,7 +60,9 @@ def warn_of_delay(trainer: Trainer) -> None:
     is_compensated = method.weights is Weights.PREDICTED or all(
         hasattr(optimizer, "delay") for _, optimizer in late
     )
-    is_limited = any(_limits_drift(optimizer) for _, optimizer in late)
+    # Muon may limit how far matrices move during the delay of their gradients.
+    groups = (group for _, optimizer in late for group in optimizer.param_groups)
+    is_limited = any(g.get("use_muon") and g.get("max_drift") is not None for g in groups)
     if is_compensated and not is_far and (is_limited or method.weights is Weights.STASHED):
         return
     remedies = _REMEDIES_OF_LONG_DELAYS if is_far else _REMEDIES
@@ -70,14 +71,6 @@ def warn_of_delay(trainer: Trainer) -> None:
         f"net.trainer: the model has attention, and its gradients are up to {most} updates late: "
         f"expect it to learn much less than by backprop. Use {remedies}; or accumulation_steps="
         f"{enough}, with smaller micro-batches, for at most one update of delay"
-    )
-
-
-def _limits_drift(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it limits how far matrices move during the delay of their gradients."""
-    return any(
-        group.get("use_muon") and group.get("max_drift") is not None
-        for group in optimizer.param_groups
     )
 
 

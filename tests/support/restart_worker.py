@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from revcompile.runtime.checkpoint.tree import encode_tree
-from revcompile.runtime.distributed.rank_weights import owning_stages
+from revcompile.runtime.distributed.rank_weights import using_stages
 from revcompile.runtime.stage.tensors import detach_tree
 from revcompile.runtime.trainer.trainer import Trainer
 
@@ -109,9 +109,9 @@ def doom(end: End | None, step: int) -> None:
 def digests(trainer: Trainer) -> dict[str, str]:
     """For each stage that is here: parameters, buffers, gradients and its optimizer's state."""
     state, found = trainer.model.state_dict(), {}
-    owners = owning_stages(trainer.model, trainer._programs)
+    users = using_stages(trainer.model, trainer._programs)
     for executor in trainer._executors:
-        own = {n: state[n] for n, owner in owners.items() if owner == executor.index and n in state}
+        own = {n: state[n] for n, used in users.items() if used[0] == executor.index and n in state}
         updater = executor.updater.state_dict(detach_tree)
         settings = [updater["groups"], updater["lr_schedule"], trainer.microbatches_seen]
         gathered = executor.stage.gradients

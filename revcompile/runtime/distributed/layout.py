@@ -136,10 +136,6 @@ class Ranks:
     def replica(self) -> int:
         return self.layout.replica(self.rank)
 
-    @property
-    def stages(self) -> tuple[int, ...]:
-        return self.layout.stages(self.rank)
-
     def owner(self, stage: int) -> int:
         """The rank of this replica that has a stage."""
         return self.layout.rank(stage, self.replica)

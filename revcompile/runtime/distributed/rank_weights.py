@@ -41,27 +41,20 @@ def _named_tensors(model: nn.Module, every_name: bool = False) -> dict[str, Tens
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=not every_name))}
 
 
-def _users(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, list[int]]:
-    """Maps the first name of each parameter and buffer to the stages that use it."""
-    users: dict[str, list[int]] = {}
+def using_stages(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, list[int]]:
+    """Maps each name of a parameter or buffer to the stages that use it.
+
+    The first of them has its current value. A tensor that no stage uses never changes; the first
+    stage has it.
+    """
+    named, stages = _named_tensors(model, every_name=True), dict[int, list[int]]()
     for program in programs:
         # Buffers of the layers that a stage calls, and buffers that its code reads directly.
         read = {id(tensor) for _, tensor in TreeReads(program.forward, model).tensors()}
-        buffers = (name for name, buffer in model.named_buffers() if id(buffer) in read)
-        for name in (*program.parameters, *buffers):
-            users.setdefault(name, []).append(program.index)
-    return users
-
-
-def owning_stages(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, int]:
-    """Maps each name of a tensor to the stage that has its current value: the first to use it.
-
-    A tensor that no stage uses never changes; the first stage has it.
-    """
-    users = _users(model, programs)
-    first_names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
-    every = _named_tensors(model, every_name=True)
-    return {name: users.get(first_names[id(t)], [0])[0] for name, t in every.items()}
+        used = {id(named[name]) for name in program.parameters}
+        for key in used | {id(buffer) for buffer in model.buffers() if id(buffer) in read}:
+            stages.setdefault(key, []).append(program.index)
+    return {name: stages.get(id(tensor), [0]) for name, tensor in named.items()}
 
 
 class SharedBuffers:
@@ -69,12 +62,11 @@ class SharedBuffers:
 
     def __init__(self, model: nn.Module, programs: Sequence[StageProgram], layout: Layout) -> None:
         self._model, self._ranks = model, layout.stage_to_rank
-        users = _users(model, programs)
-        first_names = {id(buffer): name for name, buffer in model.named_buffers()}
+        users = using_stages(model, programs)
         self._stages: dict[str, tuple[int, int]] = {}
         """For each name of a shared buffer, two stages that use it."""
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            first, *others = users.get(first_names[id(buffer)], [0])
+        for name, _ in model.named_buffers(remove_duplicate=False):
+            first, *others = users[name]
             for stage in others:
                 if self._ranks[stage] != self._ranks[first]:
                     self._stages[name] = first, stage
@@ -161,13 +153,13 @@ def distribute(task: Task, ranks: Ranks, device: torch.device, undo: ExitStack) 
     """
     model, programs = task.model, task.programs
     undo.callback(_restore, model, Contents(model), _last.get(model))
-    tensors, layout, users = _named_tensors(model), ranks.layout, _users(model, programs)
-    owners = {name: ranks.owner(stage) for name, stage in owning_stages(model, programs).items()}
+    tensors, layout, users = _named_tensors(model), ranks.layout, using_stages(model, programs)
+    owners = {name: ranks.owner(stages[0]) for name, stages in users.items()}
     weights = RankWeights(ranks, device, owners)
     sources = _sources(model, tensors, ranks)
     changes: dict[int, Tensor] = {}
     for (name, tensor), source in zip(tensors.items(), sources, strict=True):
-        using = {layout.stage_to_rank[stage] for stage in users.get(name, (0,))}
+        using = {layout.stage_to_rank[stage] for stage in users[name]}
         received = _send_to_users(tensor, source, using, ranks)
         if ranks.rank % layout.width not in using:
             changes[id(tensor)] = _empty_like(tensor, _META)

@@ -26,7 +26,6 @@ from revcompile.runtime.stage.slots import Layout
 from revcompile.runtime.stage.tensors import aligned, overlap
 
 _KINDS: Final = tuple(MessageKind)
-_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 class Header(NamedTuple):
@@ -52,7 +51,7 @@ class Header(NamedTuple):
     @classmethod
     def of(cls, message: Message, kind: MessageKind, **numbers: int) -> Header:
         return cls(
-            code=_CODES[kind],
+            code=_KINDS.index(kind),
             microbatch=message.index,
             void=message.void,
             is_exact=message.is_exact,

@@ -135,12 +135,12 @@ class Boundary:
             self._incoming[self._dy] = _slot(expected.ready())
         for route in self._tied_in:
             source, target, kind = route
-            executor, is_grad = executors[target], kind is MessageKind.TIED_GRAD
-            updates = executor.updates
-            names = (updates.tied_holders if is_grad else updates.tied_owners)[source]
+            executor = executors[target]
+            names = executor.updates.tied[source]
             shared = {name: executor.stage.parameters[name] for name in names}
             message = Message(0, shared)
-            if is_grad:  # no zeros for untrained parameters: updates would apply weight decay
+            if kind is MessageKind.TIED_GRAD:
+                # No zeros for untrained parameters: updates would apply weight decay.
                 trained = {n: p for n, p in shared.items() if n in executor.program.trained}
                 message = Message(0, {}, trained).flagged(flag)
             self._incoming[route] = _slot(message)

@@ -238,7 +238,7 @@ class StageExecutor:
         if self.is_captured:
             self._run_captured(microbatch, inputs)
             return
-        buffers = self.stage.snapshot()
+        buffers = self.stage.stateful.snapshot()
         self._last_forward = microbatch, buffers
         has_statistics = self.stage.moves_statistics_early and bool(self.stage.statistics())
         if has_statistics:
@@ -422,11 +422,6 @@ class StageExecutor:
         if self.scaling is not None:
             self.scaling.load_state_dict(None)
         self.updates.load_copied(weights)
-
-    def weights_loaded(self, weights: Mapping[str, Tensor]) -> None:
-        """Follow a change of parameters that were loaded while nothing was in flight."""
-        self.updates.load_copied(weights)
-        self.stage.weights.loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """This stage's state without its parameters and optimizer, which are saved by name."""

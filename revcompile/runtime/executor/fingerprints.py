@@ -4,15 +4,16 @@ The rank of the first stage uses the inputs, and the rank of the last stage uses
 is usually given both. The first rank sends a fingerprint of its target with the micro-batch, and
 the last rank compares it with its own target. If the first rank has no target, inputs are compared.
 
-A fingerprint covers types, shapes and at most 2048 elements of each tensor, from samples all over
-the batch. It depends on the order of the samples, and is the same on every device and in every
-process. Reading tensors on a GPU makes the host wait, so these are compared only in the first few
+A fingerprint covers types, shapes and at most 2048 elements of each tensor, from all over the
+batch. It depends on the order of the samples, and is the same on every device and in every process.
+Reading tensors on a GPU makes the host wait, so these are compared only in the first few
 micro-batches and then in every 64th.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-_ROWS: Final = 128
-_COLUMNS: Final = 16
-_ELEMENTS: Final = _ROWS * _COLUMNS
+_ELEMENTS: Final = 2048
 _FIRST: Final = 8
 _EVERY: Final = 64
 _MASK: Final = (1 << 63) - 1
@@ -74,8 +73,6 @@ def compared(sent: Fingerprint, inputs: Any, target: Any, microbatch: int) -> st
 def fingerprint(tree: Any, microbatch: int) -> int:
     """A positive number; 0 for an empty tree, or for GPU tensors that are not read this time."""
     is_due = microbatch < _FIRST or microbatch % _EVERY == 0
-    if not is_due and isinstance(tree, Tensor) and tree.is_cuda:  # the most frequent case
-        return 0
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if leaf is not None]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     on_device = any(tensor.device.type != "cpu" for tensor in tensors)
@@ -96,27 +93,16 @@ def _of_leaf(leaf: Any) -> int:
     is_plain = type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided
     if not is_plain or leaf.is_meta or leaf.is_quantized or not leaf.numel():
         return about
-    elements = _sample(leaf.detach()).resolve_conj().resolve_neg().contiguous()
+    elements = leaf.detach()
+    if leaf.numel() > _ELEMENTS:
+        elements = elements[_places(tuple(leaf.shape), leaf.device)]
+    elements = elements.resolve_conj().resolve_neg().contiguous()
     return about + zlib.crc32(elements.reshape(-1).view(torch.uint8).cpu().numpy().data)
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """Elements from all over a tensor; the choice does not depend on its strides."""
-    if tensor.numel() <= _ELEMENTS:
-        return tensor
-    columns = _columns(tuple(tensor.shape[1:]), tensor.device)
-    rows = _ELEMENTS if not columns else _ELEMENTS // len(columns[0])
-    step = -(-tensor.shape[0] // rows)
-    indices: tuple[slice | Tensor, ...] = (slice(None), *columns)
-    return tensor[::step][indices]
-
-
 @functools.lru_cache(maxsize=64)
-def _columns(shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """Fixed random indices into a sample, because its first elements are often constant."""
-    if not shape:
-        return ()
-    size = torch.Size(shape).numel()
+def _places(shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+    """Fixed random indices: elements at regular distances are often equal, as those of padding."""
     generator = torch.Generator().manual_seed(1)
-    flat = torch.randint(size, (min(size, _COLUMNS),), generator=generator)
+    flat = torch.randint(math.prod(shape), (_ELEMENTS,), generator=generator)
     return tuple(index.to(device) for index in torch.unravel_index(flat, tuple(shape)))

@@ -39,7 +39,6 @@ class RunningStatistics:
             for buffer in buffers():  # one that stages share is restored if any flag is set
                 is_shared = owners.get(id(buffer), stage) != stage
                 owners[id(buffer)] = len(stages) if is_shared else stage
-        self._has_shared = len(stages) in owners.values()
         self._buffers = self._present()
         self._owners = {
             dtype: _flat([torch.full_like(b, owners[id(b)], dtype=torch.int64) for b in group])
@@ -63,8 +62,7 @@ class RunningStatistics:
 
     def restore_if(self, flags: Tensor) -> None:
         """After the step or pass: restore the copies of stages whose flag is set."""
-        if self._has_shared:
-            flags = torch.cat([flags, flags.max().reshape(1)])
+        flags = torch.cat([flags, flags.max().reshape(1)])
         for dtype, group in self._buffers.items():
             is_restored = flags[self._owners[dtype]] != 0
             merged = torch.where(is_restored, self._before[dtype], _flat(group))

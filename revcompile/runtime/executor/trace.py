@@ -113,7 +113,6 @@ class Trace:
         self.running = False
         for executor in self._trainer._executors:
             executor.observer = None
-        self._trainer._trace = None
         self._synchronize()
         events = [
             [s, str(action), *map(self._seconds, times)] for s, action, *times in self._records

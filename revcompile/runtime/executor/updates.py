@@ -40,11 +40,9 @@ class StageUpdates:
         settings, self.index = task.settings, stage.program.index
         self.stage, self.transport, self._scaling = stage, transport, scaling
         ties = task.partition.ties.items()
-        self.tied_owners = {tie.owner: names for tie, names in ties if tie.holder == self.index}
-        """Names of the tied parameters of which this stage has copies, by the stage that owns
-        them."""
-        self.tied_holders = {tie.holder: names for tie, names in ties if tie.owner == self.index}
-        """Names of the tied parameters that this stage owns, by the stage that has copies."""
+        ends = [(tie.owner, tie.holder, names) for tie, names in ties]
+        self.tied = {b if a == self.index else a: n for a, b, n in ends if self.index in (a, b)}
+        """Names of the parameters that this stage shares with another one, by the other stage."""
         self.copied = task.copied(self.index)
         self._delay = task.delay(self.index)
         self._synchronous_updates = settings.options.synchronous_updates
@@ -169,7 +167,7 @@ class StageUpdates:
         gradients = self._take_mean()
         if gradients is None:
             return False
-        names = [name for name in self.tied_owners[action.peer] if name in gradients]
+        names = [name for name in self.tied[action.peer] if name in gradients]
         taken = {name: gradients.pop(name) for name in names}
         if self.stage.sums is not None:  # later micro-batches are summed in the same memory
             taken = {name: gradient.clone() for name, gradient in taken.items()}
@@ -196,7 +194,7 @@ class StageUpdates:
 
     def send_tied_weight(self, action: Action) -> bool:
         assert action.peer is not None
-        names = self.tied_holders[action.peer]
+        names = self.tied[action.peer]
         values = {name: self.stage.parameters[name].detach().clone() for name in names}
         route = self.index, action.peer, MessageKind.TIED_WEIGHT
         self.transport.send(route, Message(action.index, values))

@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.coupling_ops import refuse_other_leaves
 from revcompile.ir.module_tree import child_path
-from revcompile.ir.snapshot import HOOKS, INTERNAL, TreeSnapshot, is_sharding_hook, read_by
+from revcompile.ir.snapshot import HOOKS, INTERNAL, is_sharding_hook, read_by
 
 Slot = tuple[dict[str, Any], str]
 """A dict of a module (`_parameters`, `_buffers`, `__dict__`) and a key."""
@@ -323,17 +323,6 @@ class Bindings:
         self.hooks = LayerHooks(list(self.modules))
         self.hooked = self.hooks.run_in_forward
         """Whether a module had forward hooks. If that changes, chains are planned again."""
-
-
-def check_repeatable(structure: TreeSnapshot) -> None:
-    """Raise if a run of the graphs that read these modules cannot be repeated."""
-    change = structure.first_change()
-    if change is not None:
-        raise ModifiedError(
-            f"{change.where} was replaced, or wrapped, between a forward pass and its backward "
-            "pass, but it is part of a reversible chain, which runs its layers again in "
-            "backward; change modules before the forward pass or after backward()"
-        )
 
 
 class Bound:

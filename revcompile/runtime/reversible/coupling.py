@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, refusing_other_leaves, stream_leaf
 from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
@@ -39,7 +39,6 @@ from revcompile.kernels.fixed_point import random_signs
 from revcompile.kernels.layout import alike, with_strides
 from revcompile.runtime.reversible.bindings import (
     Bound,
-    check_repeatable,
     gradient_hooks_silenced,
     reshard,
     unshard,
@@ -88,7 +87,12 @@ class Chain:
 
     def check_repeatable(self) -> None:
         """Raise if the chain's modules have changed since forward; called before backward."""
-        check_repeatable(self.modules)
+        if (change := self.modules.first_change()) is not None:
+            raise ModifiedError(
+                f"{change.where} was replaced, or wrapped, between a forward pass and its backward "
+                "pass, but it is part of a reversible chain, which runs its layers again in "
+                "backward; change modules before the forward pass or after backward()"
+            )
         if self._differentiable.first_change() is not None:
             self._differentiable.take()
             for block in self.blocks:

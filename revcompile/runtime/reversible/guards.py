@@ -106,26 +106,23 @@ class GuardChecker:
 
         `values` are the graph's inputs by name, in the order of its placeholders.
         """
-        sizes = self._sizes[root.training]
-        return self.changed(root) or sizes.failing(root, list(values.values()))
-
-    def changed(self, root: nn.Module) -> Mismatch | None:
-        """The first attribute, mode or flag that has changed, or None."""
         for name, value in self._guards.flags.items():
             if (now := flag(name)) != value:
                 return Mismatch(f"torch.{name}()", value, now)
         for module, path, training in self._modes[root.training]:
             if module.training is not training:
                 return Mismatch(child_path(path, "training"), training, module.training)
-        change = self._attributes.first_change()
-        return None if change is None else Mismatch(change.where, change.before, change.now)
+        if (change := self._attributes.first_change()) is not None:
+            return Mismatch(change.where, change.before, change.now)
+        return self._sizes[root.training].failing(root, list(values.values()))
 
 
 class _SizeChecker:
     """Checks guards on sizes, once for each combination of shapes and types of the inputs."""
 
     def __init__(self, guards: Guards, training: bool, root: nn.Module, made: nn.Module) -> None:
-        self._guards, self._training = guards, training
+        self._skeleton = guards.skeleton
+        self._groups = [group for group in guards.of(training).sizes if group.guards]
         self._dtype = _parameter_type(guards.skeleton)
         graphs = (group.graph for group in self._groups if group.graph is not None)
         nodes = [node for graph in graphs for node in graph.nodes]
@@ -145,10 +142,6 @@ class _SizeChecker:
     def __getstate__(self) -> dict[str, Any]:
         right = {key: None for key, problem in self._verdicts.items() if problem is None}
         return {**self.__dict__, "_verdicts": right}
-
-    @property
-    def _groups(self) -> list[SizeGuards]:
-        return [group for group in self._guards.of(self._training).sizes if group.guards]
 
     def failing(self, root: nn.Module, inputs: list[Tensor]) -> Mismatch | None:
         if not self._groups:
@@ -170,15 +163,15 @@ class _SizeChecker:
     def _computed(
         self, root: nn.Module, inputs: list[Tensor], types: tuple[Any, ...]
     ) -> Mismatch | None:
-        skeleton = self._guards.skeleton
-        assert skeleton is not None
+        assert self._skeleton is not None
         state = dict(zip(self._state, types[2], strict=True))
         # Not on the meta device: there autocast does nothing, and the model may make tensors on
         # another device.
         with FakeTensorMode(allow_non_fake_inputs=True):
             is_cast = types[1] != self._dtype  # since it was captured
             dtype = types[1] if is_cast else None
-            root = _fake_copy(skeleton, device_of_model(root), dtype, self._layers.changed(root))
+            layers = self._layers.changed(root)
+            root = _fake_copy(self._skeleton, device_of_model(root), dtype, layers)
             shapes = [_without_data(t, t.device) for t in inputs]
             results = (_Sizes(group, root, shapes, state, inputs) for group in self._groups)
             return next(filter(None, (sizes.first_mismatch() for sizes in results)), None)
@@ -437,10 +430,9 @@ _MOST: Final = 64
 
 
 class _Case(GuardChecker):
-    def __init__(self, rewired: Rewired, root: nn.Module | None = None) -> None:
-        made = rewired.root
-        super().__init__(rewired.guards, made if root is None else root, made)
-        self.rewired = rewired if root is None else replace(rewired, root=root)
+    def __init__(self, rewired: Rewired, root: nn.Module) -> None:
+        super().__init__(rewired.guards, root, rewired.root)
+        self.rewired = replace(rewired, root=root)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of the graph; raises if it was captured for other arguments."""
@@ -459,7 +451,7 @@ class Cases:
         self.recapture: Recapture | None = None
         """Captures the model for a call that breaks a guard; if None, such a call raises."""
         self.any_arguments = False
-        self.first = _Case(first)
+        self.first = _Case(first, first.root)
         self._cases = [self.first]
         """All cases, the most recently used first."""
 

@@ -216,8 +216,6 @@ class StatefulBuffers:
         copies = {(copy.module, copy.name): copy for copy in self.snapshot()}
         before = {slot: _identity(*slot) for slot in self._candidates}
         yield found
-        if not self._candidates:
-            return
         changed = {slot for slot in before if not _is_same(before[slot], _identity(*slot))}
         if (modes := self._modes()) not in self._modes_seen:  # all have been copied
             self._modes_seen.add(modes)

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.coupling_ops import leaf
+from revcompile.ir.reached import reached
 from revcompile.ir.types import Live, Rewired, TensorType
 from revcompile.kernels.autocast import wide_dtype, widest_dtype
 from revcompile.kernels.fixed_point import STREAM_RANGE
@@ -200,17 +201,10 @@ def _returned_loss(output: Any, target: Any) -> Any:
 
 def _needs_others(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Whether the loss also depends on leaves that require a gradient besides the outputs."""
-    known = {id(output) for output in outputs}
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", outputs[0])) not in known:
-            return True
-        waiting += [after for after, _ in node.next_functions]
-    return False
+    start: list[Any] = [loss.grad_fn]
+    nodes = reached(start, lambda node: [n for n, _ in node.next_functions if n])
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    return not {*map(id, leaves)} <= {*map(id, outputs)}
 
 
 def _check_returned_loss(rewired: Rewired, assembled: Callable[[Mapping[str, Any]], Any]) -> None:

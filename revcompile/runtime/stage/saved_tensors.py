@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from revcompile.ir.coupling_ops import retaining
+from revcompile.ir.reached import reached
 from revcompile.runtime.reversible.overlap import on_side_streams
 
 
@@ -125,10 +126,8 @@ class Recorded:
         """
         states = self._states
         others = {id(p) for _, p in chain(*self._parameters.values())} if self.leaves else ()
-        todo = [x.grad_fn for x in kept if isinstance(x, Tensor) and x.grad_fn is not None]
-        seen = set(todo)
-        while todo:
-            node = todo.pop()
+        ends = [x.grad_fn for x in kept if isinstance(x, Tensor) and x.grad_fn is not None]
+        for node in reached(ends, lambda node: [n for n, _ in node.next_functions if n]):
             states -= 2 * ("Attention" in node.name())  # saves up to two; other integers are data
             # A module that reads a parameter from elsewhere has not computed with the leaf.
             if getattr(node, "_saved_dropout_p", 0.0) or id(getattr(node, "variable", 0)) in others:
@@ -136,9 +135,6 @@ class Recorded:
             attributes = getattr(node, "__dict__", {}).values()
             if any(isinstance(x, Tensor) for x in pytree.tree_leaves(list(attributes))):
                 return False
-            following = {before for before, _ in node.next_functions if before is not None} - seen
-            seen |= following
-            todo += following
         return self._is_complete and states <= 0
 
     def stored(self) -> tuple[Any, ...]:

@@ -67,7 +67,7 @@ class Flat:
     def copy_(self, tree: Any) -> None:
         """Copy values of the same structure to its tensors."""
         pairs = zip(self.leaves, Flat.of(tree).leaves, strict=True)
-        copy_tensors([(own, leaf) for own, leaf in pairs if isinstance(own, Tensor)])
+        _copy_tensors([(own, leaf) for own, leaf in pairs if isinstance(own, Tensor)])
 
 
 class StaticBuffers(Flat):
@@ -153,13 +153,8 @@ def _is_alike(buffer: Any, leaf: Any) -> bool:
     return type(buffer) is type(leaf) and bool(buffer == leaf)
 
 
-def copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy small tensors of one type together; a large one takes a kernel of its own anyway."""
-    if len(pairs) == 1:
-        ((target, source),) = pairs
-        if target is not source:
-            target.copy_(source.detach() if source.requires_grad else source, non_blocking=True)
-        return
     small: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     with torch.no_grad():
         for target, source in pairs:
@@ -221,7 +216,6 @@ class Ring:
             [x if rows is None else rows.view(row) for rows, x in pairs] for row in range(count)
         ]
         self._slots = [form.with_leaves(view) for view in views]
-        self._values = [slot.value for slot in self._slots]
 
     def slot(self, number: int) -> Flat:
         """The buffers of a slot; numbers wrap around."""
@@ -229,7 +223,7 @@ class Ring:
 
     def value(self, number: int) -> Any:
         """The values in a slot, not copied."""
-        return self._values[number % self.count]
+        return self.slot(number).value
 
     def put(self, number: int, tree: Any) -> bool:
         """Copy values to a slot; False if structure, shapes or dtypes differ."""

@@ -15,7 +15,6 @@ from revcompile.ir import ops
 from revcompile.ir.coupling_ops import is_seeded_elsewhere, mix, refusing_other_leaves
 from revcompile.ir.module_tree import TreeReads, repeated_layers
 from revcompile.ir.precision_rewrites import for_stages, taking_stored
-from revcompile.ir.program import StageProgram
 from revcompile.ir.python_code import compile_graph
 from revcompile.ir.snapshot import has_hooks, read_by
 from revcompile.ir.types import Coupling
@@ -99,9 +98,11 @@ class Stage:
         self._own_weights = dict(self.parameters) if copied else None
         """The parameters, if some are its own copies of tied ones; None: those of its modules."""
         self.weights = PassWeights(program, self.parameters, task.delay(index))
-        names = castable_parameters(program, root, self.parameters) if self.autocast else []
+        reads, names = TreeReads(program.forward, root), list[str]()
+        if self.autocast is not None:
+            own = {n: p for n, p in self.parameters.items() if n not in copied}
+            names = castable_parameters(program, reads, self._entries, own)
         self.cast_weights = CastWeights(self.parameters, names, self.autocast)
-        reads = TreeReads(program.forward, root)
         self.hooks = LayerHooks(reads.modules)
         self.leaves_checked = False
         """Whether a backward pass has shown that it depends on inputs and parameters alone."""
@@ -111,7 +112,12 @@ class Stage:
         # A functional batch norm updates all statistics of its layer, read by the program or not.
         norms = [module for module in reads.owners if isinstance(module, _BatchNorm)]
         self._statistics = [(norm, name) for norm in norms for name in norm._buffers]
-        self._draws, self._repeated = StageDraws(program), _repeated_in(program, root)
+        self._draws = StageDraws(program)
+        pieces = [piece for unit in program.units for piece in unit.pieces]
+        averaged = [p for p in pieces if isinstance(p, Coupling) and p.averaged]
+        repeated = [repeated_layers(coupling.branch, root) for coupling in averaged]
+        self._repeated = Repeated(*map(any, zip(*repeated, strict=True)))
+        """Which layers of averaged couplings must give bit-identical results when run again."""
         self._samples = StreamSamples(index, tolerance)
         graphs = [program.forward, taking_stored(program, self.activations.sent)]
         if self.autocast is not None:
@@ -273,10 +279,6 @@ class Stage:
         """Whether running statistics change in forward, or in a backward pass right after it."""
         program = self.program
         return program.is_last or program.keeps_graphs or program.method.order is Order.LOCKED
-
-    def snapshot(self) -> list[BufferSnapshot]:
-        """Copies of the buffers other than statistics that a forward pass can change."""
-        return self.stateful.snapshot()
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -495,11 +497,3 @@ class Stage:
                 yield
             finally:
                 ops.statistics_frozen.reset(token)
-
-
-def _repeated_in(program: StageProgram, root: nn.Module) -> Repeated:
-    """Which layers of averaged couplings must give bit-identical results when run again."""
-    pieces = (piece for unit in program.units for piece in unit.pieces)
-    averaged = [p for p in pieces if isinstance(p, Coupling) and p.averaged]
-    found = [repeated_layers(coupling.branch, root) for coupling in averaged]
-    return Repeated(*map(any, zip(*found, strict=True)))

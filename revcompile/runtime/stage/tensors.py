@@ -108,14 +108,12 @@ def add_gradients(
     memory. Sums never share memory. If `places` is given they are in it; it grows as needed.
     """
     used = {storage(gradient) for gradient in others}
-    given = {n: g for n, g in gradients.items() if g is not None and n in sums}
-    if given:
-        torch._foreach_add_([sums[name] for name in given], list(given.values()))
-    for name in given:
-        del gradients[name]
+    added = {n: g for n, g in gradients.items() if g is not None and n in sums}
+    if added:
+        torch._foreach_add_([sums[name] for name in added], list(added.values()))
     for name in tuple(gradients):
         gradient = gradients.pop(name)
-        if gradient is None:
+        if gradient is None or name in added:
             continue
         if places is not None:
             if name not in places:

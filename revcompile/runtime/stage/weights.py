@@ -373,25 +373,20 @@ def _is_laid_out_as(gradient: Tensor, weight: Tensor) -> bool:
 
 
 def castable_parameters(
-    program: StageProgram, root: nn.Module, parameters: Mapping[str, Tensor]
+    program: StageProgram,
+    reads: TreeReads,
+    entries: Iterable[tuple[Slot, str]],
+    parameters: Mapping[str, Tensor],
 ) -> list[str]:
     """Float32 parameters that are read only by layers whose weights autocast casts.
 
-    Empty where weights may change while graphs or copies of them are in flight.
+    `entries` are the places of parameters in the model. Empty where weights may change while graphs
+    or copies of them are in flight.
     """
     method = program.method
     if method.weights is Weights.STASHED or method.order in (Order.GPIPE, Order.ONE_F_ONE_B):
         return []
-    reads = TreeReads(program.forward, root)
-    casting = {id(module) for module in reads.called.values() if is_cast(module)}
-    readers: dict[int, set[int]] = {}
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            readers.setdefault(id(parameter), set()).add(id(module))
-    return [
-        name
-        for name, parameter in parameters.items()
-        if name not in reads.targets
-        and parameter.dtype == torch.float32
-        and readers.get(id(parameter), {-1}) <= casting
-    ]
+    casting = {id(module._parameters) for module in reads.called.values() if is_cast(module)}
+    others = {name for (owner, _), name in entries if id(owner) not in casting}
+    others.update(reads.targets)
+    return [n for n, p in parameters.items() if p.dtype == torch.float32 and n not in others]

@@ -160,7 +160,7 @@ class RankPlacement(Placement):
         self._shared_buffers = SharedBuffers(model, programs, layout)
         self.ranks = ranks = Ranks.arrange(layout, self.device, control)
         self.rank, self.replica, self.replicas = ranks.rank, ranks.replica, layout.replicas
-        self.stages = ranks.stages
+        self.stages = layout.stages(ranks.rank)
         self._weights = distribute(task, ranks, self.device, undo)
         channels = open_channels(ranks, list(task.partition.ties), self.device, self._timeout)
         self.transport = DistributedTransport(ranks, channels, options.timeout)

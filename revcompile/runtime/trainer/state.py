@@ -96,10 +96,10 @@ class TrainerState:
             "stages": stages,
         }
 
-    def _read_state(self, checkpoint: Checkpoint, device: torch.device, world: int = 1) -> Any:
+    def _read_state(self, checkpoint: Checkpoint) -> Any:
         """The state in a checkpoint; only the tensors that this process needs are read."""
         read, state = checkpoint.read, merged_state(checkpoint, self.replica)
-        devices, rng = {state["device"]: device}, state["rng"]
+        devices, rng = {state["device"]: self._placement.device}, state["rng"]
         entries = self.model.state_dict().items()
         here = {n for n, v in entries if not (isinstance(v, Tensor) and v.is_meta)}
         trained = {name for executor in self._executors for name in executor.updater.parameters}
@@ -112,7 +112,7 @@ class TrainerState:
                 | {key: read(stage[key]) for key in ("groups", "lr_schedule")}
                 for index, stage in state["stages"].items()
             },
-            "rng": read(rng[self.rank]) if len(rng) == world else None,
+            "rng": read(rng[self.rank]) if len(rng) == self._placement.world else None,
         }
 
     def _check_fits(self, state: State) -> None:
@@ -208,7 +208,8 @@ class TrainerState:
             return
         weights = dict(self.model.named_parameters())
         for executor in self._executors:
-            executor.weights_loaded(weights)
+            executor.updates.load_copied(weights)
+            executor.stage.weights.loaded()
 
 
 # -- whether a state fits --------------------------------------------------------------------------

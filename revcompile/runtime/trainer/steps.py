@@ -146,12 +146,7 @@ class Steps:
         self.throughput = Throughput(placement.device)
 
     def run(
-        self,
-        schedule: Schedule,
-        inputs: Any,
-        target: Any,
-        refusal: str | None = None,
-        is_traced: bool = False,
+        self, schedule: Schedule, inputs: Any, target: Any, refusal: str | None = None
     ) -> Values | None:
         """Run the step in which a micro-batch enters.
 
@@ -159,7 +154,6 @@ class Steps:
             inputs: The model's inputs, if they are needed here.
             target: The target, if it is needed here.
             refusal: Why no micro-batch can enter now.
-            is_traced: Whether a trace records the step, which is then run action by action.
 
         Returns:
             The inputs, if they are needed here and can be used.
@@ -175,7 +169,7 @@ class Steps:
         if self.is_last:
             self._given = inputs, target
             self._set_target(lambda: self.binder.check_tensors(target, dense=dense))
-        if not self._run_captured(schedule, values, fingerprint, not is_traced):
+        if not self._run_captured(schedule, values, fingerprint):
             self._run_eagerly(schedule, values, fingerprint)
         self._given, head.target = (None, None), None
         self.placement.transport.completed = microbatch
@@ -221,9 +215,7 @@ class Steps:
         self.placement.check_shared_buffers(self.executors, microbatch)
         self.scheduler.finish(remaining)
 
-    def _run_captured(
-        self, schedule: Schedule, values: Any, fingerprint: Fingerprint, allowed: bool
-    ) -> bool:
+    def _run_captured(self, schedule: Schedule, values: Any, fingerprint: Fingerprint) -> bool:
         """Run the step as captured sections; False if it has to be run action by action."""
         if not self.runner.is_on:
             return False
@@ -234,7 +226,8 @@ class Steps:
             values = None if message.void else message
             fingerprint = message.fingerprint
         is_refused = any(executor.refusal is not None for executor in self.executors)
-        allowed &= values is not None and not is_refused and not self._is_measured(microbatch)
+        is_traced = self.executors[0].observer is not None  # a trace shows single actions
+        allowed = not (values is None or is_refused or is_traced or self._is_measured(microbatch))
         if allowed and self.is_last:
             self._check_data(microbatch, fingerprint)
         entering = StepInputs(values, self.loss_head.target, fingerprint)

@@ -70,7 +70,6 @@ class Trainer(TrainerState):
         """Whether this process needs inputs."""
         self.is_last = steps.is_last
         """Whether this process needs targets, and knows the loss."""
-        self._trace: Trace | None = None
         self.memory_plan: Any = None
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
@@ -143,9 +142,8 @@ class Trainer(TrainerState):
     def _step(self, inputs: Any, target: Any, problem: str | None) -> Metrics:
         microbatch, steps = self._schedule.injected, self._steps
         refusal = problem and f"trainer.step: {problem}"
-        is_traced = self._trace is not None
         with self._stop_on_error():
-            values = steps.run(self._schedule, inputs, target, refusal, is_traced)
+            values = steps.run(self._schedule, inputs, target, refusal)
         metrics = steps.metrics(self._schedule, microbatch, values)
         planned = None if self.memory_plan is None else self.memory_plan.microbatch_size
         if planned is not None and metrics.samples > planned:
@@ -333,13 +331,12 @@ class Trainer(TrainerState):
         at ui.perfetto.dev. Meanwhile steps run action by action, not captured. Every rank calls it;
         rank 0 writes the file.
         """
-        if self._trace is not None:
-            raise InputError(f"trainer.trace: already at work on {self._trace.path}; stop() it")
+        if (running := self._executors[0].observer) is not None:
+            raise InputError(f"trainer.trace: already at work on {running.path}; stop() it")
         self._check_usable()
         self._runner.leave()
         name = f"{self._partition.rewired.name}, {self._programs[0].method.name}"
-        self._trace = Trace(self, path, name)
-        return self._trace
+        return Trace(self, path, name)
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -436,7 +433,7 @@ class Trainer(TrainerState):
         self._check_usable(to_load=True)
         self._throughput.pause()
         folder, state = file_path("trainer.load", place, "runs/a"), dict[str, Any]()
-        placement = self._placement
+        gather = self._placement.gather
 
         def find() -> str | None:
             # Rank 0 chooses: other ranks may see an older version of the folder.
@@ -444,13 +441,13 @@ class Trainer(TrainerState):
 
         def read(name: str) -> None:
             checkpoint = Checkpoint(folder / name)
-            state.update(self._read_state(checkpoint, placement.device, placement.world))
+            state.update(self._read_state(checkpoint))
             with located(str(checkpoint.path)):
                 self._check_fits(state)
 
         with self._stop_on_error(changes_nothing=True):
-            name, *_ = on_all("trainer.load", find, placement.gather)
-            on_all("trainer.load", lambda: read(name), placement.gather)
+            name, *_ = on_all("trainer.load", find, gather)
+            on_all("trainer.load", lambda: read(name), gather)
         self._continue_from(state)
         set_generators(state["rng"])
 

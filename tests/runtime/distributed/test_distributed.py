@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 import revcompile
+from revcompile.compiler.partition import assign_contiguous
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.runtime.distributed.layout import Layout, check_ranks_agree, make_layout
 from revcompile.runtime.distributed.rank_weights import SharedBuffers
@@ -102,7 +103,7 @@ def test_a_rank_holds_only_the_weights_of_its_stages(tmp_path: Path, run: Run) -
     results = launch(tmp_path, 2, holdings, run=run, other=(0, 1, 0, 1))
     net, _ = trainer_of(run)
     programs, tensors = net._programs(net.method), dict(net.model.named_parameters())
-    stage_to_rank = run.stage_to_rank or net._default_stage_to_rank(2)
+    stage_to_rank = run.stage_to_rank or assign_contiguous(net._partition, 2)
     for rank, found in enumerate(results):
         used = {n for p in programs if stage_to_rank[p.index] == rank for n in p.parameters}
         assert found["names"] == sorted(used)
