@@ -364,7 +364,7 @@ class Tracer(ShapedTracer):
         self._refuse_custom_function(result)
         self._refuse_foreign_rng()
         for name, new in self._buffers(module).items():
-            if new is not (old := buffers.get(name)) and _fake_value(new) is not _fake_value(old):
+            if new is not buffers.get(name):
                 raise UntracedEffect(f"the forward pass assigns to the buffer {name!r}", module)
         changed = _changed(state, self._state(module)) - self.written
         if changed:
@@ -373,7 +373,8 @@ class Tracer(ShapedTracer):
             # A cached value changes in the first call only, a counter in the second call too.
             mark, state = self._mark(), self._state(module)
             held = {(p, n): vars(self.root.get_submodule(p)).get(n) for p, n in sorted(changed)}
-            nodes = {key: _nodes_held(value) for key, value in held.items()}
+            fields = {key: getattr(value, "__dict__", {}).values() for key, value in held.items()}
+            nodes = {key: _nodes_in((value, *fields[key])) for key, value in held.items()}
             users = {key: _users(found) for key, found in nodes.items()}
             module._call_impl(*args, **kwargs)
             changed = _changed(state, self._state(module))
@@ -402,9 +403,9 @@ class Tracer(ShapedTracer):
         }
 
     def _buffers(self, module: nn.Module) -> dict[str, Any]:
-        """Buffers of a module and those inside it, by path."""
+        """The values of the buffers of a module and of those inside it, by path."""
         return {
-            child_path(path, name): value
+            child_path(path, name): value.known.first if isinstance(value, ShapedProxy) else value
             for path, inner in module.named_modules(prefix=self._path)
             for name, value in inner._buffers.items()
         }
@@ -572,11 +573,6 @@ def _nodes_in(value: Any) -> list[fx.Node]:
     return [leaf.node for leaf in pytree.tree_leaves(value) if isinstance(leaf, ShapedProxy)]
 
 
-def _nodes_held(value: Any) -> list[fx.Node]:
-    """The nodes of the proxies in an attribute's value, and in the attributes of that value."""
-    return _nodes_in((value, *getattr(value, "__dict__", {}).values()))
-
-
 def _users(nodes: list[fx.Node]) -> int | None:
     """How many nodes read the nodes that an attribute holds; None if it holds none."""
     return sum(len(node.users) for node in nodes) if nodes else None
@@ -596,7 +592,3 @@ def _content(value: Any) -> Any:
         attributes = None if is_layer or callable(value) else getattr(value, "__dict__", None)
         items = (*attributes.values(),) if isinstance(attributes, dict) else ()
     return same, [_content(i) if issubclass(type(i), _COMPARED) else None for i in items]
-
-
-def _fake_value(value: Any) -> Any:
-    return value.known.first if isinstance(value, ShapedProxy) else value
