@@ -145,16 +145,6 @@ class Tracer(ShapedTracer):
         self._data: set[fx.Node] = set()
         """Nodes whose tensors are not computed from sizes alone."""
 
-    def _guards(self) -> ModeGuards:
-        firsts = {node: values.first for node, values in self.values.items()}
-        sizes = size_guards(self._reads, firsts, self._example.signature, self.root)
-        modes = {
-            path: module.training
-            for path, module in self.root.named_modules()
-            if (path, "training") in self.asked
-        }
-        return ModeGuards((sizes,), modes)
-
     # -- arguments and results ----------------------------------------------------------------
 
     def run(self, fake: nn.Module) -> Tracer:
@@ -193,7 +183,10 @@ class Tracer(ShapedTracer):
                 result = self._traced(root, args, kwargs)
                 outputs, self.out_spec = pytree.tree_flatten(with_fields(result))
                 self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})
-        self.guards = self._guards()
+        firsts = {node: values.first for node, values in self.values.items()}
+        sizes = size_guards(self._reads, firsts, self._example.signature, root)
+        readers = ((p, m) for p, m in root.named_modules() if (p, "training") in self.asked)
+        self.guards = ModeGuards((sizes,), {path: module.training for path, module in readers})
         state = {name for name, _ in named}
         for node in self.graph.find_nodes(op="get_attr"):
             if node.target not in state:
@@ -462,9 +455,8 @@ class Tracer(ShapedTracer):
                 with watch_memory(node, self.values):
                     first, second = (self._evaluate(node, layer, which) for which in (0, 1))
                     self._learn(node, first, second)
-                self._refuse_hidden_write(node)
                 refuse_hidden_tensors(self.values[node].first)
-                self._refuse_state_write(node)
+                self._refuse_write(node)
             except Exception:
                 self.graph.erase_node(node)
                 raise
@@ -480,15 +472,15 @@ class Tracer(ShapedTracer):
             size = self.create_node("call_function", operator.getitem, (shape, dim), {})
             self.guard(size, self.values[size].first, ReadKind.VALUE)
 
-    def _refuse_hidden_write(self, node: fx.Node) -> None:
-        """Refuse `no_grad` writes into a value with a gradient, which would ignore the write."""
+    def _refuse_write(self, node: fx.Node) -> None:
+        """Refuse writes into tensors that outlive the call, which need a leaf module.
+
+        Refuse `no_grad` writes into a value with a gradient, too, which would ignore the write.
+        """
         for source in node.all_input_nodes if node.meta[NO_GRAD] else ():
             hidden = source.meta[STORAGES] & node.meta[WRITES] and source.op != "get_attr"
             if hidden and not source.meta[NO_GRAD]:
                 raise TraceError("an in-place operation under no_grad on a value made outside")
-
-    def _refuse_state_write(self, node: fx.Node) -> None:
-        """Raise if a forward writes into a tensor that outlives it: a leaf module is needed."""
         for storage in node.meta[WRITES] & self._kept.keys():
             if node.target is not functional.batch_norm:
                 what, effect = self._kept[storage]
