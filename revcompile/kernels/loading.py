@@ -9,5 +9,5 @@ from typing import Any
 
 @functools.cache
 def triton_module(name: str) -> Any:
-    """The module of this name, without its prefix `triton_`."""
+    """The module `triton_{name}`."""
     return importlib.import_module(f"revcompile.kernels.triton_{name}")

@@ -203,7 +203,7 @@ _LIFTED: Final[dict[type, tuple[Callable[..., Tensor], tuple[str, ...], tuple[st
     nn.LayerNorm: (_layer_norm, _AFFINE, ("normalized_shape", "eps")),
     nn.Linear: (F.linear, _AFFINE, ()),
 }
-"""For layers with tensors: the function that takes them as arguments, their names, settings."""
+"""For layers with tensors: a function of the input, and of these tensors and settings of it."""
 
 
 def _build(region: FusionRegion, root: nn.Module) -> FusionRegion:
