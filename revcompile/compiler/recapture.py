@@ -17,7 +17,7 @@ from torch import nn
 from revcompile.compiler.capture.capture import capture_once
 from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import empty_like_on, meta_copy
-from revcompile.compiler.capture.isolation import copy_model
+from revcompile.compiler.capture.isolation import copy_model, register_constant
 from revcompile.compiler.capture.leaf_modules import is_leaf
 from revcompile.compiler.capture.tracer import CONSTANT_PREFIX
 from revcompile.compiler.find import find
@@ -195,11 +195,7 @@ def _adopt_constants(net: nn.Module, root: nn.Module, device: torch.device) -> N
     own = {name for name, _ in net.named_buffers()}
     for name, tensor in root.named_buffers():
         if name not in own and not tensor.is_meta:
-            path, _, leaf = name.rpartition(".")
-            owner = net.get_submodule(path)
-            given = vars(owner).pop(leaf, None)  # an attribute that was no tensor at capture
-            tensor = given if isinstance(given, torch.Tensor) else tensor
-            owner.register_buffer(leaf, tensor.to(device), persistent=False)
+            register_constant(net, name, tensor.to(device))
 
 
 def _refuse_other_parameters(net: nn.Module, root: nn.Module) -> None:

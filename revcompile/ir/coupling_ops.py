@@ -29,7 +29,7 @@ from revcompile.ir.reached import reached
 from revcompile.kernels import fixed_point
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.batch_norm import bn_relu
-from revcompile.kernels.exact_sum import add, add_or_subtract, grid_for, rounded, subtract
+from revcompile.kernels.exact_sum import add_or_subtract, grid_for, rounded
 from revcompile.kernels.fixed_point import (
     average_gradients,
     couple_average,
@@ -317,19 +317,14 @@ def enter_chain(
     return *alike(rounded(a, grid), rounded(b, grid)), grid
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude of a stream, which decides the spacing of its grid."""
-    return torch.linalg.vector_norm(x.detach(), float("inf")).reshape(1) if x.is_cuda else x
-
-
 def plus(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
     """`a + F(b)`, exact on the grid if there is one."""
-    return add(stream, addend, grid)
+    return add_or_subtract(stream, addend, grid, False, False)[0]
 
 
 def minus(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
     """`y - F(b)`, exact on the grid if there is one; both arguments are detached."""
-    return subtract(stream.detach(), addend.detach(), grid)
+    return add_or_subtract(stream.detach(), addend.detach(), grid, True, False)[0]
 
 
 def plus_and_cast(

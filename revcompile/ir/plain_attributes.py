@@ -195,7 +195,7 @@ class _Elements:
         self._value, self._version = value, value._version if is_counted else None
         self._requires_grad = is_copied and value.requires_grad
         self._copy, self._digest = None, _digest(value) if is_counted else None
-        if _size(value) <= MOST_ELEMENTS:
+        if (value.numel() if is_tensor else value.size) <= MOST_ELEMENTS:
             self._copy = value.detach().clone() if is_tensor else value.copy()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -248,13 +248,6 @@ def _digest(value: Tensor) -> Any:
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "tobytes") and hasattr(value, "dtype")
-
-
-def _size(value: Any) -> int:
-    """The number of elements of a tensor or an array."""
-    if isinstance(value, Tensor):
-        return value.numel()
-    return int(value.size) if _is_array(value) else 0
 
 
 def _without_dunders(kind: type) -> dict[str, Any]:

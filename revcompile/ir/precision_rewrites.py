@@ -146,17 +146,25 @@ def _is_joined(node: fx.Node, root: nn.Module) -> bool:
     return is_read_once and _is_batch_norm(node, root)
 
 
+def calls_layer(node: fx.Node) -> bool:
+    """Whether a node calls a layer: as a module, or a batch norm in a stage's program."""
+    return node.op == "call_module" or node.target is call_norm
+
+
+def called_layer(node: fx.Node, root: nn.Module) -> tuple[str, nn.Module, tuple[Any, ...]]:
+    """The path of the layer that a node calls, the layer, and its arguments."""
+    called, args = node, node.args
+    if node.target is call_norm:  # its first argument is the layer
+        called, args = node.all_input_nodes[0], node.args[1:]
+    return str(called.target), root.get_submodule(str(called.target)), args
+
+
 def _is_batch_norm(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node calls a batch norm, in a segment or (`call_norm`) in a stage's program."""
-    called, arguments = node, len(node.args)
-    if node.target is call_norm:
-        called, arguments = node.all_input_nodes[0], arguments - 1
-    elif node.op != "call_module":
+    if not calls_layer(node):
         return False
-    if arguments != 1 or node.kwargs:
-        return False
-    layer = root.get_submodule(str(called.target))
-    return type(layer) is nn.BatchNorm2d and "forward" not in vars(layer)
+    _, layer, args = called_layer(node, root)
+    is_plain = type(layer) is nn.BatchNorm2d and "forward" not in vars(layer)
+    return is_plain and len(args) == 1 and not node.kwargs
 
 
 def _is_relu(node: fx.Node, root: nn.Module) -> bool:

@@ -8,6 +8,7 @@ computing them again, which would take a pass over memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,9 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.kernels.autocast import LOW_PRECISION, MIN_ELEMENTS
-from revcompile.kernels.loading import batch_norm_kernels as _kernels
+from revcompile.kernels.loading import triton_module
+
+_kernels = functools.partial(triton_module, "batch_norm")
 
 MIN_ELEMENTS_UNCAPTURED: int = 2**24
 """The fewest elements for which the kernels pay outside of a captured CUDA graph: the host takes

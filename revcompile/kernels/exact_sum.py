@@ -23,7 +23,7 @@ from torch import Tensor
 
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.layout import like
-from revcompile.kernels.loading import stream_kernels
+from revcompile.kernels.loading import triton_module
 
 HEADROOM: Final = 7
 """Streams may grow to 2**HEADROOM times their largest input before sums are inexact again."""
@@ -53,7 +53,7 @@ def make_grid(a: Tensor, b: Tensor) -> Tensor:
     3277.0
     """
     with torch.no_grad():
-        largest = torch.maximum(_largest(a), _largest(b)).clamp_min(2.0**-60)
+        largest = torch.maximum(_largest(a), _largest(b)).float().clamp_min(2.0**-60)
         largest = torch.maximum(largest, (_MORE * largest).clamp_max(_USUAL))
         exponent = torch.log2(largest).ceil() + (HEADROOM - 1)
         return 1.5 * torch.exp2(exponent).reshape(1)  # one dimension: decides the sum's type
@@ -74,20 +74,10 @@ def rounded(x: Tensor, grid: Tensor | None) -> Tensor:
     return x if grid is None else (x + grid).sub_(grid)
 
 
-def add(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
-    """`stream + addend`, the addend on the grid."""
-    return add_or_subtract(stream, addend, grid, False, False)[0]
-
-
-def subtract(stream: Tensor, addend: Tensor, grid: Tensor | None) -> Tensor:
-    """`stream - addend`, the addend on the grid."""
-    return add_or_subtract(stream, addend, grid, True, False)[0]
-
-
 def add_or_subtract(
     stream: Tensor, addend: Tensor, grid: Tensor | None, is_minus: bool, with_cast: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`add` or `subtract`; with `with_cast` also the sum in the dtype of autocast.
+    """`stream ± addend`, the addend on the grid; with `with_cast` also in the dtype of autocast.
 
     The second is None unless one kernel writes both, which saves reading the sum again to cast it.
     """
@@ -95,14 +85,13 @@ def add_or_subtract(
         addend = rounded(addend, grid)
         return like(stream, stream - addend if is_minus else stream + addend), None
     # One kernel: the three of torch would cost a step up to 9 % of its time.
-    kernels = stream_kernels()
+    kernels = triton_module("kernels")
     if not kernels.supports_add(stream, addend):
         return like(stream, _generated("-" if is_minus else "+")(stream, addend, grid)), None
-    if with_cast and is_autocasting(stream.device):
-        dtype = torch.get_autocast_dtype(stream.device.type)
-        total, copy = kernels.add_and_cast(stream, addend, dtype, grid, is_minus)
-        return total, copy
-    return kernels.add(stream, addend, grid, is_minus), None
+    is_cast = with_cast and is_autocasting(stream.device)
+    dtype = torch.get_autocast_dtype(stream.device.type) if is_cast else None
+    total, copy = kernels.add(stream, addend, grid, is_minus, dtype)
+    return total, copy
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.layout import alike, like
-from revcompile.kernels.loading import average_kernels
+from revcompile.kernels.loading import triton_module
 
 KEPT_BITS: Final = 4
 """Bits per element per block: log2 of 1 / gamma."""
@@ -110,7 +110,7 @@ def kernels_for(sign: Tensor, *tensors: Tensor) -> Any:
     """The kernels that do all steps of a block at once; None if they do not support this."""
     if not tensors[0].is_cuda:
         return None
-    kernels = average_kernels()
+    kernels = triton_module("average")
     return kernels if kernels.supports(sign, *tensors) else None
 
 

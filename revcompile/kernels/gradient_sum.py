@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from revcompile.kernels.loading import stream_kernels
+from revcompile.kernels.loading import triton_module
 
 _NAME: Final = "_revcompile_gradient_sum"
 
@@ -77,10 +77,8 @@ def add_gradients(
     """
     is_mixed = dtype is not None or own.dtype != through.dtype
     if is_mixed and own.is_cuda and not torch.is_grad_enabled():
-        kernels = stream_kernels()
+        kernels = triton_module("kernels")
         if kernels.supports_add(own, through):
-            if dtype is None:
-                return kernels.add(own, through), None
-            total, copy = kernels.add_and_cast(own, through, dtype, None)
+            total, copy = kernels.add(own, through, dtype=dtype)
             return total, copy
     return own + through, None

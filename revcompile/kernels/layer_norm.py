@@ -8,6 +8,7 @@ Everywhere else torch's own layer norm runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -17,7 +18,9 @@ from torch.nn import functional as F
 
 from revcompile.kernels.autocast import MIN_ELEMENTS, is_autocasting
 from revcompile.kernels.gradient_sum import GradientSum
-from revcompile.kernels.loading import stream_kernels as _kernels
+from revcompile.kernels.loading import triton_module
+
+_kernels = functools.partial(triton_module, "kernels")
 
 _ALIGNED: Final = 16
 """Bytes. Triton compiles another kernel for unaligned memory, which may sum in another order."""

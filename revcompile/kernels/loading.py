@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 
 @functools.cache
-def stream_kernels() -> Any:
-    from revcompile.kernels import triton_kernels
-
-    return triton_kernels
-
-
-@functools.cache
-def average_kernels() -> Any:
-    from revcompile.kernels import triton_average
-
-    return triton_average
-
-
-@functools.cache
-def batch_norm_kernels() -> Any:
-    from revcompile.kernels import triton_batch_norm
-
-    return triton_batch_norm
+def triton_module(name: str) -> Any:
+    """The module `triton_{name}`."""
+    return importlib.import_module(f"revcompile.kernels.triton_{name}")

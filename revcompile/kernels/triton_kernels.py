@@ -43,7 +43,7 @@ def _sum(  # type: ignore[no-untyped-def]
         tl.store(copy + at, value, mask=inside)
 
 
-def fits(stream: Tensor, addend: Tensor) -> bool:
+def supports_add(stream: Tensor, addend: Tensor) -> bool:
     """Whether the kernel can process both tensors in memory order."""
     return (
         MIN_ELEMENTS <= stream.numel() < _MAX_ELEMENTS
@@ -51,6 +51,7 @@ def fits(stream: Tensor, addend: Tensor) -> bool:
         and stream.shape == addend.shape
         and stream.stride() == addend.stride()
         and _is_dense(stream)
+        and works_on(stream.device)
     )
 
 
@@ -67,31 +68,17 @@ def works_on(device: torch.device) -> bool:
     return compiles(lambda: add(probe, probe))
 
 
-def supports_add(stream: Tensor, addend: Tensor) -> bool:
-    return fits(stream, addend) and works_on(stream.device)
-
-
 def add(
-    stream: Tensor, addend: Tensor, grid: Tensor | None = None, is_minus: bool = False
-) -> Tensor:
-    """`stream + addend`, or `stream - addend`; the addend on the grid, if there is one."""
-    return _sum_up(stream, addend, grid, is_minus, None)[0]
-
-
-def add_and_cast(
-    stream: Tensor, addend: Tensor, dtype: torch.dtype, grid: Tensor | None, is_minus: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The sum, and the sum in another dtype."""
-    return _sum_up(stream, addend, grid, is_minus, dtype)
-
-
-def _sum_up(
     stream: Tensor,
     addend: Tensor,
-    grid: Tensor | None,
-    is_minus: bool,
-    dtype: torch.dtype | None,
+    grid: Tensor | None = None,
+    is_minus: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """`stream + addend`, or `stream - addend`; also in another dtype, if one is given.
+
+    The addend is rounded to the grid, if there is one.
+    """
     count, (out, copy) = stream.numel(), outputs(stream, dtype)
     tensors = stream, addend, stream if grid is None else grid, out, out if copy is None else copy
     given = *tensors, count, is_minus, grid is not None, copy is not None, _SIZE

@@ -15,6 +15,7 @@ from training import same, trained
 
 import revcompile
 from revcompile.ir import coupling_ops, precision_rewrites
+from revcompile.ir.coupling_ops import minus, plus
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
@@ -57,7 +58,7 @@ def _copied(
     stream: Tensor, addend: Tensor, g: Tensor | None, is_minus: bool, with_cast: bool
 ) -> tuple[Tensor, Tensor | None]:
     """What a GPU's kernel gives; its copy is not made with a cast that is counted."""
-    total = (grid.subtract if is_minus else grid.add)(stream, addend, g)
+    total, _ = grid.add_or_subtract(stream, addend, g, is_minus, False)
     if not with_cast:
         return total, None
     assert torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
@@ -140,12 +141,12 @@ def test_the_kernel_adds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.M
     stream, addend = torch.randn(3, 700), torch.randn(3, 700).to(dtype)
     g = grid.make_grid(stream, stream)
     stream = grid.rounded(stream, g)
-    there = kernels.add(stream, addend, g)
-    assert torch.equal(there, grid.add(stream, addend, g))
-    assert torch.equal(kernels.add(there, addend, g, is_minus=True), stream)
-    assert torch.equal(kernels.add(stream, addend), stream + addend)
-    total, copied = kernels.add_and_cast(stream, addend, torch.float16, g, is_minus=True)
-    assert torch.equal(total, grid.subtract(stream, addend, g))
+    there, _ = kernels.add(stream, addend, g)
+    assert torch.equal(there, plus(stream, addend, g))
+    assert torch.equal(kernels.add(there, addend, g, is_minus=True)[0], stream)
+    assert torch.equal(kernels.add(stream, addend)[0], stream + addend)
+    total, copied = kernels.add(stream, addend, g, True, torch.float16)
+    assert torch.equal(total, minus(stream, addend, g))
     assert torch.equal(copied, total.half())
 
 
@@ -157,7 +158,7 @@ def test_sums_of_streams_that_grow_are_undone_to_the_bit(size: float) -> None:
     stream = grid.rounded(given, g)
     assert (stream - given).abs().max() <= 2**-11 * given.abs().max()
     addend = min(max(20.0, 10 * size), 500 * size) * torch.randn(4000)
-    assert torch.equal(grid.subtract(grid.add(stream, addend, g), addend, g), stream)
+    assert torch.equal(minus(plus(stream, addend, g), addend, g), stream)
 
 
 @pytest.mark.parametrize("first", [nn.Identity, _functional, nn.ReLU])

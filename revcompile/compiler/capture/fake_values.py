@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng
 from revcompile.compiler.capture.memory import STORAGES, WRITES, tensors_in, watch_state
-from revcompile.compiler.capture.random_draws import NoDraws
 from revcompile.compiler.capture.trace_errors import BatchDependent
 from revcompile.ir.ops import called
 from revcompile.ir.types import TensorType
@@ -160,18 +159,13 @@ def size_of_values(first: Any, second: Any, batch: tuple[int, int]) -> tuple[Any
 
 def fold(node: fx.Node, fakes: Mapping[fx.Node, Any]) -> Any:
     """The contents of a tensor that is computed from sizes alone (a mask without padding)."""
-    with NoDraws("control flow depends on random numbers"):
-        return _folded(node, fakes)
-
-
-def _folded(node: fx.Node, fakes: Mapping[fx.Node, Any]) -> Any:
     if not isinstance(fakes[node], (torch.Tensor, tuple, list)):
         return fakes[node]
     others = node.graph.nodes
     is_written = any(node.meta[STORAGES] & other.meta.get(WRITES, set()) for other in others)
     if is_written or node.op in ("placeholder", "get_attr", "call_module"):
         raise TraceError("control flow depends on the contents of a tensor")
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _folded(n, fakes))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: fold(n, fakes))
     return called(node, args, kwargs)
 
 

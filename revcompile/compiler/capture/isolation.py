@@ -54,9 +54,10 @@ def register_constant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """
     path, _, leaf = name.rpartition(".")
     owner = root.get_submodule(path)
-    value = vars(owner).pop(leaf, tensor)
+    given = vars(owner).pop(leaf, None)
+    value = given if isinstance(given, torch.Tensor) else tensor
     if not hasattr(owner, leaf):
-        owner.register_buffer(leaf, value, persistent=False)
+        owner.register_buffer(leaf, value.to(tensor.device), persistent=False)
 
 
 # -- random generators ----------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from torch.nn.modules import transformer
 from revcompile.compiler.capture.fake_values import Values, fold
 from revcompile.compiler.capture.guards import PythonRead, ReadKind
 from revcompile.compiler.capture.memory import INPLACE_OPERATORS
-from revcompile.compiler.capture.random_draws import decided_draw
+from revcompile.compiler.capture.random_draws import NoDraws, decided_draw
 from revcompile.compiler.capture.trace_errors import (
     BatchDependent,
     compares_types_by_identity,
@@ -92,7 +92,8 @@ class ShapedTracer(fx.Tracer):
         """The real value of a node that is computed from sizes alone."""
         self.evaluating = True
         try:
-            return fold(node, {n: v[which] for n, v in self.values.items()})
+            with NoDraws("control flow depends on random numbers"):
+                return fold(node, {n: v[which] for n, v in self.values.items()})
         finally:
             self.evaluating = False
 

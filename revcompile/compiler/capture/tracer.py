@@ -145,16 +145,6 @@ class Tracer(ShapedTracer):
         self._data: set[fx.Node] = set()
         """Nodes whose tensors are not computed from sizes alone."""
 
-    def _guards(self) -> ModeGuards:
-        firsts = {node: values.first for node, values in self.values.items()}
-        sizes = size_guards(self._reads, firsts, self._example.signature, self.root)
-        modes = {
-            path: module.training
-            for path, module in self.root.named_modules()
-            if (path, "training") in self.asked
-        }
-        return ModeGuards((sizes,), modes)
-
     # -- arguments and results ----------------------------------------------------------------
 
     def run(self, fake: nn.Module) -> Tracer:
@@ -193,7 +183,10 @@ class Tracer(ShapedTracer):
                 result = self._traced(root, args, kwargs)
                 outputs, self.out_spec = pytree.tree_flatten(with_fields(result))
                 self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})
-        self.guards = self._guards()
+        firsts = {node: values.first for node, values in self.values.items()}
+        sizes = size_guards(self._reads, firsts, self._example.signature, root)
+        readers = ((p, m) for p, m in root.named_modules() if (p, "training") in self.asked)
+        self.guards = ModeGuards((sizes,), {path: module.training for path, module in readers})
         state = {name for name, _ in named}
         for node in self.graph.find_nodes(op="get_attr"):
             if node.target not in state:
@@ -364,7 +357,7 @@ class Tracer(ShapedTracer):
         self._refuse_custom_function(result)
         self._refuse_foreign_rng()
         for name, new in self._buffers(module).items():
-            if new is not (old := buffers.get(name)) and _fake_value(new) is not _fake_value(old):
+            if new is not buffers.get(name):
                 raise UntracedEffect(f"the forward pass assigns to the buffer {name!r}", module)
         changed = _changed(state, self._state(module)) - self.written
         if changed:
@@ -373,7 +366,8 @@ class Tracer(ShapedTracer):
             # A cached value changes in the first call only, a counter in the second call too.
             mark, state = self._mark(), self._state(module)
             held = {(p, n): vars(self.root.get_submodule(p)).get(n) for p, n in sorted(changed)}
-            nodes = {key: _nodes_held(value) for key, value in held.items()}
+            fields = {key: getattr(value, "__dict__", {}).values() for key, value in held.items()}
+            nodes = {key: _nodes_in((value, *fields[key])) for key, value in held.items()}
             users = {key: _users(found) for key, found in nodes.items()}
             module._call_impl(*args, **kwargs)
             changed = _changed(state, self._state(module))
@@ -402,9 +396,9 @@ class Tracer(ShapedTracer):
         }
 
     def _buffers(self, module: nn.Module) -> dict[str, Any]:
-        """Buffers of a module and those inside it, by path."""
+        """The values of the buffers of a module and of those inside it, by path."""
         return {
-            child_path(path, name): value
+            child_path(path, name): value.known.first if isinstance(value, ShapedProxy) else value
             for path, inner in module.named_modules(prefix=self._path)
             for name, value in inner._buffers.items()
         }
@@ -461,9 +455,8 @@ class Tracer(ShapedTracer):
                 with watch_memory(node, self.values):
                     first, second = (self._evaluate(node, layer, which) for which in (0, 1))
                     self._learn(node, first, second)
-                self._refuse_hidden_write(node)
                 refuse_hidden_tensors(self.values[node].first)
-                self._refuse_state_write(node)
+                self._refuse_write(node)
             except Exception:
                 self.graph.erase_node(node)
                 raise
@@ -479,15 +472,15 @@ class Tracer(ShapedTracer):
             size = self.create_node("call_function", operator.getitem, (shape, dim), {})
             self.guard(size, self.values[size].first, ReadKind.VALUE)
 
-    def _refuse_hidden_write(self, node: fx.Node) -> None:
-        """Refuse `no_grad` writes into a value with a gradient, which would ignore the write."""
+    def _refuse_write(self, node: fx.Node) -> None:
+        """Refuse writes into tensors that outlive the call, which need a leaf module.
+
+        Refuse `no_grad` writes into a value with a gradient, too, which would ignore the write.
+        """
         for source in node.all_input_nodes if node.meta[NO_GRAD] else ():
             hidden = source.meta[STORAGES] & node.meta[WRITES] and source.op != "get_attr"
             if hidden and not source.meta[NO_GRAD]:
                 raise TraceError("an in-place operation under no_grad on a value made outside")
-
-    def _refuse_state_write(self, node: fx.Node) -> None:
-        """Raise if a forward writes into a tensor that outlives it: a leaf module is needed."""
         for storage in node.meta[WRITES] & self._kept.keys():
             if node.target is not functional.batch_norm:
                 what, effect = self._kept[storage]
@@ -572,11 +565,6 @@ def _nodes_in(value: Any) -> list[fx.Node]:
     return [leaf.node for leaf in pytree.tree_leaves(value) if isinstance(leaf, ShapedProxy)]
 
 
-def _nodes_held(value: Any) -> list[fx.Node]:
-    """The nodes of the proxies in an attribute's value, and in the attributes of that value."""
-    return _nodes_in((value, *getattr(value, "__dict__", {}).values()))
-
-
 def _users(nodes: list[fx.Node]) -> int | None:
     """How many nodes read the nodes that an attribute holds; None if it holds none."""
     return sum(len(node.users) for node in nodes) if nodes else None
@@ -596,7 +584,3 @@ def _content(value: Any) -> Any:
         attributes = None if is_layer or callable(value) else getattr(value, "__dict__", None)
         items = (*attributes.values(),) if isinstance(attributes, dict) else ()
     return same, [_content(i) if issubclass(type(i), _COMPARED) else None for i in items]
-
-
-def _fake_value(value: Any) -> Any:
-    return value.known.first if isinstance(value, ShapedProxy) else value

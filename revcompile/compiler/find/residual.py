@@ -59,7 +59,7 @@ def find(captured: Captured, graph: fx.Graph | None = None) -> Found:
         if isinstance(result, Residual):
             residuals.append(result)
         else:
-            refusals.append(result)
+            refusals.append(Refusal(_path(node), node.name, result))
 
     def refuse(block: Residual, reason: str) -> None:
         refusals.append(Refusal(block.path, block.total, reason))
@@ -92,20 +92,24 @@ def _terms(flow: Flow, total: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     return terms, adds
 
 
-def _classify(flow: Flow, total: fx.Node) -> Residual | Refusal:
+def _path(node: fx.Node) -> str:
+    return str(node.meta.get(PATH, ""))
+
+
+def _classify(flow: Flow, total: fx.Node) -> Residual | str:
+    """A sum as a residual block, or the reason why it is none."""
     terms, adds = _terms(flow, total)
-    path = str(total.meta.get(PATH, ""))
     kind = tensor_type(total)
     if kind is None or not kind.dtype.is_floating_point:
         numbers = "complex numbers" if kind and kind.dtype.is_complex else "integers"
-        return Refusal(path, total.name, f"a sum of {numbers}, not of real features")
+        return f"a sum of {numbers}, not of real features"
     refused = None
     for x in sorted(terms, reverse=True):  # nearest first
         others = [t for t in terms if t is not x]
         if x not in flow.constant and any(flow.depends(t, x) for t in others):
             if len(others) + 1 < len(terms):  # x + x + F(x): the shortcut is scaled
                 others = terms
-            result = _identity(flow, path, total, adds, x, x, others)
+            result = _identity(flow, total, adds, x, x, others)
             if isinstance(result, Residual):
                 return result
             refused = refused or result
@@ -118,11 +122,11 @@ def _classify(flow: Flow, total: fx.Node) -> Residual | Refusal:
             continue
         x, factor = scaled
         if isinstance(factor, fx.Node) and tensor_type(x) == kind:
-            return _identity(flow, path, total, adds, term, x, terms)
-        return Refusal(path, total.name, f"the shortcut is scaled by {factor} before the add")
+            return _identity(flow, total, adds, term, x, terms)
+        return f"the shortcut is scaled by {factor} before the add"
     if len(terms) == 2:
-        return _projected(flow, path, total, adds, terms[0], terms[1])
-    return Refusal(path, total.name, "no summand is the input of the others")
+        return _projected(flow, total, adds, terms[0], terms[1])
+    return "no summand is the input of the others"
 
 
 def _scaled_source(flow: Flow, term: fx.Node) -> tuple[fx.Node, fx.Node | float] | None:
@@ -143,25 +147,24 @@ def _scaled_source(flow: Flow, term: fx.Node) -> tuple[fx.Node, fx.Node | float]
 
 def _identity(
     flow: Flow,
-    path: str,
     total: fx.Node,
     adds: set[fx.Node],
     shortcut: fx.Node,
     x: fx.Node,
     others: list[fx.Node],
-) -> Residual | Refusal:
+) -> Residual | str:
     branch, sides = flow.region(x, others)
     sides = _absorb(flow, branch, sides)
     extras = _escapes(flow, branch, adds)
     if not any(flow.parameter_count(node) for node in branch):
-        return Refusal(path, total.name, "the branch has no parameters: a formula, not a block")
+        return "the branch has no parameters: a formula, not a block"
     decides = _decision(flow, branch, x)
     if decides is not None:
-        return Refusal(path, total.name, decides)
+        return decides
     driven = [t for t in others if t in branch and flow.depends(t, x)]
     parallel = len(driven) > 1 and shortcut not in others
     return Residual(
-        path=path,
+        path=_path(total),
         kind=ResidualKind.PARALLEL if parallel else ResidualKind.IDENTITY,
         x=x.name,
         total=total.name,
@@ -189,26 +192,26 @@ def _decision(flow: Flow, branch: set[fx.Node], x: fx.Node) -> str | None:
 
 
 def _projected(
-    flow: Flow, path: str, total: fx.Node, adds: set[fx.Node], a: fx.Node, b: fx.Node
-) -> Residual | Refusal:
+    flow: Flow, total: fx.Node, adds: set[fx.Node], a: fx.Node, b: fx.Node
+) -> Residual | str:
     x = flow.latest_common_ancestor(a, b)
     if x is None or tensor_type(x) is None:
-        return Refusal(path, total.name, "the summands share no input: a plain sum")
+        return "the summands share no input: a plain sum"
     regions = {term: flow.region(x, [term]) for term in (a, b)}
     light, heavy = sorted((a, b), key=lambda t: flow.weights(regions[t][0]))
     few, many = flow.weights(regions[light][0]), flow.weights(regions[heavy][0])
     if few > 1:
-        return Refusal(path, total.name, f"both summands transform it ({few} and {many} layers)")
+        return f"both summands transform it ({few} and {many} layers)"
     if many < 2:
-        return Refusal(path, total.name, "a sum of single layers, not of a shortcut and a branch")
+        return "a sum of single layers, not of a shortcut and a branch"
     sides = [s for _, found in regions.values() for s in found if s not in flow.plain]
     if sides:
-        return Refusal(path, total.name, f"the summands also read {sides[0].name}")
+        return f"the summands also read {sides[0].name}"
     extras = _escapes(flow, regions[light][0] | regions[heavy][0], adds)
     if extras:
-        return Refusal(path, total.name, f"{extras[0].name} is used elsewhere too")
+        return f"{extras[0].name} is used elsewhere too"
     return Residual(
-        path=path,
+        path=_path(total),
         kind=ResidualKind.PROJECTED,
         x=x.name,
         total=total.name,

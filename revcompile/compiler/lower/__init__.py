@@ -12,9 +12,8 @@ from dataclasses import replace
 from torch import fx
 
 from revcompile.compiler.gradient_paths import frozen_values, trained_parameters
-from revcompile.compiler.lower.backward import BackwardWriter
 from revcompile.compiler.lower.code import Printed, Printer, Program, Value
-from revcompile.compiler.lower.forward import forward_program
+from revcompile.compiler.lower.programs import BackwardWriter, forward_program
 from revcompile.compiler.lower.trace import trace
 from revcompile.compiler.lower.writer import StageUnits
 from revcompile.errors import InputError

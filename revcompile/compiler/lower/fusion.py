@@ -129,7 +129,7 @@ class Fusion:
             return coupling_ops.enter_chain(a, b, cast, convolves)
         if not is_imprecise(coupling_ops.wide(a.new_empty(0)), cast, convolves):
             return *alike(coupling_ops.wide(a), coupling_ops.wide(b)), None
-        grid = make_grid(coupling_ops.largest(a).float(), coupling_ops.largest(b).float())
+        grid = make_grid(a, b)
         dtype = torch.get_autocast_dtype(b.device.type) if is_autocasting(b.device) else None
         b, copy = self._round_to_grid(b, grid, dtype)
         strides = usual_strides(b)

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from revcompile.ir import coupling_ops
+from revcompile.ir.precision_rewrites import called_layer, calls_layer
 from revcompile.ir.python_code import copied, source_of
 
 _STATELESS: Final = (
@@ -120,24 +121,12 @@ def find_regions(graph: fx.Graph, root: nn.Module) -> list[FusionRegion]:
     """The regions of a stage's program: its longest runs of pure nodes with at least one layer."""
     runs = itertools.groupby(graph.nodes, lambda node: _is_pure(node, root))
     pure = [list(nodes) for is_pure, nodes in runs if is_pure]
-    return [_build(FusionRegion(nodes), root) for nodes in pure if any(map(_is_layer, nodes))]
-
-
-def _is_layer(node: fx.Node) -> bool:
-    return node.op == "call_module" or node.target is coupling_ops.call_norm
-
-
-def _called_layer(node: fx.Node, root: nn.Module) -> tuple[str, nn.Module, tuple[Any, ...]]:
-    """The path of the layer that a node calls, the layer, and its arguments."""
-    called, args = node, node.args
-    if node.target is coupling_ops.call_norm:  # its first argument is the layer
-        called, args = node.all_input_nodes[0], node.args[1:]
-    return str(called.target), root.get_submodule(str(called.target)), args
+    return [_build(FusionRegion(nodes), root) for nodes in pure if any(map(calls_layer, nodes))]
 
 
 def _is_pure(node: fx.Node, root: nn.Module) -> bool:
-    if _is_layer(node):
-        _, layer, args = _called_layer(node, root)
+    if calls_layer(node):
+        _, layer, args = called_layer(node, root)
         is_known = type(layer) in (*_LIFTED, *_STATELESS) and _has_fixed_momentum(layer)
         return is_known and len(args) == 1 and not node.kwargs
     if node.op == "get_attr":  # the layer argument of `call_norm`
@@ -200,31 +189,21 @@ def folded_conv2d(x: Tensor, weight: Tensor, bias: Any, step: int, padding: int)
     return F.conv2d(x, F.pad(weight, (0, 0, 0, 0, 0, missing)), bias)
 
 
-def _conv(function: Callable[..., Tensor]) -> Callable[..., tuple[Any, ...]]:
-    def lifted(layer: Any) -> tuple[Any, ...]:
-        settings = layer.stride, layer.padding, layer.dilation, layer.groups
-        return function, ("weight", "bias"), settings
-
-    return lifted
-
-
-def _batch_norm(layer: Any) -> tuple[Any, ...]:
-    tensors = ("running_mean", "running_var", "weight", "bias")
-    return F.batch_norm, tensors, (layer.training, layer.momentum, layer.eps)
-
-
-_LIFTED: Final[dict[type[nn.Module], Callable[..., tuple[Any, ...]]]] = {
-    **dict.fromkeys(_NORMS, _batch_norm),
-    nn.Conv1d: _conv(F.conv1d),
-    nn.Conv2d: _conv(_conv2d),
-    nn.LayerNorm: lambda m: (_layer_norm, ("weight", "bias"), (m.normalized_shape, m.eps)),
-    nn.Linear: lambda m: (F.linear, ("weight", "bias"), ()),
-}
-"""For layers with tensors: the function that takes them as arguments, their names, settings."""
-
-
 def _layer_norm(x: Tensor, weight: Any, bias: Any, shape: Any, eps: float) -> Tensor:
     return F.layer_norm(x, shape, weight, bias, eps)
+
+
+_OF_NORMS: Final = ("training", "momentum", "eps")
+_OF_CONVS: Final = ("stride", "padding", "dilation", "groups")
+_AFFINE: Final = ("weight", "bias")
+_LIFTED: Final[dict[type, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]]]] = {
+    **dict.fromkeys(_NORMS, (F.batch_norm, ("running_mean", "running_var", *_AFFINE), _OF_NORMS)),
+    nn.Conv1d: (F.conv1d, _AFFINE, _OF_CONVS),
+    nn.Conv2d: (_conv2d, _AFFINE, _OF_CONVS),
+    nn.LayerNorm: (_layer_norm, _AFFINE, ("normalized_shape", "eps")),
+    nn.Linear: (F.linear, _AFFINE, ()),
+}
+"""For layers with tensors: a function of the input, and of these tensors and settings of it."""
 
 
 def _build(region: FusionRegion, root: nn.Module) -> FusionRegion:
@@ -274,10 +253,10 @@ def _in_own_memory(part: Any) -> Any:
 
 def _tensors(node: fx.Node, root: nn.Module) -> list[str]:
     """The paths of the tensors that a node reads of its layer."""
-    if not _is_layer(node):
+    if not calls_layer(node):
         return []
-    path, layer, _ = _called_layer(node, root)
-    _, names, _ = _LIFTED[type(layer)](layer) if type(layer) in _LIFTED else (None, (), ())
+    path, layer, _ = called_layer(node, root)
+    _, names, _ = _LIFTED.get(type(layer), (None, (), ()))
     return [f"{path}.{name}" for name in names if getattr(layer, name) is not None]
 
 
@@ -289,9 +268,9 @@ def _emit(
     lifted: dict[str, fx.Node],
 ) -> fx.Node:
     graph = region.graph
-    if not _is_layer(node):
+    if not calls_layer(node):
         return graph.node_copy(node, copies.__getitem__)
-    path, layer, args = _called_layer(node, root)
+    path, layer, args = called_layer(node, root)
     args = fx.map_arg(args, copies.__getitem__)
     if type(layer) not in _LIFTED:
         region.modules.append(layer)
@@ -299,9 +278,10 @@ def _emit(
     if type(layer) in _NORMS and layer.training:
         region.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
         region.counters.append(f"{path}.num_batches_tracked")
-    function, names, settings = _LIFTED[type(layer)](layer)
+    function, names, settings = _LIFTED[type(layer)]
     tensors = [lifted.get(f"{path}.{name}") for name in names]
-    return graph.call_function(function, (*args, *tensors, *settings))
+    values = [getattr(layer, name) for name in settings]
+    return graph.call_function(function, (*args, *tensors, *values))
 
 
 # -- residual adds ---------------------------------------------------------------------------------

@@ -190,17 +190,9 @@ class Writer:
         self.values = {name: Value(name) for name in inputs}
         self.statements: list[Statement] = []
 
-    def assign(
-        self,
-        targets: Iterable[Value | None],
-        *values: Any,
-        unpacks: bool = False,
-        comment: str = "",
-        note: str = "",
-        parameters: tuple[str, ...] = (),
-    ) -> None:
-        texts = tuple(map(str, values))
-        self.statements.append(Statement(tuple(targets), texts, unpacks, comment, note, parameters))
+    def assign(self, targets: Iterable[Value | None], *values: Any, **details: Any) -> None:
+        """Append `targets = values`; `details` are further fields of the statement."""
+        self.statements.append(Statement(tuple(targets), tuple(map(str, values)), **details))
 
     def program(
         self, name: str, arguments: Iterable[Value], result: str, **comments: str

@@ -134,7 +134,11 @@ class _Row:
     @functools.cached_property
     def shared(self) -> Mapping[str, tuple[int, ...]]:
         """Parameters that several pieces read: name -> those pieces."""
-        return shared_parameters(self.rewired, self.pieces)
+        readers: dict[str, list[int]] = {}
+        for index, piece in enumerate(self.pieces):
+            for name in parameter_names(piece.graph, self.rewired.root):
+                readers.setdefault(name, []).append(index)
+        return {name: tuple(users) for name, users in readers.items() if len(users) > 1}
 
     @functools.cached_property
     def memory(self) -> MemoryModel:
@@ -252,12 +256,3 @@ def _ties(row: _Row, ends: Sequence[int]) -> dict[Tie, tuple[str, ...]]:
 def bytes_sent(names: Sequence[str], types: Mapping[str, Any], microbatch_size: int) -> int:
     """Bytes of live values at a batch size."""
     return sum(size_at(types.get(name), microbatch_size) for name in names)
-
-
-def shared_parameters(rewired: Rewired, pieces: Sequence[Segment]) -> dict[str, tuple[int, ...]]:
-    """Parameters that several pieces read: name -> those pieces."""
-    readers: dict[str, list[int]] = {}
-    for index, piece in enumerate(pieces):
-        for name in parameter_names(piece.graph, rewired.root):
-            readers.setdefault(name, []).append(index)
-    return {name: tuple(users) for name, users in readers.items() if len(users) > 1}

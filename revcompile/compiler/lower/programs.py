@@ -1,4 +1,7 @@
-"""The backward program of a stage: PETRA's Eq. 4 and 5, unit by unit from the last to the first.
+"""The two programs of a stage.
+
+    forward    (key, *inputs) -> (outputs, kept)
+    backward   PETRA's Eq. 4 and 5, unit by unit from the last to the first
 
     Keep.NOTHING   a coupling: rebuild `a = y - F(b)` with autograd on, then VJP through that graph
     Keep.INPUT     run the unit again from its kept input with autograd on, then VJP
@@ -23,6 +26,47 @@ _EQUATIONS: Final = (
     "PETRA, Eq. 4: a, b = b - F(a), a   Eq. 5: da, db = db, da + db dF/da; grads += db dF/dw"
 )
 _AVERAGED: Final = "undoes couple_average, and differentiates through the same graph of F"
+
+
+def forward_program(stage: StageUnits, kept: Iterable[Value]) -> Program:
+    """Compute a stage's outputs, and the values that its backward program needs (`kept`)."""
+    writer = Writer(stage, stage.part.inputs)
+    for index, unit in enumerate(stage.units):
+        if unit.keep is Keep.GRAPH:
+            _record(writer, unit, index)
+        elif unit.keep is Keep.INPUT and not is_piece(unit):
+            outputs = stage.outputs(unit)
+            called = writer.called(stage.function(unit), unit.inputs, *stage.key(unit))
+            writer.assign(map(Value, outputs), called)
+            writer.values |= {name: Value(name) for name in outputs}
+        else:
+            writer.compute(unit.pieces[0])
+    sent = tupled(writer.values[name] for name in stage.part.outputs)
+    stored = tupled(writer.values[v.name] if v.role == "kept" else v for v in kept)
+    arguments = (KEY, *map(Value, stage.part.inputs))
+    comment = "outputs, kept for backward"
+    return writer.program("forward", arguments, f"{sent}, {stored}", result_comment=comment)
+
+
+def _record(writer: Writer, unit: Unit, index: int) -> None:
+    """Run a unit with autograd on, from new leaves to detached outputs."""
+    stage = writer.stage
+    inputs: list[Value | str] = [stage.function(unit).name, "self", *stage.key(unit)]
+    for name in unit.inputs:
+        value = writer.values[name]
+        if writer.partition.requires_grad(name):
+            value = Value(name, "leaf", index)
+            writer.assign((value,), f"leaf({writer.values[name]})")
+        inputs.append(value)
+    if is_piece(unit):
+        writer.reseed(unit.pieces[0])
+    outputs = stage.outputs(unit)
+    recorded = [name for name in outputs if writer.partition.requires_grad(name)]
+    ends = [Value(name, "graph") if name in recorded else Value(name) for name in outputs]
+    writer.assign(ends, f"record({listed(inputs)})")
+    for name in recorded:
+        writer.assign((Value(name),), f"detached({Value(name, 'graph')})")
+    writer.values |= {name: Value(name) for name in outputs}
 
 
 class BackwardWriter(Writer):
