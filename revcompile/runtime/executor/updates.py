@@ -213,7 +213,7 @@ class StageUpdates:
         return True
 
     def load_copied(self, weights: Mapping[str, Tensor]) -> None:
-        """Write these weights to the copies of tied parameters."""
+        """Write those of these weights to the copies of tied parameters that it has copies of."""
         with torch.no_grad():
-            for name in self.copied:
+            for name in weights.keys() & self.copied:
                 self.stage.parameters[name].copy_(weights[name])

@@ -241,7 +241,7 @@ class Stage:
             has_updated: Whether its gradients were applied.
         """
         for _ in range(tied):
-            self.weights.count_update(self._used())
+            self.weights.count_update(self.used())
         if self.ring is not None:
             held = self._latest
             assert held is not None
@@ -252,7 +252,7 @@ class Stage:
             del self.in_flight[left]
         self.gradients = {} if has_updated or self.sums is None else dict(self.sums)
         if has_updated:
-            self.weights.count_update(self._used())
+            self.weights.count_update(self.used())
 
     @property
     def is_in_slots(self) -> bool:
@@ -386,11 +386,12 @@ class Stage:
     @contextmanager
     def updating(self, names: Iterable[str]) -> Iterator[None]:
         """Around a change of some of its parameters."""
-        with self.weights.updating(names, self._used()):
+        with self.weights.updating(names, self.used()):
             yield
         self.cast_weights.refresh()
 
-    def _used(self) -> list[Used]:
+    def used(self) -> list[Used]:
+        """Which weights the micro-batches in flight have used in their forward passes."""
         return [held.used for held in self.in_flight.values()]
 
     def accumulate(
@@ -415,8 +416,8 @@ class Stage:
                 raise
             raise InputError(
                 f"stage {self.program.index}: what its graph of micro-batch {microbatch} has saved "
-                "was written to while it was in flight; write to copies of a step's outputs and of "
-                "the model's buffers"
+                "was written to while it was in flight; call trainer.flush() before you write to "
+                "weights, and write to copies of a step's outputs and of the model's buffers"
             ) from error
 
     def _saved_by_reference(self) -> Mapping[str, Tensor]:
@@ -446,7 +447,7 @@ class Stage:
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         """Accumulated gradients, and the micro-batches in flight with their stashed weights."""
-        weights, of_flights = self.weights.state(self._used(), copy)
+        weights, of_flights = self.weights.state(self.used(), copy)
         names = {id(module): name for name, module in self.root.named_modules()}
         for state, held in zip(of_flights, self.in_flight.values(), strict=True):
             state["kept"] = copy(self.activations.state(held.kept))

@@ -51,6 +51,11 @@ class PassWeights:
         predicts = weights is Weights.PREDICTED and is_late
         self.predicted = PredictedWeights(parameters, delay) if predicts else None
         self._updates = 0
+        self._seen: list[int] | None = None
+        """Versions and addresses of the parameters at the end of the trainer's last call."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": None}  # copies have other versions and addresses
 
     def forward(self) -> Mapping[str, Tensor] | None:
         """The weights that a forward pass computes with now."""
@@ -96,8 +101,7 @@ class PassWeights:
 
     def count_update(self, in_flight: Sequence[Used]) -> None:
         """Count a change of the parameters. Stashed weights were shifted before it."""
-        is_counted = self.stash is None or any(self.age(used) == 0 for used in in_flight)
-        self._updates += is_counted
+        self._updates += self.stash is None or self.keeps_latest(in_flight)
         self._copies = None
 
     def noted(self) -> tuple[Any, ...]:
@@ -107,11 +111,28 @@ class PassWeights:
     def note(self, noted: tuple[Any, ...]) -> None:
         self._updates, self._copies = noted
 
-    def loaded(self) -> None:
-        """Take note that parameters were written to, not by an update, with nothing in flight."""
-        self._copies = None
+    def see(self) -> None:
+        """Remember the parameters as they are at the end of a call of the trainer."""
+        self._seen = _versions(self._parameters.values())
+
+    def written(self) -> dict[str, Tensor]:
+        """The parameters that were written to since the last `see`."""
+        now, count = _versions(self._parameters.values()), len(self._parameters)
+        if self._seen is None or self._seen == now:
+            return {}
+        is_changed = [a != b for a, b in zip(self._seen, now, strict=True)]
+        pairs = zip(self._parameters.items(), is_changed, is_changed[count:], strict=False)
+        return {name: p for (name, p), is_new, is_moved in pairs if is_new or is_moved}
+
+    def keeps_latest(self, in_flight: Sequence[Used]) -> bool:
+        """Whether a backward pass in flight needs the weights that the parameters now have."""
+        return self.stash is not None and any(self.age(used) == 0 for used in in_flight)
+
+    def loaded(self, in_flight: Sequence[Used] = ()) -> None:
+        """Take note that parameters were written to, not by an update."""
         if self.predicted is not None:
             self.predicted.load(None)
+        self.count_update(in_flight)
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -315,6 +336,11 @@ def at_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> Itera
 _version: Final = attrgetter("_version")
 
 
+def _versions(weights: Collection[Tensor]) -> list[int]:
+    """What changes if weights are written to, or if `.data` is replaced."""
+    return [*map(_version, weights), *map(Tensor.data_ptr, weights)]
+
+
 class CastWeights:
     """Copies of some of a stage's weights in the dtype in which autocast uses them.
 
@@ -344,15 +370,12 @@ class CastWeights:
                 self.copies[name] = copy.requires_grad_(master.requires_grad)
         copies = [tensor.detach() for tensor in self.copies.values()]
         torch._foreach_copy_(copies, [weight.detach() for weight in self.weights])
-        self._fresh_for = self._versions()
+        self._fresh_for = _versions(self.weights)
 
     def refresh_if_changed(self) -> None:
         """Copy the weights again if they were updated, loaded or averaged since."""
-        if self._fresh_for != self._versions():
+        if self._fresh_for != _versions(self.weights):
             self.refresh()
-
-    def _versions(self) -> list[int]:
-        return [*map(_version, self.weights), *map(Tensor.data_ptr, self.weights)]
 
     def like_weights(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Gradients in the dtypes and memory layouts of the weights, as fused optimizers need."""

@@ -205,11 +205,35 @@ class TrainerState:
                 "flight, whose gradients belong to the weights before; call trainer.flush() "
                 "before you load weights. This trainer cannot go on"
             )
+
+    def _follow_written(self) -> None:
+        """Adopt weights that were written to since the last call.
+
+        Raises:
+            InputError: What is in flight needs the weights before.
+        """
+        stages = [executor.stage for executor in self._executors]
+        written = {name: p for stage in stages for name, p in stage.weights.written().items()}
+        if not written:
             return
-        weights = dict(self.model.named_parameters())
+        remedy = "call trainer.flush() before you write to weights"
+        for tie, names in self._partition.ties.items():
+            if written.keys() & names and self._schedule.waiting_tied(tie.owner, tie.holder):
+                raise InputError(
+                    f"{', '.join(names)}: written to before stage {tie.holder}, which shares it "
+                    f"with stage {tie.owner}, has received the last update; {remedy}"
+                )
+        for stage in stages:
+            if stage.weights.written() and stage.weights.keeps_latest(stage.used()):
+                raise InputError(
+                    f"stage {stage.program.index}: its weights were written to while micro-batches "
+                    f"are in flight, whose backward passes need the weights before; {remedy}"
+                )
         for executor in self._executors:
-            executor.updates.load_copied(weights)
-            executor.stage.weights.loaded()
+            executor.updates.load_copied(written)
+        for stage in stages:
+            if stage.weights.written():
+                stage.weights.loaded(stage.used())
 
 
 # -- whether a state fits --------------------------------------------------------------------------

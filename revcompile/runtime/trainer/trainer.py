@@ -199,6 +199,8 @@ class Trainer(TrainerState):
         """
         try:
             yield
+            for executor in self._executors:
+                executor.stage.weights.see()
         except BaseException as error:
             if changes_nothing and (isinstance(error, InputError) or self._placement.world == 1):
                 raise
@@ -210,7 +212,7 @@ class Trainer(TrainerState):
             raise
 
     def _check_usable(self, *, to_read: bool = False, to_load: bool = False) -> None:
-        """Raise if this trainer cannot continue, or another trainer has taken over.
+        """Raise if this trainer cannot continue, or another has taken over; see written weights.
 
         Args:
             to_read: The state is only read, which is allowed until the other trainer trains.
@@ -219,6 +221,9 @@ class Trainer(TrainerState):
         check_latest(self, self.model, to_read)
         if self._stop_reason is not None and not (to_load and self._stop_reason != _CLOSED):
             raise TrainerStoppedError(f"{self._stop_reason}; {_REMEDY}")
+        if not to_load:
+            with self._stop_on_error():
+                self._follow_written()
 
     def _refusal(self) -> str | None:
         """Why the model cannot be trained as it is now, or None; adopt changed settings."""
