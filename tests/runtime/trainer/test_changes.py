@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import pytest
 import torch
+import training
 from distributed_worker import fed, final, launch, outcome
-from helpers import refuses
+from helpers import cases, refuses
 from nets import Chain
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -440,7 +441,92 @@ def test_a_rate_of_zero_may_rise() -> None:
     assert_same(*found)
 
 
+# -- weights written in place ---------------------------------------------------------------------
+
+
+class Shared(training.Plain):
+    """Stages at both ends, and in the middle, share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.layers[0]] * 4)
+
+
+@cases(
+    "settings",
+    *({"weights": choice} for choice in ("latest", "stashed", "predicted")),
+    *({"method": method} for method in ("backprop", "1f1b", "pipedream")),
+    {"backend": "static"},
+    {"accumulation_steps": 3, "weights": "predicted"},
+    ids=str,
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_all_stages_compute_with_what_was_written(settings: Any, in_place: bool) -> None:
+    """So do those of a trainer that continues from a state saved before the next step."""
+    net = fresh(Shared, 4)
+    trainer, other = training.trainer_of(net, **settings), training.trainer_of(fresh(Shared, 4))
+    drained(trainer, data(9))
+    for name in ("layers.0.weight", "stem.weight"):
+        scaled(net.model.get_parameter(name), in_place)
+    (x, y), *_ = data(1)
+    expected = F.cross_entropy(net.to_module()(x), y).item()
+    other.load_state_dict(trainer.state_dict())
+    for each in (trainer, other):
+        assert each.step(x, y).loss == pytest.approx(expected, rel=1e-12)
+
+
+@cases(
+    "settings, change, why",
+    ({}, "layers.0.weight", "before stage 1, which shares it .* received the last update; call"),
+    ({"weights": "stashed", "accumulation_steps": 3}, "stem.weight", "passes need the weights bef"),
+    ({"method": "pipedream", "accumulation_steps": 3}, "stem.weight", "passes need the weights be"),
+    ({"method": "1f1b", "accumulation_steps": 8}, "layers.0.weight", "call .*before you write to"),
+)
+def test_writes_that_what_is_in_flight_cannot_follow(settings: Any, change: str, why: str) -> None:
+    net = fresh(Shared, 4)
+    trainer = training.trainer_of(net, **settings)
+    feed(trainer, data(5))
+    scaled(net.model.get_parameter(change), in_place=True)
+    refuses(InputError, why, feed, trainer, data(5))
+    refuses(TrainerStoppedError, why, feed, trainer, data(1))
+
+
+@cases("settings", {}, {"accumulation_steps": 4}, {"weights": "predicted"}, ids=str)
+def test_weights_may_be_written_before_the_first_update(settings: Any) -> None:
+    """Then only the write lies between the two passes of a micro-batch, and no update."""
+    net = fresh(training.Plain, 4)
+    trainer = training.trainer_of(net, **settings)
+    for batch in data(6):
+        trainer.step(*batch)
+        with torch.no_grad():
+            for parameter in net.model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+    trainer.flush()
+
+
 # -- ranks ----------------------------------------------------------------------------------------
+
+
+def written_between(rank: int, options: dict[str, Any]) -> list[Any]:
+    """After a flush it is followed: the weights in the end. In flight it is refused: the text."""
+    settings = ({}, {"method": "1f1b"}, {"backend": "static"}, {"weights": "predicted"})
+    return [after_writing(each, flushes) for each in settings for flushes in (True, False)]
+
+
+def after_writing(settings: dict[str, Any], flushes: bool) -> Any:
+    net = fresh(Shared, 4)
+    trainer = training.trainer_of(net, **settings)
+    for batch in data(9):
+        fed(trainer, batch)
+    if flushes:
+        trainer.flush()
+    for _, parameter in trainer.named_parameters():
+        scaled(parameter, in_place=True)
+    said = outcome(lambda: [fed(trainer, batch) for batch in data(9)])
+    if not flushes:
+        return said
+    trainer.flush()
+    return final(net, trainer)
 
 
 def course(row: Row, backend: str) -> dict[str, Any]:
@@ -466,6 +552,17 @@ def course(row: Row, backend: str) -> dict[str, Any]:
     trainer.flush()
     said = [text for text in told if isinstance(text, str)]
     return {"told": said, "state": final(net, trainer)}
+
+
+@pytest.mark.filterwarnings("ignore:backend=")
+def test_weights_written_on_two_ranks(tmp_path: Path) -> None:
+    """As in one process: stages 0 and 1 are on one rank, 2 and 3 on the other."""
+    expected = written_between(0, {})
+    for found in launch(tmp_path, 2, written_between):
+        for one, other in zip(found, expected, strict=True):
+            assert type(one) is type(other) in (str, dict)
+            if isinstance(one, dict):
+                assert_same(one, other)
 
 
 ON_RANKS: Final = [name for name in TABLE if name != "loaded weights"]
