@@ -28,7 +28,7 @@ from revcompile.runtime.checkpoint.folder import (
 )
 from revcompile.runtime.checkpoint.tree import StoredTensor, TensorFile, write_tensors
 
-COMMON: Final = ("format", "cuts", "seed", "device", "schedule")
+COMMON: Final = ("format", "policy", "cuts", "seed", "device", "schedule")
 """Entries that are the same on every rank."""
 PARTS: Final = ("model", "optimizer", "stages")
 """Entries that are spread over the ranks."""

@@ -37,7 +37,7 @@ from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.steps import Steps
 from revcompile.schedule import Schedule
 
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 
 
 class TrainerState:
@@ -86,6 +86,7 @@ class TrainerState:
             stages[executor.index] = executor.state_dict(copy) | updater | {"messages": waiting}
         return {
             "format": _FORMAT,
+            "policy": self._partition.rewired.policy.value,
             "cuts": _segment_names(self._partition),
             "seed": self._settings.seed,
             "device": device_of_model(self.model).type,
@@ -119,7 +120,14 @@ class TrainerState:
         """Refuse a state that this trainer cannot continue from; nothing is changed."""
         with well_formed("what trainer.state_dict() returns"):
             updaters = (executor.updater for executor in self._executors)
-            if problems := list(_mismatches(state, self.model, updaters)):
+            problems = list(_mismatches(state, self.model, updaters))
+            policy = self._partition.rewired.policy.value
+            if not problems and state["policy"] != policy:
+                problems = [
+                    f"it was saved with policy={state['policy']!r}, but this net has {policy!r}, "
+                    "and computes something else with the same weights"
+                ]
+            if problems:
                 raise InputError(
                     "trainer.load_state_dict: the state does not fit this trainer: "
                     f"{first_few(problems)}"

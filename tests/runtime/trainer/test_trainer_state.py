@@ -219,6 +219,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         (missing, "lacks head.bias"),
         (with_adam, "stage 0 has torch.optim.sgd.SGD, but .* has no 'dampening'"),
         (more, r"stage 0 has .*SGD, but .* \(it has 'amsgrad'\)"),
+        ({**state, "policy": "pretrained"}, "policy='pretrained', but this net has 'paper'"),
     ]:
         refuses(InputError, said, trainer.load_state_dict, bad)
         assert same(trainer.state_dict(), state)
