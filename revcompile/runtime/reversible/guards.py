@@ -434,6 +434,14 @@ _MOST: Final = 64
 """The limit of captures of one model. More mean that a size or number is new at every call."""
 
 
+_REQUIRES_GRAD: Final = (
+    "Models are captured with inputs that require no gradient, so one whose forward reads "
+    "requires_grad of an input cannot be rewired: keep the module that reads it as one piece with "
+    "leaf_modules=[...]. If that is the whole model, first move the code that reads it into a "
+    "submodule."
+)
+
+
 class _Case(GuardChecker):
     def __init__(self, rewired: Rewired, root: nn.Module) -> None:
         super().__init__(rewired.guards, root, rewired.root)
@@ -503,7 +511,8 @@ class Cases:
         """Raise if capturing the model again would not help, or is not possible."""
         name = self.first.rewired.name
         if self.recapture is None:
-            raise problem.error(name, "Compile the model again for this case.")
+            advice = "Compile the model again for this case."
+            raise problem.error(name, _REQUIRES_GRAD if self._asks_input(problem) else advice)
         if any(value is Presence.SET for value in (problem.expected, problem.found)):
             raise problem.error(
                 name,
@@ -556,4 +565,9 @@ class Cases:
                 "Models are always captured with gradients enabled: call this one so as well, or "
                 "move what reads it into a submodule, which then is called as it is."
             )
-        raise remaining.error(name, advice)
+        raise remaining.error(name, _REQUIRES_GRAD if self._asks_input(remaining) else advice)
+
+    def _asks_input(self, problem: Mismatch) -> bool:
+        """Whether the guard reads `requires_grad` of an input."""
+        labels = self.first.rewired.signature.labels
+        return problem.expression in [f"{label}.requires_grad" for label in labels]
