@@ -63,6 +63,8 @@ def _paths(segments: Iterable[Segment], root: nn.Module) -> nx.DiGraph[Hashable]
             (a, b), (before, after) = segment.streams_in, segment.streams_out
             inputs, outputs = (b, *segment.sides), (after, *segment.extras)
             graph.add_edges_from([(b, before), (a, after)])
+            if segment.averaged:
+                graph.add_edge(b, after)
         graph.add_edges_from(zip(inputs, segment.graph.find_nodes(op="placeholder"), strict=True))
         for node in (node for node in segment.graph.nodes if not cuts_gradient(node)):
             sources = [*node.all_input_nodes, *map(id, parameters_of(node, root))]

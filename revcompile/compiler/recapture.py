@@ -82,7 +82,7 @@ class Recompiler:
         rewired = rewire(captured, find(captured), self._policy)
         verify_rewired(captured, rewired)
         _adopt_constants(net, rewired.root, device)
-        _refuse_other_parameters(net, rewired.root)
+        _refuse_other_parameters(net, rewired.root, self._policy)
         return rewired
 
     def original(self, net: nn.Module) -> nn.Module:
@@ -198,7 +198,7 @@ def _adopt_constants(net: nn.Module, root: nn.Module, device: torch.device) -> N
             register_constant(net, name, tensor.to(device))
 
 
-def _refuse_other_parameters(net: nn.Module, root: nn.Module) -> None:
+def _refuse_other_parameters(net: nn.Module, root: nn.Module, policy: Policy) -> None:
     modules = dict(net.named_modules()), dict(root.named_modules())
     # A module that replaced a layer (an adapter) is called in its place, with its own parameters.
     replaced = tuple(
@@ -214,7 +214,12 @@ def _refuse_other_parameters(net: nn.Module, root: nn.Module) -> None:
     have, need = shapes(net), shapes(root)
     for name in (*need, *have):
         if have.get(name) != need.get(name):
+            before, now = (
+                f"has the shape {held[name]}" if name in held else "does not exist"
+                for held in (have, need)
+            )
             raise InputError(
-                f"rewired for this case, {name} has the shape {need.get(name)}, and had "
-                f"{have.get(name)}; policy='same_parameters' adds and widens no parameters"
+                f"{name} {before}, but rewired for this case it {now}; to add, remove or resize "
+                "layers, change the original model and compile that"
+                + (", or use policy='same_parameters', which widens none" if policy.widens else "")
             )

@@ -31,10 +31,10 @@ from revcompile.kernels.autocast import wide_dtype
 from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.exact_sum import add_or_subtract, grid_for, rounded
 from revcompile.kernels.fixed_point import (
-    average_gradients,
     couple_average,
     enter_average,
     uncouple_average,
+    uncouple_gradients,
 )
 from revcompile.kernels.fixed_point import draw_sign as draw_sign  # printed code calls it
 from revcompile.kernels.gradient_sum import GradientSum, add_gradients
@@ -499,7 +499,7 @@ def uncouple(
         sign, lost = averaged
         rebuilt = uncouple_average(b, a, outputs[0], sign, grid, lost)
         if db is not None:
-            db, da, of_branch = average_gradients(da, db, sign)
+            db, da, of_branch = uncouple_gradients(da, db, sign)
     given, parameters = (of_branch, *extras), dict(model.named_parameters())
     of_x, _, *results = branch_vjp(x, da, outputs, given, sides, tuple(parameters.values()))
     _accumulate(parameters, results[len(sides) :], grads)
@@ -516,7 +516,7 @@ COMPOSED: Final = (record, accumulate_vjp, _accumulate, recompute_vjp, uncouple)
 """Functions that are traced through; all others are single nodes of the graphs that run."""
 PURE: Final = frozenset(
     [
-        *(average_gradients, couple_average, uncouple_average, enter_average, enter_chain),
+        *(uncouple_gradients, couple_average, uncouple_average, enter_average, enter_chain),
         *(detached, leaf, stream_leaf, plus, minus, total, zeros_if_none),
     ]
 )

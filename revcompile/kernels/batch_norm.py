@@ -99,8 +99,8 @@ def bn_relu(
     if (
         not _pays(x, captured_or_not)
         or not _is_supported(norm, x)
-        or _has_hooks(norm)
-        or _has_hooks(relu)
+        or has_hooks(norm)
+        or has_hooks(relu)
     ):
         normed = _normed(norm, x)
         plain: Tensor = F.relu(normed) if relu is None else relu(normed)
@@ -121,7 +121,7 @@ def bn_relu(
 def _normed(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """`norm(x)`, with less work for the host: a deep net launches hundreds of such layers."""
     momentum, is_simple = norm.momentum, norm.training and x.dim() == 4
-    is_observed = torch.compiler.is_compiling() or _has_hooks(norm) or _has_any_global_hook()
+    is_observed = torch.compiler.is_compiling() or has_hooks(norm)
     if momentum is None or not is_simple or is_observed:
         normed: Tensor = norm(x)
         return normed
@@ -142,11 +142,12 @@ def _count(counter: Tensor | None) -> None:
         counter.add_(1)
 
 
-def _has_hooks(layer: nn.Module | None) -> bool:
+def has_hooks(layer: nn.Module | None) -> bool:
+    """Whether calling a layer runs hooks: its own, or those of all modules."""
     if layer is None:
         return False
     hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks
-    return bool(hooks or layer._backward_pre_hooks)
+    return bool(hooks or layer._backward_pre_hooks or _has_any_global_hook())
 
 
 def _is_supported(norm: nn.BatchNorm2d, x: Tensor) -> bool:

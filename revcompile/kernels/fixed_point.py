@@ -267,3 +267,10 @@ def uncouple_average(
 ) -> Tensor:
     """`a`, from the arguments and results of `couple_average`."""
     return undo_average(y, b, addend, sign, unit, lost)[0]
+
+
+def uncouple_gradients(
+    of_b: Tensor | None, of_y: Tensor | None, sign: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`average_gradients`, also where the loss does not depend on `y`."""
+    return (None, of_b, None) if of_y is None else average_gradients(of_b, of_y, sign)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from revcompile.kernels.autocast import MIN_ELEMENTS, is_autocasting
+from revcompile.kernels.batch_norm import has_hooks
 from revcompile.kernels.gradient_sum import GradientSum
 from revcompile.kernels.loading import triton_module
 
@@ -38,8 +39,7 @@ def is_layer_norm(layer: nn.Module) -> bool:
 
 def call_layer_norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
     """`layer(x)`, in the dtype that autocast would cast it to for its readers."""
-    has_hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks
-    if not has_hooks and _pays(x):
+    if _pays(x) and not has_hooks(layer):
         weight, bias = layer.weight, layer.bias
         if _is_supported(x, layer.normalized_shape, weight, bias):
             return _cast_down_norm(x, weight, bias, layer.eps)

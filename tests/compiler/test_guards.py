@@ -327,9 +327,12 @@ def test_ranks_and_types_that_steer(question: Any, call: Any) -> None:
     assert torch.equal(net(other), reference(other))
 
 
+_READS_GRAD = "requires_grad was False.*reads requires_grad of an input cannot.*leaf_modules"
+
+
 @cases(
     "question, call, message",
-    (lambda x: x.requires_grad, lambda x: x.clone().requires_grad_(), "requires_grad was False"),
+    (lambda x: x.requires_grad, lambda x: x.clone().requires_grad_(), _READS_GRAD),
     (lambda x: x.is_contiguous(), lambda x: x.T, r"is_contiguous\(\) was True"),
 )
 def test_what_an_example_cannot_show_is_refused(question: Any, call: Any, message: str) -> None:
@@ -337,6 +340,36 @@ def test_what_an_example_cannot_show_is_refused(question: Any, call: Any, messag
     net = revcompile.reversify(asks(question), x, check="off")
     net(x)
     refuses(GuardError, message, net, call(x))
+
+
+def test_requires_grad_of_inputs_is_refused_for_every_example() -> None:
+    model, x = asks(lambda x: x.requires_grad), torch.randn(3, WIDTH)
+    for example in (x, x.clone().requires_grad_()):
+        refuses(GuardError, _READS_GRAD, revcompile.reversify, model, example)
+
+
+class Chosen(nn.Module):
+    """Runs the blocks that a list says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.runs = [True] * 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, runs in zip(self.blocks, self.runs, strict=False):
+            x = x + block(x) if runs else x
+        return x
+
+
+@pytest.mark.parametrize("policy", ["pretrained", "same_parameters"])
+def test_a_block_added_after_compiling_is_named(policy: Any) -> None:
+    x = torch.randn(3, WIDTH)
+    net = revcompile.reversify(Chosen(), x, policy=policy)
+    net.blocks.append(nn.Linear(WIDTH, WIDTH))
+    net.runs.append(True)
+    said = r"blocks\.3\.weight has the shape \(.*\), but rewired for this case it does not exist"
+    refuses(GuardError, f"{said}; to add, .* compile that\n", net, x)
 
 
 def test_grad_mode_that_steers_is_refused() -> None:

@@ -16,6 +16,7 @@ from nets import module_of
 from paths import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from training import same, trained
 
 import revcompile
@@ -152,6 +153,23 @@ def test_what_there_is_no_kernel_for(layer: nn.LayerNorm, x: Tensor, kernels: li
         given = layer.normalized_shape, layer.weight, layer.bias, layer.eps
         assert torch.equal(layer_norm(x, *given), layer(x))
     assert not kernels
+
+
+@cases(
+    "register",
+    nn.Module.register_forward_pre_hook,
+    nn.Module.register_forward_hook,
+    nn.Module.register_full_backward_pre_hook,
+    nn.Module.register_full_backward_hook,
+    lambda layer, hook: register_module_forward_hook(hook),
+)
+def test_hooks_of_a_norm_run(register: Callable[..., Any], kernels: list[str]) -> None:
+    layer, x, ran = nn.LayerNorm(4), torch.randn(3, 4, requires_grad=True), list[str]()
+    handle = register(layer, lambda *_: ran.append("hook"))
+    with torch.autocast("cpu", torch.bfloat16):
+        call_layer_norm(layer, x).sum().backward()
+    handle.remove()
+    assert ran and not kernels
 
 
 # -- which norms -----------------------------------------------------------------------------------

@@ -144,6 +144,10 @@ def raising(argument: Any) -> Any:
     ({"optimizer": lambda p: [SGD(p[:1])]}, "it lacks"),
     ({"optimizer": lambda p: [SGD(p), None]}, "or a list of them, got None"),
     ({"optimizer": lambda p: []}, "returned no optimizer"),
+    (
+        {"optimizer": lambda p: [SGD(p), AdamW([])]},
+        "stage 0: .* empty parameter list; it chose none of this stage's parameters.* leave",
+    ),
     ({"optimizer": lambda p: [SGD(p[1:]), SparseAdam(p[:1])]}, "SparseAdam takes sparse"),
     ({"loss": 3}, r"expected a function of \(output, target\), got int"),
     ({"loss": nn.Linear(3, 1)}, "parameters of its own"),

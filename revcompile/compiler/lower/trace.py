@@ -24,7 +24,7 @@ from revcompile.ir.types import LIVE_VALUES, TYPE
 from revcompile.kernels import fixed_point
 
 _RESULTS: Final[dict[Any, int]] = {
-    fixed_point.average_gradients: 3,
+    fixed_point.uncouple_gradients: 3,
     fixed_point.couple_average: 2,
     fixed_point.enter_average: 3,
     coupling_ops.enter_chain: 3,

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from revcompile.errors import GuardError, InputError
 from revcompile.ir.guards import DEVICE_ATTRIBUTES, Guards, SizeGuards, flag, input_types
@@ -36,7 +37,7 @@ from revcompile.ir.snapshot import (
 )
 from revcompile.ir.types import TYPE, Rewired, TensorType
 from revcompile.runtime.reversible.original import OriginalSurface
-from revcompile.runtime.reversible.transforms import is_transformed
+from revcompile.runtime.reversible.transforms import outside_transforms
 
 _ABSENT: Final = object()
 _AS_CAPTURED: Final = object()
@@ -167,12 +168,12 @@ class _SizeChecker:
         state = dict(zip(self._state, types[2], strict=True))
         # Not on the meta device: there autocast does nothing, and the model may make tensors on
         # another device.
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with outside_transforms(), FakeTensorMode(allow_non_fake_inputs=True):
             is_cast = types[1] != self._dtype  # since it was captured
             dtype = types[1] if is_cast else None
             layers = self._layers.changed(root)
             root = _fake_copy(self._skeleton, device_of_model(root), dtype, layers)
-            shapes = [_without_data(t, t.device) for t in inputs]
+            shapes = [_without_data(t) for t in inputs]
             results = (_Sizes(group, root, shapes, state, inputs) for group in self._groups)
             return next(filter(None, (sizes.first_mismatch() for sizes in results)), None)
 
@@ -253,7 +254,10 @@ def _parameter_type(root: nn.Module | None) -> torch.dtype | None:
     return None
 
 
-def _without_data(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def _without_data(
+    tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    device = tensor.device if device is None else device
     dtype = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
@@ -307,7 +311,8 @@ class _Sizes(fx.Interpreter):
 
     def first_mismatch(self) -> Mismatch | None:
         hooks: AbstractContextManager[Any] = nullcontext()
-        if not is_transformed():  # `torch.func` has disabled hooks on saved tensors
+        # `torch.func.grad` disables such hooks.
+        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None:
             # The user's hooks (`save_on_cpu`) would fail on tensors without data. Nothing needs to
             # be saved, because there is no backward pass.
             hooks = saved_tensors_hooks(lambda _: None, lambda _: torch.empty(()))
@@ -429,6 +434,14 @@ _MOST: Final = 64
 """The limit of captures of one model. More mean that a size or number is new at every call."""
 
 
+_REQUIRES_GRAD: Final = (
+    "Models are captured with inputs that require no gradient, so one whose forward reads "
+    "requires_grad of an input cannot be rewired: keep the module that reads it as one piece with "
+    "leaf_modules=[...]. If that is the whole model, first move the code that reads it into a "
+    "submodule."
+)
+
+
 class _Case(GuardChecker):
     def __init__(self, rewired: Rewired, root: nn.Module) -> None:
         super().__init__(rewired.guards, root, rewired.root)
@@ -498,7 +511,8 @@ class Cases:
         """Raise if capturing the model again would not help, or is not possible."""
         name = self.first.rewired.name
         if self.recapture is None:
-            raise problem.error(name, "Compile the model again for this case.")
+            advice = "Compile the model again for this case."
+            raise problem.error(name, _REQUIRES_GRAD if self._asks_input(problem) else advice)
         if any(value is Presence.SET for value in (problem.expected, problem.found)):
             raise problem.error(
                 name,
@@ -524,7 +538,11 @@ class Cases:
         name = self.first.rewired.name
         for fixed_batch in (False, True):
             try:
-                rewired = self.recapture(root, args, kwargs, fixed_batch)
+                with outside_transforms() as active:
+                    given = (args, kwargs)
+                    if active:  # capturing reads no data, and these tensors have none outside
+                        given = tree_map_only(Tensor, _without_data, given)
+                    rewired = self.recapture(root, *given, fixed_batch)
             except Exception as error:
                 if mismatch is None:
                     raise
@@ -547,4 +565,9 @@ class Cases:
                 "Models are always captured with gradients enabled: call this one so as well, or "
                 "move what reads it into a submodule, which then is called as it is."
             )
-        raise remaining.error(name, advice)
+        raise remaining.error(name, _REQUIRES_GRAD if self._asks_input(remaining) else advice)
+
+    def _asks_input(self, problem: Mismatch) -> bool:
+        """Whether the guard reads `requires_grad` of an input."""
+        labels = self.first.rewired.signature.labels
+        return problem.expression in [f"{label}.requires_grad" for label in labels]

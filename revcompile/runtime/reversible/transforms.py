@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
 from revcompile.errors import InputError
@@ -26,6 +27,11 @@ _ADVICE: Final = (
 
 def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def outside_transforms() -> AbstractContextManager[list[Any]]:
+    """Inside, no transform of `torch.func` is active; gives the list of those that were."""
+    return temporarily_clear_interpreter_stack()
 
 
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

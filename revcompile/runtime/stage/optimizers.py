@@ -47,6 +47,10 @@ EXAMPLES: Final = {
 _GROUPS_ADVICE: Final = (
     f"return a list of dicts that hold every parameter once, e.g. {EXAMPLES['param_groups']}"
 )
+_EMPTY_ADVICE: Final = (
+    "it chose none of this stage's parameters for that optimizer; where there are none, leave the "
+    "optimizer out of the list"
+)
 ParamGroups = Callable[[list[tuple[str, nn.Parameter]]], Iterable[Mapping[str, Any]]]
 """Makes torch's parameter groups from a stage's named parameters."""
 
@@ -73,7 +77,7 @@ def build_optimizer(
     if groups is not None:
         given = _grouped(where, groups, named)
         hint = f"it was given what param_groups= returned: {_GROUPS_ADVICE}"
-    with _explaining(where, "optimizer", "the factory", hint):
+    with _explaining(where, "optimizer", "the factory", hint, _EMPTY_ADVICE if given else hint):
         returned = factory(given)
     optimizer = _combined(where, returned, advice)
     for part in elementary(optimizer):
@@ -171,11 +175,18 @@ def build_schedule(where: str, optimizer: Optimizer, factory: ScheduleFactory) -
 
 
 @contextmanager
-def _explaining(where: str, argument: str, who: str, hint: str) -> Iterator[None]:
-    """Around a call of a user's function: turn its errors into an `InputError`."""
+def _explaining(
+    where: str, argument: str, who: str, hint: str, if_empty: str | None = None
+) -> Iterator[None]:
+    """Around a call of a user's function: turn its errors into an `InputError`.
+
+    `if_empty` is the hint for an optimizer that got no parameters.
+    """
     try:
         yield
     except Exception as error:
+        if if_empty is not None and "empty parameter list" in str(error):
+            hint = if_empty
         raise InputError(
             f"{argument}, {where}: {who} raised {type(error).__name__}: {error}; {hint}"
         ) from error

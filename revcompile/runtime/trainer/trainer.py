@@ -201,6 +201,8 @@ class Trainer(TrainerState):
             yield
             for executor in self._executors:
                 executor.stage.weights.see()
+        except GeneratorExit:  # collected as garbage: an interrupt came before the code began
+            raise
         except BaseException as error:
             if changes_nothing and (isinstance(error, InputError) or self._placement.world == 1):
                 raise

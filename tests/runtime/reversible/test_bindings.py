@@ -344,6 +344,44 @@ def test_func_transforms_and_forward_mode() -> None:
         assert torch.allclose(forward_ad.unpack_dual(dual).tangent, along)
 
 
+class OfLength(nn.Module):
+    """Reads the length of its input in Python: another length needs another capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * (2 if x.shape[1] > 5 else 1)
+        return x
+
+
+@pytest.mark.parametrize("transform", ["grad", "per sample", "jvp", "dual"])
+def test_func_transforms_that_need_another_capture(transform: str) -> None:
+    model, x = OfLength().double().eval(), torch.randn(2, 7, 4, dtype=torch.float64)
+    example = torch.randn(2, 5, 4, dtype=torch.float64)
+    net = revcompile.reversify(model, example, policy="pretrained").eval()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def found(net: nn.Module) -> Any:
+        def loss(given: dict[str, Tensor], x: Tensor) -> Any:
+            return torch.func.functional_call(net, given, (x,)).pow(2).sum()
+
+        if transform == "grad":
+            return torch.func.grad(loss)(weights, x)["blocks.0.weight"]
+        if transform == "per sample":
+            each = torch.func.vmap(torch.func.grad(loss), (None, 0))
+            return each(weights, x[:, None])["blocks.0.weight"]
+        if transform == "jvp":
+            return torch.func.jvp(lambda x: loss(weights, x), (x,), (x,))[1]
+        with forward_ad.dual_level():
+            dual = loss(weights, forward_ad.make_dual(x, x))
+            return forward_ad.unpack_dual(dual).tangent
+
+    assert torch.allclose(found(net), found(model))
+
+
 @pytest.mark.parametrize("power", [1, 2])
 def test_second_derivatives_say_what_to_do(power: int) -> None:
     net, x = reversible(), X.clone().requires_grad_()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import worst
 from nets import Arranged, PreNorm
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from training import plain_sgd, trained
 
@@ -114,3 +114,36 @@ def test_other_weights_than_those_of_forward_are_refused(weights: Any) -> None:
 def test_rearranged_streams() -> None:
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     revcompile.petrafy(Arranged().double(), 2, x, policy="pretrained", check="full")
+
+
+class PartlyDetached(nn.Module):
+    """Every second branch has no gradients, or all have none behind a head that reads no graph."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.blocks = way, nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = OfDetached(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index % 2 and self.way == "no_grad":
+                with torch.no_grad():
+                    addend = torch.tanh(block(x))
+            else:
+                addend = torch.tanh(block(x))
+            x = x + (addend.detach() if index % 2 and self.way == "detach" else addend)
+        return self.head(x) if self.way == "head" else x
+
+
+class OfDetached(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+@pytest.mark.parametrize("way", ["detach", "no_grad", "head"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_branches_without_gradients(way: str, stages: int) -> None:
+    model, x = PartlyDetached(way).double(), torch.randn(4, 8, dtype=torch.float64)
+    options: Any = {"policy": "pretrained", "check": "full", "leaf_modules": [OfDetached]}
+    net = revcompile.petrafy(model, stages, x, **options)
+    trained(net, [(x, x)] * 3)

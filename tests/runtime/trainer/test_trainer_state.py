@@ -589,3 +589,14 @@ def test_a_step_that_the_user_interrupts_stops_the_trainer() -> None:
     trainer.load_state_dict(before)
     assert same(trainer.state_dict(), before)
     feed(trainer, batches(2))
+
+
+def test_an_interrupt_just_before_a_step_does_not_stop_the_trainer_later() -> None:
+    trainer = trainer_of(fresh())
+    feed(trainer, batches(5))
+    before = trainer.state_dict()
+    entered = trainer._stop_on_error()
+    entered.__enter__()  # The interrupt comes now. Its traceback refers to `entered`.
+    trainer.load_state_dict(before)
+    del entered
+    feed(trainer, batches(2))
