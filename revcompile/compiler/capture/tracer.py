@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Number
 from typing import Any, Final
@@ -370,11 +370,16 @@ class Tracer(ShapedTracer):
             nodes = {key: _nodes_in((value, *fields[key])) for key, value in held.items()}
             users = {key: _users(found) for key, found in nodes.items()}
             module._call_impl(*args, **kwargs)
-            changed = _changed(state, self._state(module))
+            now = self._state(module)
+            changed = _changed(state, now)
             # a tensor that is only stored for the user differs after every call as well
             stored = {key for key in users if users[key] == _users(nodes[key]) is not None}
+            # len() of a container reads no node, and a set of sizes grows at another size
+            kept = held.keys() & now.keys()
+            grown = {key for key in kept if _length(state[key]) != _length(now[key])}
+            grown |= {key for key in kept if _has_size(held[key])}
             self._roll_back(mark)
-            for path, name in sorted(changed - stored):
+            for path, name in sorted((changed - stored) | grown):
                 where = "its attribute" if path == self._path else "the attribute"
                 of = "" if path == self._path else f" of {path}"
                 raise PythonState(f"the forward pass counts in {where} {name!r}{of}", module)
@@ -568,6 +573,16 @@ def _nodes_in(value: Any) -> list[fx.Node]:
 def _users(nodes: list[fx.Node]) -> int | None:
     """How many nodes read the nodes that an attribute holds; None if it holds none."""
     return sum(len(node.users) for node in nodes) if nodes else None
+
+
+def _length(content: Any) -> int:
+    """How many items a container has; the argument is its `_content`."""
+    return len(content[1]) if isinstance(content[1], list) else 0
+
+
+def _has_size(value: Any) -> bool:
+    """Whether it is a set that contains a traced size."""
+    return isinstance(value, Set) and any(isinstance(item, ShapedProxy) for item in value)
 
 
 def _content(value: Any) -> Any:
