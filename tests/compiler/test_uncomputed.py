@@ -119,3 +119,32 @@ def test_a_gradient_into_what_a_layer_keeps_for_a_loss_is_an_error() -> None:
     net.requires_grad_(False)  # what needs no gradient may be part of a loss
     weight = torch.ones((), requires_grad=True)
     (weight * (net(X).sum() + layer.aux)).backward()
+
+
+class Summing(nn.Module):
+    """Adds up what its blocks leave in their attributes."""
+
+    def __init__(self, is_dict: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.is_dict = is_dict
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        total: Any = 0
+        for block in self.blocks:
+            x = block(x)
+            total = total + (block.losses["z"] if self.is_dict else block.aux)
+        return x, total + sum(block.aux for block in self.blocks)
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_model_may_read_what_its_blocks_have_stored(is_dict: bool, is_inside: bool) -> None:
+    model: Any = nn.Sequential(Summing(is_dict)) if is_inside else Summing(is_dict)
+    net = revcompile.reversify(model, X, policy="pretrained", check="full").eval()
+    assert net.rewired.couplings
+    for each in (model.eval(), net):
+        out, total = each(X)
+        (out.sum() + total).backward()
+    for before, now in zip(model.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(now.grad, before.grad, rtol=1e-4, atol=1e-5)

@@ -82,7 +82,7 @@ from revcompile.compiler.capture.trace_errors import (
     user_line,
 )
 from revcompile.ir.guards import ModeGuards, autocast_state
-from revcompile.ir.module_tree import called_module, child_path
+from revcompile.ir.module_tree import Contents, called_module, child_path
 from revcompile.ir.ops import attribute, called
 from revcompile.ir.plain_attributes import PLAIN, attributes_of
 from revcompile.ir.reached import reached
@@ -369,6 +369,7 @@ class Tracer(ShapedTracer):
             fields = {key: getattr(value, "__dict__", {}).values() for key, value in held.items()}
             nodes = {key: _nodes_in((value, *fields[key])) for key, value in held.items()}
             users = {key: _users(found) for key, found in nodes.items()}
+            contents = Contents(module)
             module._call_impl(*args, **kwargs)
             now = self._state(module)
             changed = _changed(state, now)
@@ -379,6 +380,7 @@ class Tracer(ShapedTracer):
             grown = {key for key in kept if _length(state[key]) != _length(now[key])}
             grown |= {key for key in kept if _has_size(held[key])}
             self._roll_back(mark)
+            contents.restore(module)  # the outer modules may read what the first call has stored
             for path, name in sorted((changed - stored) | grown):
                 where = "its attribute" if path == self._path else "the attribute"
                 of = "" if path == self._path else f" of {path}"
