@@ -307,3 +307,20 @@ def test_an_attribute_that_was_none_becomes_a_tensor() -> None:
     for each in (model.eval(), net):
         each.get_submodule("1").late = late
     torch.testing.assert_close(net(x), model(x))
+
+
+class Special(Block):
+    factor = 2.0
+
+
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_attributes_with_a_default_on_a_class(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Special(
+        put("factor", lambda: 3.0) if where == "instance" else nothing, lambda b, h: h * b.factor
+    )
+    model, x = nn.Sequential(block), torch.randn(3, WIDTH)
+    net: Any = revcompile.reversify(model, x, policy="pretrained").eval()
+    for each in (model, net) if where == "instance" else (Special,):
+        owner = each if where == "class" else each.get_submodule("0")
+        monkeypatch.setattr(owner, "factor", 4.0)
+    torch.testing.assert_close(net(x), model.eval()(x))
