@@ -165,16 +165,17 @@ class Tracer(ShapedTracer):
         named = [*root.named_parameters(), *root.named_buffers()]
         self.root, self.graph = root, fx.Graph()
         self.submodule_paths = {module: path for path, module in root.named_modules()}
-        self.tensor_attrs = {
-            value: child_path(path, name)
+        plain = [
+            (value, child_path(path, name), hasattr(type(module), name))
             for path, module in root.named_modules()
             for name, value in vars(module).items()
             if isinstance(value, torch.Tensor)
-        }
+        ]
+        # An attribute of the class would hide a buffer of that name: such a tensor is a constant.
+        self.tensor_attrs = {value: name for value, name, is_hidden in plain if not is_hidden}
         self._names = {id(tensor): name for name, tensor in reversed(named)}
         self._held = dict(root.named_buffers(remove_duplicate=False))
-        plain: dict[Any, Any] = self.tensor_attrs
-        self._kept = {storage_of(tensor): (repr(plain[tensor]), PythonState) for tensor in plain}
+        self._kept = {storage_of(value): (repr(name), PythonState) for value, name, _ in plain}
         self._kept |= {storage_of(t): (repr(n), UntracedEffect) for n, t in reversed(named)}
         with attempts_unlogged(), intercepted(root, self), preserve_attributes(root) as restore:
             self.restore = restore

@@ -324,3 +324,23 @@ def test_attributes_with_a_default_on_a_class(where: str, monkeypatch: pytest.Mo
         owner = each if where == "class" else each.get_submodule("0")
         monkeypatch.setattr(owner, "factor", 4.0)
     torch.testing.assert_close(net(x), model.eval()(x))
+
+
+class Masked(Block):
+    """Has a default on the class for a tensor that its instances set."""
+
+    late: Any = None
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_tensor_with_a_default_on_the_class(is_inside: bool) -> None:
+    block = Masked(put("late", lambda: torch.full((WIDTH,), 0.5)), lambda b, h: h * b.late)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), block), torch.randn(3, WIDTH)
+    original: Any = model if is_inside else block
+    net = revcompile.reversify(original, x, policy="pretrained", check="full").eval()
+    assert net.rewired.couplings
+    for value in (0.5, 2.0):
+        for each in (original.eval(), net):
+            owner = each.get_submodule("1" if is_inside else "")
+            owner.late = torch.full((WIDTH,), value)
+        torch.testing.assert_close(net(x), original(x))
