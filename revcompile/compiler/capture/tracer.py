@@ -127,6 +127,8 @@ class Tracer(ShapedTracer):
         self.restore: Callable[[nn.Module], None] = lambda module: None
         self.leaked: set[tuple[str, str, Any]] = set()
         """Attributes in which forward passes left tensors: path, name, key of a dict entry."""
+        self.stored: set[tuple[str, str]] = set()
+        """Attributes that the forward pass leaves for a loss outside the model."""
         self.written: set[tuple[str, str]] = set()
         """Attributes that the forward pass itself changes: path of the module, and name."""
         self._model, self._example, self._mode = model, example, mode
@@ -184,6 +186,7 @@ class Tracer(ShapedTracer):
                 result = self._traced(root, args, kwargs)
                 outputs, self.out_spec = pytree.tree_flatten(with_fields(result))
                 self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})
+            self._note_stored()
         firsts = {node: values.first for node, values in self.values.items()}
         sizes = size_guards(self._reads, firsts, self._example.signature, root)
         readers = ((p, m) for p, m in root.named_modules() if (p, "training") in self.asked)
@@ -424,6 +427,20 @@ class Tracer(ShapedTracer):
                 parameters = (isinstance(self.values[n].first, nn.Parameter) for n in sources)
                 if any(n.op == "placeholder" for n in sources) or any(parameters):
                     self.leaked.add((self._path, name, key))
+
+    def _note_stored(self) -> None:
+        """Note attributes with gradients that no other module reads: a loss outside may do so."""
+        for path, name, _ in self.leaked:
+            nodes = _nodes_in(vars(self.root.get_submodule(path)).get(name))
+            tensors = tensors_in([self.values[node].first for node in nodes])
+            within = f"{path}." if path else ""
+            users = [user for node in nodes for user in node.users]
+            is_read = any(
+                user.op == "output" or not f"{user.meta[PATH]}.".startswith(within)
+                for user in users
+            )
+            if any(tensor.requires_grad for tensor in tensors) and not is_read:
+                self.stored.add((path, name))
 
     def _refuse_foreign_rng(self) -> None:
         if self._has_drawn is None and foreign_rng_state() != self._foreign_rng:
