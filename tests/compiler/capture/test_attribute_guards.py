@@ -320,8 +320,8 @@ def test_attributes_with_a_default_on_a_class(where: str, monkeypatch: pytest.Mo
     )
     model, x = nn.Sequential(block), torch.randn(3, WIDTH)
     net: Any = revcompile.reversify(model, x, policy="pretrained").eval()
-    for each in (model, net) if where == "instance" else (Special,):
-        owner = each if where == "class" else each.get_submodule("0")
+    owners = (block, net.get_submodule("0")) if where == "instance" else (Special,)
+    for owner in owners:
         monkeypatch.setattr(owner, "factor", 4.0)
     torch.testing.assert_close(net(x), model.eval()(x))
 
