@@ -254,7 +254,10 @@ class Tracer(ShapedTracer):
     def _constant(self, tensor: torch.Tensor) -> str:
         """The name of a constant that the model has made; equal tensors share a name."""
         if isinstance(tensor, FakeTensor):
-            raise TraceError("a tensor made outside the graph")
+            raise TraceError(
+                "a tensor made outside the graph, as from parameters that forward reads through "
+                "self.parameters(); read them by name (self.weight)"
+            )
         same = (n for n, c in self._constants.items() if c.dtype == tensor.dtype)
         name = next((n for n in same if torch.equal(self._constants[n], tensor)), None)
         is_made = storage_of(tensor) in self._made
