@@ -41,9 +41,9 @@ from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_no
 from revcompile.inspect.tables import invertibility_table, refusals, summary_text
 from revcompile.inspect.views import block_of
 from revcompile.interop import huggingface
-from revcompile.ir.module_tree import looks_trained
+from revcompile.ir.module_tree import child_path, looks_trained
 from revcompile.ir.policy import Policy
-from revcompile.ir.types import Rewired
+from revcompile.ir.types import Captured, Rewired
 from revcompile.kernels.fixed_point import STREAM_RANGE
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
@@ -176,6 +176,7 @@ def _reversified(
         captured = capture(
             model, example_inputs, example_kwargs, check=level, leaf_modules=leaf_modules
         )
+        _warn_of_stored(captured, caller)
         found = find(captured)
         rewired = rewire(captured, found, chosen)
         verify_rewired(captured, rewired)
@@ -410,6 +411,20 @@ def _warn_if_nothing_is_reversible(rewired: Rewired, caller: str) -> None:
         "petrafy": "every stage keeps its inputs and computes the rest again",
     }
     warn(f"{caller}: nothing in {rewired.name} became reversible, so {effect[caller]}. Why: {why}")
+
+
+def _warn_of_stored(captured: Captured, caller: str) -> None:
+    """Warn if the original's forward pass leaves values in attributes for a loss outside."""
+    if not captured.stored:
+        return
+    (path, name), *others = captured.stored
+    more = f" and {len(others)} more" if others else ""
+    leaf = f", or keep the module whole (and not reversible) with leaf_modules=[{path!r}]"
+    warn(
+        f"{caller}: forward stores a value with gradients in {child_path(path, name)}{more}. The "
+        "compiled model does not store it, so a loss that reads the attribute would miss it: "
+        f"return it from forward{leaf if path else ''}"
+    )
 
 
 def _refuse_uninvertible(net: ReversibleModule, args: Any, kwargs: Any, caller: str) -> None:

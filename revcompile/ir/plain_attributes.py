@@ -122,7 +122,10 @@ class _Reading(Reading):
         if plain:
             read = partial(attrgetter(*plain), kind)
             self.expect(call, read, frozen(read()))
-            self.found |= {("", child_path(path, n)): value for n, value in plain.items()}
+            for name, held in plain.items():
+                label = child_path(path, name)
+                is_hidden = ("", label) in self.found  # by the instance or by a subclass
+                self.found["", f"{kind.__name__}.{name}" if is_hidden else label] = held
 
     def _add(self, label: str, value: Any, depth: int = 0) -> None:
         """Note the value at a label, and the values inside it."""

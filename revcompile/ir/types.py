@@ -121,6 +121,8 @@ class Captured:
     """Leaf modules whose next call computes something else: path -> reason."""
     computed: frozenset[tuple[str, str]] = frozenset()
     """Attributes in which the original's forward stores tensors: (path of the module, name)."""
+    stored: tuple[tuple[str, str], ...] = ()
+    """Those that a loss outside the model may read: with gradients, and not read by the model."""
 
 
 class ResidualKind(enum.Enum):

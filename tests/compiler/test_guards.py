@@ -273,6 +273,7 @@ class Counter(nn.Module):
         self.kind, self.step = kind, 0
         self.history: list[Any] = []
         self.recent: deque[int] = deque()
+        self.seen: set[int] = set()
         self.notes = SimpleNamespace(count=0)
         self.state: Tensor | None = None
 
@@ -287,6 +288,18 @@ class Counter(nn.Module):
         elif self.kind == "deque":
             self.recent.append(1)
             factor = len(self.recent)
+        elif self.kind == "sizes":
+            self.history.append(x.shape[0])
+            factor = len(self.history)
+        elif self.kind == "tensors":
+            self.history.append(x.detach().mean())
+            factor = len(self.history)
+        elif self.kind == "new lists":
+            self.history = [*self.history, x.shape[1]]
+            factor = len(self.history)
+        elif self.kind == "set":
+            self.seen.add(x.shape[1])
+            factor = len(self.seen)
         elif self.kind == "object":
             self.notes.count += 1
             factor = self.notes.count
@@ -296,7 +309,10 @@ class Counter(nn.Module):
         return x + self.layer(x) * factor
 
 
-@pytest.mark.parametrize("kind", ["number", "list", "deque", "object", "tensor"])
+@pytest.mark.parametrize(
+    "kind",
+    ["number", "list", "deque", "sizes", "tensors", "new lists", "set", "object", "tensor"],
+)
 def test_counters_are_refused_at_the_top_and_kept_whole_inside(kind: str) -> None:
     x = torch.randn(3, WIDTH)
     refuses(CaptureError, "counts in its attribute", revcompile.reversify, Counter(kind), x)

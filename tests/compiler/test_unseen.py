@@ -120,6 +120,16 @@ def test_a_custom_function_without_gradients_is_part_of_the_graph() -> None:
     assert capture(Model(Tripled), X, check="full").leaf_modules == ()
 
 
+class ReadsParameters(Block):
+    def effect(self, h: Tensor) -> Tensor:
+        return h + sum(p.pow(2).sum() for p in self.parameters())
+
+
+def test_parameters_read_all_at_once_are_refused_with_what_to_do() -> None:
+    refuses(CaptureError, r"reads through self\.parameters\(\)", capture, ReadsParameters(), X)
+    assert capture(nn.Sequential(ReadsParameters()), X, check="full").leaf_modules == ("0",)
+
+
 # -- data of a buffer -----------------------------------------------------------------------------
 
 

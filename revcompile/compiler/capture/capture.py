@@ -278,6 +278,7 @@ class _Capture:
                 for path, name, _ in leaked
                 if name not in vars(root.get_submodule(path))
             ),
+            stored=tuple(sorted({(path, name) for path, name, _ in leaked} & first.stored)),
             guards=make_guards(
                 self._model, root, self._example, traced, (train, evaluation), merged
             ),

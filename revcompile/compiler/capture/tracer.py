@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Number
 from typing import Any, Final
@@ -82,7 +82,7 @@ from revcompile.compiler.capture.trace_errors import (
     user_line,
 )
 from revcompile.ir.guards import ModeGuards, autocast_state
-from revcompile.ir.module_tree import called_module, child_path
+from revcompile.ir.module_tree import Contents, called_module, child_path
 from revcompile.ir.ops import attribute, called
 from revcompile.ir.plain_attributes import PLAIN, attributes_of
 from revcompile.ir.reached import reached
@@ -127,6 +127,8 @@ class Tracer(ShapedTracer):
         self.restore: Callable[[nn.Module], None] = lambda module: None
         self.leaked: set[tuple[str, str, Any]] = set()
         """Attributes in which forward passes left tensors: path, name, key of a dict entry."""
+        self.stored: set[tuple[str, str]] = set()
+        """Attributes that the forward pass leaves for a loss outside the model."""
         self.written: set[tuple[str, str]] = set()
         """Attributes that the forward pass itself changes: path of the module, and name."""
         self._model, self._example, self._mode = model, example, mode
@@ -165,16 +167,17 @@ class Tracer(ShapedTracer):
         named = [*root.named_parameters(), *root.named_buffers()]
         self.root, self.graph = root, fx.Graph()
         self.submodule_paths = {module: path for path, module in root.named_modules()}
-        self.tensor_attrs = {
-            value: child_path(path, name)
+        plain = [
+            (value, child_path(path, name), hasattr(type(module), name))
             for path, module in root.named_modules()
             for name, value in vars(module).items()
             if isinstance(value, torch.Tensor)
-        }
+        ]
+        # An attribute of the class would hide a buffer of that name: such a tensor is a constant.
+        self.tensor_attrs = {value: name for value, name, is_hidden in plain if not is_hidden}
         self._names = {id(tensor): name for name, tensor in reversed(named)}
         self._held = dict(root.named_buffers(remove_duplicate=False))
-        plain: dict[Any, Any] = self.tensor_attrs
-        self._kept = {storage_of(tensor): (repr(plain[tensor]), PythonState) for tensor in plain}
+        self._kept = {storage_of(value): (repr(name), PythonState) for value, name, _ in plain}
         self._kept |= {storage_of(t): (repr(n), UntracedEffect) for n, t in reversed(named)}
         with attempts_unlogged(), intercepted(root, self), preserve_attributes(root) as restore:
             self.restore = restore
@@ -183,6 +186,7 @@ class Tracer(ShapedTracer):
                 result = self._traced(root, args, kwargs)
                 outputs, self.out_spec = pytree.tree_flatten(with_fields(result))
                 self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})
+            self._note_stored()
         firsts = {node: values.first for node, values in self.values.items()}
         sizes = size_guards(self._reads, firsts, self._example.signature, root)
         readers = ((p, m) for p, m in root.named_modules() if (p, "training") in self.asked)
@@ -250,7 +254,10 @@ class Tracer(ShapedTracer):
     def _constant(self, tensor: torch.Tensor) -> str:
         """The name of a constant that the model has made; equal tensors share a name."""
         if isinstance(tensor, FakeTensor):
-            raise TraceError("a tensor made outside the graph")
+            raise TraceError(
+                "a tensor made outside the graph, as from parameters that forward reads through "
+                "self.parameters(); read them by name (self.weight)"
+            )
         same = (n for n, c in self._constants.items() if c.dtype == tensor.dtype)
         name = next((n for n in same if torch.equal(self._constants[n], tensor)), None)
         is_made = storage_of(tensor) in self._made
@@ -369,12 +376,19 @@ class Tracer(ShapedTracer):
             fields = {key: getattr(value, "__dict__", {}).values() for key, value in held.items()}
             nodes = {key: _nodes_in((value, *fields[key])) for key, value in held.items()}
             users = {key: _users(found) for key, found in nodes.items()}
+            contents = Contents(module)
             module._call_impl(*args, **kwargs)
-            changed = _changed(state, self._state(module))
+            now = self._state(module)
+            changed = _changed(state, now)
             # a tensor that is only stored for the user differs after every call as well
             stored = {key for key in users if users[key] == _users(nodes[key]) is not None}
+            # len() of a container reads no node, and a set of sizes grows at another size
+            kept = held.keys() & now.keys()
+            grown = {key for key in kept if _length(state[key]) != _length(now[key])}
+            grown |= {key for key in kept if _has_size(held[key])}
             self._roll_back(mark)
-            for path, name in sorted(changed - stored):
+            contents.restore(module)  # the outer modules may read what the first call has stored
+            for path, name in sorted((changed - stored) | grown):
                 where = "its attribute" if path == self._path else "the attribute"
                 of = "" if path == self._path else f" of {path}"
                 raise PythonState(f"the forward pass counts in {where} {name!r}{of}", module)
@@ -416,6 +430,20 @@ class Tracer(ShapedTracer):
                 parameters = (isinstance(self.values[n].first, nn.Parameter) for n in sources)
                 if any(n.op == "placeholder" for n in sources) or any(parameters):
                     self.leaked.add((self._path, name, key))
+
+    def _note_stored(self) -> None:
+        """Note attributes with gradients that no other module reads: a loss outside may do so."""
+        for path, name, _ in self.leaked:
+            nodes = _nodes_in(vars(self.root.get_submodule(path)).get(name))
+            tensors = tensors_in([self.values[node].first for node in nodes])
+            within = f"{path}." if path else ""
+            users = [user for node in nodes for user in node.users]
+            is_read = any(
+                user.op == "output" or not f"{user.meta[PATH]}.".startswith(within)
+                for user in users
+            )
+            if any(tensor.requires_grad for tensor in tensors) and not is_read:
+                self.stored.add((path, name))
 
     def _refuse_foreign_rng(self) -> None:
         if self._has_drawn is None and foreign_rng_state() != self._foreign_rng:
@@ -568,6 +596,16 @@ def _nodes_in(value: Any) -> list[fx.Node]:
 def _users(nodes: list[fx.Node]) -> int | None:
     """How many nodes read the nodes that an attribute holds; None if it holds none."""
     return sum(len(node.users) for node in nodes) if nodes else None
+
+
+def _length(content: Any) -> int:
+    """How many items a container has; the argument is its `_content`."""
+    return len(content[1]) if isinstance(content[1], list) else 0
+
+
+def _has_size(value: Any) -> bool:
+    """Whether it is a set that contains a traced size."""
+    return isinstance(value, Set) and any(isinstance(item, ShapedProxy) for item in value)
 
 
 def _content(value: Any) -> Any:

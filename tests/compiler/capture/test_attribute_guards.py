@@ -307,3 +307,40 @@ def test_an_attribute_that_was_none_becomes_a_tensor() -> None:
     for each in (model.eval(), net):
         each.get_submodule("1").late = late
     torch.testing.assert_close(net(x), model(x))
+
+
+class Special(Block):
+    factor = 2.0
+
+
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_attributes_with_a_default_on_a_class(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Special(
+        put("factor", lambda: 3.0) if where == "instance" else nothing, lambda b, h: h * b.factor
+    )
+    model, x = nn.Sequential(block), torch.randn(3, WIDTH)
+    net: Any = revcompile.reversify(model, x, policy="pretrained").eval()
+    owners = (block, net.get_submodule("0")) if where == "instance" else (Special,)
+    for owner in owners:
+        monkeypatch.setattr(owner, "factor", 4.0)
+    torch.testing.assert_close(net(x), model.eval()(x))
+
+
+class Masked(Block):
+    """Has a default on the class for a tensor that its instances set."""
+
+    late: Any = None
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_tensor_with_a_default_on_the_class(is_inside: bool) -> None:
+    block = Masked(put("late", lambda: torch.full((WIDTH,), 0.5)), lambda b, h: h * b.late)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), block), torch.randn(3, WIDTH)
+    original: Any = model if is_inside else block
+    net = revcompile.reversify(original, x, policy="pretrained", check="full").eval()
+    assert net.rewired.couplings
+    for value in (0.5, 2.0):
+        for each in (original.eval(), net):
+            owner = each.get_submodule("1" if is_inside else "")
+            owner.late = torch.full((WIDTH,), value)
+        torch.testing.assert_close(net(x), original(x))
