@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
+from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
 from revcompile.ir.guards import DEVICE_ATTRIBUTES, Guards, SizeGuards, flag, input_types
@@ -541,7 +541,7 @@ class Cases:
                 with outside_transforms() as active:
                     given = (args, kwargs)
                     if active:  # capturing reads no data, and these tensors have none outside
-                        given = tree_map_only(Tensor, _without_data, given)
+                        given = pytree.tree_map_only(Tensor, _without_data, given)
                     rewired = self.recapture(root, *given, fixed_batch)
             except Exception as error:
                 if mismatch is None:
