@@ -171,7 +171,9 @@ class Reversible(OriginalSurface):
         # Capturing again needs the original's class, which pickle finds by its name or not at all.
         recapture = self._cases.recapture if self._original.importable_kind else None
         cases = self._cases.first_only(recapture)
-        return {**self.__dict__, "_plans": {}, "_cases": cases}
+        state = {**self.__dict__, "_plans": {}, "_cases": cases}
+        state.pop("_compiled_call_impl", None)  # it would run this module, as in nn.Module
+        return state
 
     def _run(
         self, body: Body, values: dict[str, Any], errors: list[tuple[str, float]] | None = None
