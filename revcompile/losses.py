@@ -31,7 +31,8 @@ def linear_cross_entropy(
 
     Logits are computed for some rows at a time, in the dtype of autocast. Their softmax, the loss
     and sums over rows are at least float32 (torch 2.15's own function loses digits with every chunk
-    in bfloat16). `reversify` and `petrafy` capture a call of this function as one operation.
+    in bfloat16). In float16, so are the gradients until the loss scale has multiplied them.
+    `reversify` and `petrafy` capture a call of this function as one operation.
 
     Args:
         hidden: Input of the head, `[..., width]`.
@@ -71,19 +72,18 @@ def linear_cross_entropy(
     if rows is not None and not (is_int(rows) and rows >= 1):
         raise InputError(f"linear_cross_entropy: rows={rows!r}; use a whole number from 1, or None")
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
+    dtype = None
     if is_autocasting(hidden.device):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
     rows = rows or max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
     with torch.autocast(hidden.device.type, enabled=False):
-        total, count = _Chunked.apply(hidden, weight, bias, target, ignore_index, rows)
+        total, count = _Chunked.apply(hidden, weight, bias, target, ignore_index, rows, dtype)
     summed: Tensor = total
     if reduction == "sum":
         return summed
     # As in torch: if no row counts the mean is not a number, and its gradient is zero.
-    mean: Tensor = summed / count.clamp(min=1) + torch.where(count == 0, torch.nan, 0.0)
-    return mean
+    mean: Tensor = summed / count.clamp(min=1)
+    return mean.masked_fill(count == 0, torch.nan)
 
 
 class _Chunked(torch.autograd.Function):
@@ -98,11 +98,19 @@ class _Chunked(torch.autograd.Function):
         target: Tensor,
         ignore_index: int,
         rows: int,
+        low: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[:3]
+        ctx.dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
+        if low is not None:
+            hidden, weight = hidden.to(low), weight.to(low)
+            bias = None if bias is None else bias.to(low)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
+        # The loss is scaled only in backward, too late for what float16 has rounded to zero here.
+        kept = dtype if hidden.dtype == torch.float16 else hidden.dtype
+        wide_weight = weight.to(kept)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
-        of_hidden = torch.empty_like(hidden) if needs[0] else None
+        of_hidden = torch.empty_like(hidden, dtype=kept) if needs[0] else None
         of_weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
         of_bias = torch.zeros_like(bias, dtype=dtype) if needs[2] and bias is not None else None
         for start in range(0, len(hidden), rows):
@@ -116,15 +124,14 @@ class _Chunked(torch.autograd.Function):
             gradient = log_softmax.exp_().mul_(counts)
             columns = labels.clamp(0, weight.shape[0] - 1).unsqueeze(1)
             gradient.scatter_add_(1, columns, -counts.to(dtype))
-            gradient = gradient.to(hidden.dtype)
+            gradient = gradient.to(kept)
             if of_hidden is not None:
-                of_hidden[start : start + rows] = gradient @ weight
+                of_hidden[start : start + rows] = gradient @ wide_weight
             if of_weight is not None:
-                of_weight += gradient.T @ part
+                of_weight += gradient.T @ part.to(kept)
             if of_bias is not None:
                 of_bias += gradient.sum(0)
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         count = (target != ignore_index).sum()
         ctx.mark_non_differentiable(count)
         return total, count
@@ -132,11 +139,11 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        of_hidden, of_weight, of_bias = ctx.saved_tensors
-        if of_hidden is not None:
-            of_hidden = of_hidden * gradient.to(of_hidden.dtype)
-        if of_weight is not None:
-            of_weight = (of_weight * gradient).to(ctx.dtypes[0])
-        if of_bias is not None:
-            of_bias = (of_bias * gradient).to(ctx.dtypes[1])
-        return of_hidden, of_weight, of_bias, None, None, None
+        # `gradient` has the loss scale, which may be infinite in float16.
+        return (
+            *(
+                None if own is None else own.to(gradient.dtype).mul(gradient).to(dtype)
+                for own, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            ),
+            *(None,) * 4,
+        )

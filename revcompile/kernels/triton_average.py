@@ -136,7 +136,7 @@ def works_on(device: torch.device) -> bool:
     """Whether the kernels can be compiled here."""
 
     def probe() -> None:
-        a, one = torch.zeros(8, device=device), torch.ones(1, device=device)
+        a, one = (torch.ones(n, dtype=torch.float32, device=device) for n in (8, 1))
         y, lost, _ = average(a, a, a, one, one, 1.0, torch.bfloat16)
         undo_average(y, a, a, one, one, lost, torch.bfloat16)
         average_gradients(a, a, one, torch.bfloat16)

@@ -168,7 +168,7 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether these kernels can be compiled here."""
     x = torch.zeros(2, 256, 2, 2, device=device, dtype=dtype)
     x = x.to(memory_format=torch.channels_last)
-    ones = torch.ones(256, device=device)
+    ones = torch.ones(256, dtype=torch.float32, device=device)
 
     def probe() -> None:
         out, means, scales = bn_relu_forward(x, ones, ones, 1.0, (ones.clone(), ones.clone(), 0.1))

@@ -64,7 +64,7 @@ def _is_dense(x: Tensor) -> bool:
 @functools.cache
 def works_on(device: torch.device) -> bool:
     """Whether sums can be compiled here."""
-    probe = torch.zeros(1, device=device)
+    probe = torch.zeros(1, dtype=torch.float32, device=device)
     return compiles(lambda: add(probe, probe))
 
 
@@ -158,7 +158,7 @@ def _norm_back(  # type: ignore[no-untyped-def]
 @functools.cache
 def supports_layer_norm(device: torch.device, columns: int, dtype: torch.dtype) -> bool:
     """Whether layer norms of this width, and their gradients, can be compiled here."""
-    x = torch.zeros(1, columns, device=device)
+    x = torch.zeros(1, columns, dtype=torch.float32, device=device)
 
     def probe() -> None:
         out, means, scales = layer_norm_forward(x, x[0], x[0], 1.0, dtype)

@@ -59,7 +59,7 @@ class DelayAwareAdamW(LateOptimizer):
         for p in params:
             if "exp_avg" not in self.state[p]:
                 device = p.device if group["capturable"] else "cpu"
-                self.state[p]["step"] = torch.zeros((), device=device)
+                self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 for name in ("exp_avg", "exp_avg_sq"):
                     self.state[p][name] = torch.zeros_like(p, dtype=wide(p))
         beta1, beta2 = group["betas"]

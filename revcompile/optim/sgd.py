@@ -95,7 +95,7 @@ class DelayAwareSGD(LateOptimizer):
             state = self.state[p]
             if "step" not in state:
                 device = p.device if group["capturable"] else "cpu"
-                state["step"] = torch.zeros((), device=device)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 # At least float32: a mean over 820 updates moves by less than bfloat16 resolves.
                 state["momentum_buffer"] = torch.zeros_like(p, dtype=wide(p))
             number = None if group["capturable"] else state["step"].item()

@@ -49,6 +49,31 @@ def test_sums_over_chunks_are_float32() -> None:
     assert (found - wanted).abs().max() < 1e-2 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_scaled_loss_in_float16_has_its_gradients(reduction: Any) -> None:
+    """The usual scale is infinite in float16; classes that nearly never occur are not zero."""
+    hidden, weight = torch.randn(64, 16), 0.05 * torch.randn(500, 16)
+    target, scale = torch.randint(500, (64,)), 2.0**16
+    bias = torch.zeros(500)
+    bias[100:] = -16.0  # probabilities of 1e-9
+    for tensor in (hidden, weight):
+        tensor.requires_grad_()
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        return [g / scale for g in torch.autograd.grad(scale * loss, (hidden, weight))]
+
+    target %= 100
+    with torch.autocast("cpu", torch.float16):
+        found = gradients(
+            linear_cross_entropy(hidden, weight, target, bias, reduction=reduction, rows=8)
+        )
+    wanted = gradients(F.cross_entropy(F.linear(hidden, weight, bias), target, reduction=reduction))
+    for own, torchs in zip(found, wanted, strict=True):
+        assert (own - torchs).abs().max() < 2e-3 * torchs.abs().max()
+    rare = found[1][100:].norm() / wanted[1][100:].norm()
+    assert abs(rare - 1) < 0.02, rare
+
+
 def test_if_no_row_counts_the_gradient_is_zero() -> None:
     hidden, weight = torch.randn(3, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH)
     loss = linear_cross_entropy(hidden, weight, torch.full((3,), -100))

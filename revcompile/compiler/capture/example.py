@@ -249,7 +249,7 @@ def _as_args(
     if isinstance(channels, int):
         size = (channels, *size[1:])
     parameter = next(model.parameters(), torch.empty(0))
-    image = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
+    image = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return (image.to(device=parameter.device, dtype=parameter.dtype),)
 
 

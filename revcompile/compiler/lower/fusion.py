@@ -109,7 +109,9 @@ class Fusion:
     def number(self, value: float, device: torch.device) -> Tensor:
         """A number as a tensor: plus and minus share one compiled function, and its rounding."""
         if (value, device) not in self._numbers:
-            self._numbers[value, device] = torch.full((1,), value, device=device)
+            self._numbers[value, device] = torch.full(
+                (1,), value, dtype=torch.float32, device=device
+            )
         return self._numbers[value, device]
 
     def enter_chain(

@@ -220,7 +220,11 @@ class SendThread(Worker):
 
 
 def _as_bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
+    return (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if text
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 # -- receiving ------------------------------------------------------------------------------------

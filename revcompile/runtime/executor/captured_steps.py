@@ -101,7 +101,9 @@ class CapturedSteps:
             [list if e.program.keeps_graphs_in_flight else e.stage.statistics for e in executors]
         )
         flags = len(self._stages) + self._boundary.has_next
-        self._flag_rows = torch.zeros(steps_at_once(device), flags, device=device)
+        self._flag_rows = torch.zeros(
+            (steps_at_once(device), flags), dtype=torch.float32, device=device
+        )
         """The flags of the latest steps, one row per step, until the host copies them."""
         self._numbers = SlotNumbers(executors, self._transport, device)
         self._schedule = schedule

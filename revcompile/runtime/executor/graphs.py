@@ -237,7 +237,7 @@ class SlotNumbers:
         """Drop all rings."""
         self._rings: list[tuple[Ring, Route | None, int]] = []
         """Each ring, its route if it is for messages, and its stage."""
-        self._numbers = torch.empty(0, 2, device=self._device)
+        self._numbers = torch.zeros((0, 2), dtype=torch.int64, device=self._device)
         """For each ring, the slots that a step writes and reads; the last entry is for `row`."""
 
     def follow_rings(self) -> None:
@@ -264,7 +264,7 @@ class SlotNumbers:
                 new, old = updates[route[0]], updates[route[1]]
             places.append((new % ring.count, old % ring.count))
         places.append((row, 0))
-        self._numbers.copy_(torch.tensor(places), non_blocking=True)
+        self._numbers.copy_(torch.tensor(places, dtype=torch.int64), non_blocking=True)
 
     @property
     def row(self) -> Tensor:

@@ -214,7 +214,7 @@ class MessageSlots:
         self, count: int, device: torch.device, has_flags: bool = False, in_ring: bool = False
     ) -> None:
         self.count, self._device, self._in_ring = count, device, in_ring
-        self._flag = torch.zeros(1, device=device) if has_flags else None
+        self._flag = torch.zeros(1, dtype=torch.float32, device=device) if has_flags else None
         self.clear()
 
     def clear(self) -> None:

@@ -58,9 +58,9 @@ class StageUpdates:
         self._clip_grad_norm = settings.clip_grad_norm
         self._accumulation_steps = settings.accumulation_steps
         self._is_continuous = stage.program.method.order is Order.CONTINUOUS
-        self.count = torch.zeros((), device=stage.device)
+        self.count = torch.zeros((), dtype=torch.float32, device=stage.device)
         """How many micro-batches are in the accumulated gradient: bad ones are left out."""
-        self.flag = torch.zeros(1, device=stage.device)
+        self.flag = torch.zeros(1, dtype=torch.float32, device=stage.device)
         """Whether the last backward pass was of a bad micro-batch (`Message.found_inf`)."""
 
     def clear(self) -> None:
@@ -96,7 +96,7 @@ class StageUpdates:
             return False
         factor: Tensor | None = None
         if self._clip_grad_norm is not None:
-            squared = torch.zeros((), device=self.stage.device)
+            squared = torch.zeros((), dtype=torch.float32, device=self.stage.device)
             if gradients:
                 norms = torch._foreach_norm(list(gradients.values()))
                 squared = torch.stack(norms).square().sum()

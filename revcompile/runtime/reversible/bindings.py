@@ -144,7 +144,7 @@ def _marking(
     return run
 
 
-_ANCHOR: Final = torch.empty(0, requires_grad=True)
+_ANCHOR: Final = torch.empty(0, dtype=torch.float32, requires_grad=True)
 """Makes the outputs of `_Tap` require a gradient."""
 
 

@@ -152,7 +152,8 @@ class ReconstructionCheck:
         if _is_asynchronous(error.device) and not waits:
             error = error.nan_to_num(0.0, 0.0, 0.0).float()
             if self._largest is None or self._report is None:
-                self._largest, self._report = error, torch.zeros((), pin_memory=error.is_cuda)
+                self._largest = error
+                self._report = torch.zeros((), dtype=error.dtype, pin_memory=error.is_cuda)
             self._largest = torch.maximum(self._largest, error)
             self._report.copy_(self._largest, non_blocking=True)
             return

@@ -233,7 +233,11 @@ def described(value: Any) -> str:
             return _Shown(f"{dtype}{list(leaf.shape)}")
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # a NumPy array, for instance
             return _Shown(f"{type(leaf).__name__} {leaf.dtype}{list(leaf.shape)}")
-        return leaf
+        if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes):
+            return leaf
+        if isinstance(leaf, Mapping):
+            return _Shown(f"{type(leaf).__name__}({described(dict(leaf))})")
+        return _Shown(type(leaf).__name__)  # it may print whole tensors
 
     return repr(pytree.tree_map(show, value))
 
@@ -347,7 +351,8 @@ class Scaling:
     def record_overflow(self, scale: float | Tensor | None) -> None:
         """Note that a gradient overflowed at this scale, here or at a stage before; inf: none."""
         if scale is not None:
-            self._overflow.clamp_(max=torch.as_tensor(scale).to(self._overflow))
+            limit = self._overflow.new_tensor(scale) if isinstance(scale, float) else scale
+            self._overflow.clamp_(max=limit.to(self._overflow))
 
     def take_overflow(self) -> Tensor:
         """The overflow to report to the next stage, once; infinite if there is none."""

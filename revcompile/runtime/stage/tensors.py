@@ -155,7 +155,7 @@ def found_inf(gradients: Sequence[Tensor], before: Tensor) -> Tensor:
         return flag if all(all_finite(gradients)) else flag.fill_(1.0)
     others = {g.dtype for g in gradients} - {torch.float64, torch.float32, torch.float16}
     if not others and not any(map(overlaps, gradients)):
-        unscaled = torch.ones(1, device=flag.device)
+        unscaled = torch.ones(1, dtype=torch.float32, device=flag.device)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, unscaled)
         return flag
     is_finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()

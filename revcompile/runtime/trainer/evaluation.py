@@ -107,7 +107,7 @@ def evaluate_model(steps: Steps, model: nn.Module, loader: Any, means: RunningMe
     """Evaluate in one process, with the model: in eval mode it may differ from the stages."""
     binder = steps.binder
     for number, batch in enumerate(loader):
-        inputs, target = split_batch(batch, steps.loss_head.has_target)
+        inputs, target = split_batch(batch, steps.loss_head.has_target, "trainer.evaluate")
         where = f"evaluation, batch {number}"
         binder.check_tensors(inputs, where)
         samples = binder.count_samples(binder.bind(inputs, where))
@@ -139,7 +139,11 @@ class EvaluationPass:
         has_target = self._head.has_target
         given = () if loader is None else loader
         # `for .. in (given,)` delays `iter(given)`, which may fail, to the first `next`.
-        batches = (split_batch(batch, has_target) for each in (given,) for batch in each)
+        batches = (
+            split_batch(batch, has_target, "trainer.evaluate")
+            for each in (given,)
+            for batch in each
+        )
         self._ends = itertools.tee(batches, steps.is_first + steps.is_last)
         self.error: Exception | None = None
         self._stages = {executor.index: executor.stage for executor in steps.executors}

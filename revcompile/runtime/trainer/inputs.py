@@ -140,20 +140,31 @@ def _how_to_call(where: str, inputs: Any) -> str:
     return f"Call trainer.step(inputs, target); {takes}."
 
 
-def split_batch(batch: Any, has_target: bool = True) -> tuple[Any, Any]:
+def split_batch(batch: Any, has_target: bool, where: str) -> tuple[Any, Any]:
     """Inputs and target of what a loader yields.
 
     A model that returns its own loss has no target: a batch is what `trainer.step` takes, and may
     also be written as `(inputs, None)`.
+
+    >>> split_batch(("x", "y"), True, ""), split_batch(("x", "mask", "y"), True, "")
+    (('x', 'y'), (('x', 'mask'), 'y'))
+    >>> split_batch(("x", "mask"), False, ""), split_batch({"ids": "x"}, False, "")
+    ((('x', 'mask'), None), ({'ids': 'x'}, None))
     """
-    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
-    if is_pair and (has_target or batch[1] is None):
-        return batch[0], batch[1]
-    if not has_target or isinstance(batch, dict):
-        return batch, None
-    raise InputError(
-        f"trainer.evaluate: expected batches of (inputs, target), got {described(batch)}"
-    )
+    is_tuple = isinstance(batch, tuple | list)
+    if is_tuple and len(batch) == 2 and (has_target or batch[1] is None):
+        return as_dict(batch[0]), as_dict(batch[1])
+    if is_tuple and len(batch) > 2 and has_target:
+        return tuple(batch[:-1]), as_dict(batch[-1])
+    if not has_target or isinstance(batch, Mapping):
+        return as_dict(batch), None
+    raise InputError(f"{where}: expected batches of (inputs, target), got {described(batch)}")
+
+
+def as_dict(value: Any) -> Any:
+    """A mapping as a dict: torch looks for tensors in no other, as tokenizers return them."""
+    is_other = isinstance(value, Mapping) and not isinstance(value, dict)
+    return dict(value) if is_other else value
 
 
 # -- loaders --------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from revcompile.runtime.trainer.evaluation import (
     evaluate_model,
     loader_problem,
 )
-from revcompile.runtime.trainer.inputs import Loader, make_loader, split_batch
+from revcompile.runtime.trainer.inputs import Loader, as_dict, make_loader, split_batch
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.state import TrainerState, check_latest, make_latest
 from revcompile.runtime.trainer.steps import Metrics
@@ -109,8 +109,9 @@ class Trainer(TrainerState):
         """Train on one micro-batch: `trainer.step(x, y)`. Every rank calls it.
 
         Args:
-            inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
-            target: the second argument of the loss.
+            inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments (a
+                dict, what a tokenizer returns).
+            target: the second argument of the loss; nothing with `loss=None`.
 
         Both are copied: their memory may be refilled as soon as `step` returns.
 
@@ -129,15 +130,19 @@ class Trainer(TrainerState):
         # Micro-batches in flight still run backward, with the settings of their forward pass.
         with nullcontext() if problem is None else self._guard.settings.restored():
             try:
-                return self._step(inputs, target, problem)
+                return self._step(as_dict(inputs), as_dict(target), problem)
             finally:
                 if not self._runner.is_replaying:
                     self._follow_settings()  # layers may change their own settings as they run
 
     def steps(self, batches: Iterable[Any]) -> Iterator[Metrics]:
-        """Train on batches of `(inputs, target)`, or of inputs alone, and yield their metrics."""
+        """Train on batches and yield their metrics.
+
+        A batch is `(inputs, target)`, with inputs as in `step`; `(a, b, target)` is short for
+        `((a, b), target)`. With `loss=None` it is inputs alone.
+        """
         for batch in batches:
-            yield self.step(*split_batch(batch))
+            yield self.step(*split_batch(batch, self._loss_head.has_target, "trainer.steps"))
 
     def _step(self, inputs: Any, target: Any, problem: str | None) -> Metrics:
         microbatch, steps = self._schedule.injected, self._steps
@@ -266,8 +271,7 @@ class Trainer(TrainerState):
         for inputs, and of the last stage, for targets. An error on one rank is raised on all.
 
         Args:
-            loader: batches of `(inputs, target)`; of inputs, if the model returns its own loss
-                (`loss=None`).
+            loader: batches as `steps` takes them.
             metrics: functions of `(output, target)` that return a mean over the batch, by name.
         """
         means = RunningMeans(self._steps, metrics)
