@@ -55,14 +55,10 @@ def _class_of_both(own: Any, kind: Any) -> Any:
         and hasattr(inspect.getattr_static(kind, name), "__get__")
     }
 
-    @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return own.forward(self, *args, **kwargs)
-
     def reduce(self: Any, protocol: Any) -> Any:  # unpickling makes this class again
         return _restored, (own, self._original.importable_kind), self.__getstate__()
 
-    members |= {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
+    members |= {"__reduce_ex__": reduce, "__module__": kind.__module__}
     members["_reserved_names"] = own._reserved_names  # not those of `kind`
     members["__qualname__"] = kind.__qualname__
     return types.new_class(kind.__name__, (own, kind), {}, lambda body: body.update(members))

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import pickle
 from importlib.util import find_spec
 from typing import Any
 
@@ -122,7 +123,9 @@ def test_a_model_is_of_its_original_s_class_and_takes_what_trainers_pass() -> No
     net: Any = revcompile.reversify(model, None, _call(2, 8, "attention_mask"), policy="pretrained")
     assert isinstance(net, type(model))
     assert isinstance(net, revcompile.ReversibleModule)
-    assert inspect.signature(net.forward) == inspect.signature(model.forward)
+    for each in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert inspect.signature(each.forward) == inspect.signature(model.forward)
+    assert inspect.signature(type(net).forward) == inspect.signature(type(model).forward)
     assert len(net.rewired.couplings) == 2 and type(copy.deepcopy(net)) is type(net)
     for call in (
         _call(2, 8, "attention_mask"),
@@ -146,6 +149,21 @@ def test_a_model_is_of_its_original_s_class_and_takes_what_trainers_pass() -> No
         torch.save(net, kept)
         again = torch.load(io.BytesIO(kept.getvalue()), weights_only=False)
         assert torch.equal(again(**call).logits, model(**call).logits)
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
+def test_a_net_that_accelerate_unwraps_runs_its_own_forward() -> None:
+    import accelerate
+
+    call = _call(2, 8)
+    net: Any = revcompile.reversify(_grouped(), None, call).eval()
+    want = net(**call).logits
+    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    try:
+        again = prepared.unwrap_model(prepared.prepare_model(net), keep_fp32_wrapper=False)
+        assert torch.equal(again(**call).logits, want)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_loss_in_chunks() -> None:

@@ -32,7 +32,12 @@ from revcompile.runtime.reversible.block import Block
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.guards import Cases
 from revcompile.runtime.reversible.module_guards import Inlined
-from revcompile.runtime.reversible.original import Original, OriginalSurface, in_method_of_original
+from revcompile.runtime.reversible.original import (
+    Original,
+    OriginalSurface,
+    SignedForward,
+    in_method_of_original,
+)
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance
 
@@ -115,6 +120,7 @@ class Reversible(OriginalSurface):
     _inlined: Inlined
     _cases: Cases
 
+    @SignedForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the original's calling convention."""
         try:

@@ -19,7 +19,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -167,6 +167,10 @@ class Original:
     hidden: dict[str, Any]
     """Attributes whose names the module needs for itself, and methods bound to the original: only
     methods of the original see them."""
+    signature: inspect.Signature
+    """That of the original's `forward`."""
+    signed_forward: Callable[..., Any] | None = None
+    """The module's `forward` with that signature, made when it is first read."""
 
     @classmethod
     def adopted_by(cls, module: nn.Module, root: nn.Module, reserved: frozenset[str]) -> Original:
@@ -181,7 +185,7 @@ class Original:
                 hidden[name] = value
             else:
                 module.__dict__[name] = value
-        return cls(type(root), hidden)
+        return cls(type(root), hidden, inspect.signature(root.forward))
 
     def overrides(self, name: str) -> bool:
         """Whether the original's class overrides a method of `nn.Module`."""
@@ -208,11 +212,11 @@ class Original:
         return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(members))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Original:
-        return Original(self.kind, copy.deepcopy(self.hidden, memo))
+        return Original(self.kind, copy.deepcopy(self.hidden, memo), self.signature)
 
     def __reduce__(self) -> Any:
         # A class that pickle cannot find by name is left out: the module runs without it.
-        return Original, (self.importable_kind, self.hidden)
+        return Original, (self.importable_kind, self.hidden, self.signature)
 
     @property
     def importable_kind(self) -> type[nn.Module] | None:
@@ -223,6 +227,44 @@ class Original:
         for step in self.kind.__qualname__.split("."):
             imported = getattr(imported, step, None)
         return self.kind if imported is self.kind else None
+
+
+class SignedForward:
+    """A `forward` that shows the arguments of the original's, of an instance and of its class.
+
+    `inspect.signature(net.forward)` tells `torch.export` the names of inputs, and trainers which
+    columns of a dataset the model takes. Only the signature is set, and not `__wrapped__`: who
+    unwraps `forward`, as accelerate does, has to end at the module's own.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __get__(self, module: OriginalSurface | None, owner: Any = None) -> Callable[..., Any]:
+        if module is None:
+            others = (kind for kind in owner.__mro__ if not issubclass(kind, OriginalSurface))
+            kind = next(kind for kind in others if issubclass(kind, nn.Module))
+            is_plain = kind.forward is nn.Module.forward
+            return self._run if is_plain else self._with(inspect.signature(kind.forward))
+        original = module._original
+        run = original.signed_forward
+        if run is None:
+            this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            parameters = (this, *original.signature.parameters.values())
+            run = self._with(original.signature.replace(parameters=parameters))
+            original.signed_forward = run
+        return types.MethodType(run, module)
+
+    def _with(self, signature: inspect.Signature) -> Callable[..., Any]:
+        run = self._run
+
+        @functools.wraps(run)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(self, *args, **kwargs)
+
+        del forward.__wrapped__  # type: ignore[attr-defined]
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        return forward
 
 
 def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:

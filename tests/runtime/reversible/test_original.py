@@ -1,6 +1,7 @@
 """The original's attributes and methods on the reversible module, and what they may not do."""
 
 import copy
+import inspect
 import io
 import pickle
 from typing import Any
@@ -12,9 +13,11 @@ from helpers import cases, refuses
 from timm.data import resolve_data_config  # type: ignore[attr-defined]
 from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import revcompile
 from revcompile.errors import OriginalMethodError
+from tests.support.nets import module_of
 
 
 class Base(nn.Module):
@@ -178,6 +181,26 @@ def test_copies_and_pickles_keep_them() -> None:
         assert torch.equal(twin(x), net(x))
     assert net.width == 4 and net.scales["all"] == 2.0
     assert net.state_dict().keys() == Blocks().state_dict().keys()
+
+
+def test_forward_takes_the_arguments_of_the_original_s() -> None:
+    wanted = inspect.signature(Blocks().forward)
+    net = made()
+    kept = io.BytesIO()
+    torch.save(net, kept)
+    loaded = torch.load(io.BytesIO(kept.getvalue()), weights_only=False)
+    stages = revcompile.petrafy(Blocks(), 2, torch.randn(3, 4), policy="same_parameters")
+    for module in (net, copy.deepcopy(net), loaded, stages.to_module()):
+        assert inspect.signature(module.forward) == wanted
+        assert module.forward(x=torch.ones(2, 4)).shape == (2, 3)
+    local = module_of(
+        lambda self, rows, factor=2.0: rows + factor * self.f(rows), f=nn.Linear(4, 4)
+    )
+    other = revcompile.reversify(local, torch.randn(3, 4))  # a class that pickle cannot find
+    for module in (other, pickle.loads(pickle.dumps(other))):
+        assert str(inspect.signature(module.forward)) == "(rows, factor=2.0)"
+    net.__class__ = type("Sharded", (FSDPModule, type(net)), {})  # what `fully_shard` does
+    assert inspect.signature(net.forward) == wanted
 
 
 def test_a_mode_of_the_original_is_kept() -> None:
