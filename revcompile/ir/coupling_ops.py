@@ -184,6 +184,8 @@ def branch_vjp(
         The gradient of the stream, its copy in the second dtype (None unless one kernel wrote
         both), and the gradients of `inputs` and of `parameters`.
     """
+    if x._backward_hooks or x.retains_grad:  # hooks on a stream see its whole gradient
+        outputs, gradients, own = (*outputs, x), (*gradients, own), None
     total = GradientSum.of(x) or GradientSum()
     total.begin(own, dtype)
     through, *others = _gradients(outputs, gradients, (x, *inputs, *parameters))

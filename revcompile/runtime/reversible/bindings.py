@@ -7,12 +7,12 @@ branch must read what the first one read (`Bound`):
 
     parameters and buffers           restored if replaced; written to in place: an error
     training modes, plain settings   restored (a dropout rate, a counter)
-    forward hooks                    only those that took part in the computation run again
+    forward hooks                    those of the first run run again
 
-A hook takes part if it returned something, or changed its module (weight norm sets a weight) or a
-tensor it was given. The others only observe, and see every call once. Gradient hooks of parameters
-(`Tensor.register_hook`) run when the gradient is accumulated, as always, not when a block computes
-its part of it.
+Hooks run in both runs, as under `torch.utils.checkpoint`. The first run has no graph: gradients,
+and what hooks set on tensors (`retain_grad`, `register_hook`), are those of the second. Gradient
+hooks of parameters (`Tensor.register_hook`) run when the gradient is accumulated, as always, not
+when a block computes its part of it.
 
 FSDP2 gathers a module's parameters in a pre-hook and frees them in a hook. Where `fully_shard` was
 applied to a module whose forward is inlined into the graph, each block (or segment) made of its
@@ -31,7 +31,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from operator import is_
 from typing import Any, Final
 
 import torch
@@ -99,49 +98,14 @@ def _not_cast(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> tup
     return after
 
 
-# -- forward hooks in a rebuild -------------------------------------------------------------------
+# -- forward hooks of both runs -------------------------------------------------------------------
 
 
 FORWARD_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 """Attributes in which torch keeps a module's forward hooks, each a dict by handle."""
 
-Hook = Callable[..., Any]
-HookRecord = dict[nn.Module, dict[str, "OrderedDict[int, Hook]"]]
-"""For each module with hooks: the hooks to run in a rebuild, by kind and handle."""
-
-
-def _marking(
-    layers: Sequence[nn.Module],
-    module: nn.Module,
-    hook: Hook,
-    handle: int,
-    rerun: OrderedDict[int, Hook],
-) -> Callable[..., Any]:
-    """Wrap a hook: the wrapper adds it to `rerun` if it does more than observe."""
-
-    def run(*given: Any) -> Any:
-        looks_inside = not torch.is_grad_enabled()
-        rest = _tapped(type(module).__name__, given[1:]) if looks_inside else given[1:]
-        given_on = (module, *rest)
-        before = _seen(module, given_on)
-        with torch.enable_grad() if looks_inside else nullcontext():
-            result = hook(*given_on)
-        if result is None and _same(before, _seen(module, given_on)):
-            return None
-        rerun[handle] = hook
-        if not looks_inside:
-            return result
-        # Frozen layers have no backward pass that would detect this.
-        changed = (leaf for leaf in pytree.tree_leaves([result, rest, *vars(module).values()]))
-        known = [p for layer in layers for p in layer._parameters.values() if p is not None]
-        refuse_other_leaves(
-            f"what a forward hook of a {type(module).__name__} returns or sets",
-            [leaf for leaf in changed if isinstance(leaf, Tensor)],
-            [_ANCHOR, *known],
-        )
-        return pytree.tree_map_only(Tensor, _detached, result)
-
-    return run
+HookTables = Sequence[tuple[Slot, "OrderedDict[int, Callable[..., Any]]"]]
+"""The forward hooks of layers, where the layers keep them; empty if no layer has any."""
 
 
 _ANCHOR: Final = torch.empty(0, dtype=torch.float32, requires_grad=True)
@@ -189,30 +153,13 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad and tensor.grad_fn is not None else tensor
 
 
-def _skipped(*_: Any) -> None:
-    """Replaces a hook that only observes: the layer still counts as one with hooks."""
-
-
-def _seen(module: nn.Module, given: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
-    """All that a hook could change: its module's attributes and tensors, and tensor versions."""
-    own = [entry for name, value in vars(module).items() for entry in (name, value)]
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    leaves = [leaf for leaf in pytree.tree_leaves(given[1:]) if isinstance(leaf, Tensor)]
-    written = [t._version for t in (*tensors, *leaves) if t is not None and not t.is_inference()]
-    return [*own, *tensors], written
-
-
-def _same(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]]) -> bool:
-    (objects, versions), (others, written) = before, after
-    return len(objects) == len(others) and all(map(is_, objects, others)) and versions == written
-
-
 class LayerHooks:
     """The hooks of layers that run in forward, and perhaps again in backward."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers
-        self._forward = [vars(layer)[kind] for layer in layers for kind in FORWARD_HOOKS]
+        self._slots: list[Slot] = [(vars(m), kind) for m in layers for kind in FORWARD_HOOKS]
+        self._forward = [owner[kind] for owner, kind in self._slots]
         self._all = [vars(layer)[kind] for layer in layers for kind in HOOKS]
         self._none_until = -1
         """The next id of torch's hooks when the layers were last seen without hooks."""
@@ -230,30 +177,53 @@ class LayerHooks:
         """Whether any layer has forward hooks now."""
         return any(self._forward)
 
-    def recorded(self, record: HookRecord) -> AbstractContextManager[None]:
-        """A context for forward, which notes in `record` the hooks to run again."""
-        marking: list[tuple[Slot, Any]] = []
-        for module in self.layers if self.run_in_forward else ():
-            record[module] = {}
-            for kind in FORWARD_HOOKS:
-                entries = vars(module)[kind]
-                rerun = record[module][kind] = OrderedDict.fromkeys(entries, _skipped)
-                hooks = OrderedDict(
-                    (handle, _marking(self.layers, module, hook, handle, rerun))
-                    for handle, hook in entries.items()
-                    if not is_sharding_hook(hook)
-                )
-                marking.append(((vars(module), kind), hooks))
-        return filled(marking)
+    def now(self) -> HookTables:
+        """The forward hooks, for both runs, without those of FSDP2."""
+        if not self.run_in_forward:
+            return ()
+        return [
+            (
+                (owner, kind),
+                OrderedDict((i, h) for i, h in owner[kind].items() if not is_sharding_hook(h)),
+            )
+            for owner, kind in self._slots
+        ]
 
-    def replayed(self, record: HookRecord | None) -> AbstractContextManager[None]:
-        """A context for backward, in which the recorded hooks run; if None, the current hooks."""
-        if record is None or not (record or self.run_in_forward):
-            return nullcontext()
-        kinds = [(layer, kind) for layer in self.layers for kind in FORWARD_HOOKS]
+    def first_run(self, tables: HookTables) -> AbstractContextManager[None]:
+        """A context for forward. Without a graph, hooks get tensors that a loss cannot use."""
         return filled(
-            [((vars(m), kind), record.get(m, {}).get(kind, OrderedDict())) for m, kind in kinds]
+            [
+                (slot, OrderedDict((i, self._tapping(hook)) for i, hook in hooks.items()))
+                for slot, hooks in tables
+            ]
         )
+
+    def _tapping(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook, with gradients on for what it does where no graph is kept."""
+
+        def run(module: nn.Module, *given: Any) -> Any:
+            if torch.is_grad_enabled():
+                return hook(module, *given)
+            given, before = _tapped(type(module).__name__, given), dict(vars(module))
+            with torch.enable_grad():
+                result = hook(module, *given)
+            # Frozen layers have no backward pass that would detect this.
+            is_set = [v for name, v in vars(module).items() if before.get(name) is not v]
+            known = [p for m in self.layers for p in m._parameters.values() if p is not None]
+            refuse_other_leaves(
+                f"what a forward hook of a {type(module).__name__} returns or sets",
+                [t for t in pytree.tree_leaves([result, given, is_set]) if isinstance(t, Tensor)],
+                [_ANCHOR, *known],
+            )
+            return pytree.tree_map_only(Tensor, _detached, result)
+
+        return run
+
+    def second_run(self, tables: HookTables | None) -> AbstractContextManager[None]:
+        """A context for backward, in which these hooks run; if None, the current ones."""
+        if tables is None or not (tables or self.run_in_forward):
+            return nullcontext()
+        return filled(tables or [(slot, OrderedDict()) for slot in self._slots])
 
 
 @contextmanager
@@ -336,17 +306,16 @@ class Bound:
         self.parameters: Sequence[Any] = self._entries[: len(bindings.labels)]
         """The parameters, in the order of `Bindings.labels`."""
         self._versions = _versions(self.parameters)
-        self._hooks: HookRecord = {}
+        self._hooks: HookTables = bindings.hooks.now() if bindings.hooked else ()
 
     def differentiable(self) -> list[Tensor]:
         """The parameters that require a gradient, each once."""
         unique = {id(p): p for p in self.parameters if p is not None and p.requires_grad}
         return list(unique.values())
 
-    def recording_hooks(self) -> AbstractContextManager[None]:
-        """A context for the first run, which notes the hooks to run again."""
-        bindings = self._bindings
-        return bindings.hooks.recorded(self._hooks) if bindings.hooked else _NOTHING
+    def running_hooks(self) -> AbstractContextManager[None]:
+        """A context for the first run."""
+        return self._bindings.hooks.first_run(self._hooks) if self._hooks else _NOTHING
 
     def has_hooks(self) -> bool:
         """Whether one of the modules has forward hooks, or had some in the first run."""
@@ -403,7 +372,7 @@ class Bound:
             return _NOTHING
         stack = ExitStack()
         stack.enter_context(filled(replaced))
-        stack.enter_context(bindings.hooks.replayed(self._hooks))
+        stack.enter_context(bindings.hooks.second_run(self._hooks))
         return stack
 
 

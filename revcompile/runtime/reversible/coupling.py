@@ -303,7 +303,7 @@ class _Reversible(torch.autograd.Function):
         replay = Replay(block.replay_context, call.around, block.bindings.hooked)
         cast_b, call.cast_copy = call.cast_copy, None
         copies = block.weights.converted(bound.parameters, call.autocast)
-        with replay.record(), bound.recording_hooks(), bound.replaced_by(copies):
+        with replay.record(), bound.running_hooks(), bound.replaced_by(copies):
             b, y, ctx.shapes, extras, ctx.addend_dtype, call.cast_copy, lost = couple(
                 *(block, index, a, b, sides, call.cast, call.sums),
                 cast_b=cast_b,

@@ -27,7 +27,7 @@ from revcompile.ir.coupling_ops import current_seeder, seed_of, seeding
 from revcompile.ir.precision_rewrites import declared_wide
 from revcompile.ir.program import StageProgram
 from revcompile.kernels.autocast import in_dtype
-from revcompile.runtime.reversible.bindings import HookRecord
+from revcompile.runtime.reversible.bindings import HookTables
 from revcompile.runtime.reversible.reconstruction import (
     ReconstructionCheck,
     StartedCheck,
@@ -188,7 +188,7 @@ class InFlight:
     """Autograd versions of the parameters that its graph has saved by reference."""
     samples: StartedCheck | None = None
     """Samples of the streams that entered its couplings, to check their reconstruction."""
-    hooks: HookRecord | None = field(default_factory=dict)
+    hooks: HookTables | None = ()
     """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
     ring: Ring | None = None
     """The ring whose slot holds the kept values, if they are in a slot."""

@@ -19,7 +19,7 @@ from revcompile.ir.python_code import compile_graph
 from revcompile.ir.snapshot import has_hooks, read_by
 from revcompile.ir.types import Coupling
 from revcompile.kernels.repeatable import Repeated, repeatable
-from revcompile.runtime.reversible.bindings import HookRecord, LayerHooks, filled
+from revcompile.runtime.reversible.bindings import LayerHooks, filled
 from revcompile.runtime.reversible.module_guards import hooked
 from revcompile.runtime.reversible.reconstruction import relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
@@ -64,8 +64,8 @@ class Stage:
     """Runs a `StageProgram` on the modules of `root`.
 
     Results depend on the order of calls, on `seed` and on the micro-batches' numbers, never on
-    time or on the global random state, which is left unchanged. Hooks of layers run in forward. If
-    backward runs a layer again, only those hooks run that took part in the computation.
+    time or on the global random state, which is left unchanged. Hooks of layers run in forward,
+    and in backward if that runs the layers again.
     """
 
     runs_fused = False
@@ -188,13 +188,13 @@ class Stage:
         if self._saved is not None and self._ring_size and self._has_recorded:
             recorded = self._saved.recorded(values, latest, is_capturing(self.device))
         self._has_recorded = True
-        hooks: HookRecord = {}
+        hooks = self.hooks.now()
         with (
             self.stateful.recorded() as changed,
             recorded as saved,
             self._program_context(weights if saved is None else saved.leaves),
             self._draws.forward(microbatch, self.device),
-            self.hooks.recorded(hooks),
+            self.hooks.first_run(hooks),
             self._samples.collecting() as sampled,
         ):
             outputs, kept = self._functions[0](self.root, mix(self.seed, microbatch), *values)
@@ -362,7 +362,7 @@ class Stage:
             self._program_context(weights),
             self._draws.backward(microbatch, key, self.device),
             self.stateful.replay(held.buffers),
-            self.hooks.replayed(held.hooks),
+            self.hooks.second_run(held.hooks),
             self._naming_microbatch(microbatch),
             check,
             graphs,

@@ -160,7 +160,7 @@ def test_modes_and_rates_of_the_forward_hold_in_backward() -> None:
 # -- hooks -----------------------------------------------------------------------------------------
 
 
-def test_hooks_run_once_a_step() -> None:
+def test_forward_hooks_run_in_both_runs_and_gradient_hooks_once() -> None:
     net = reversible()
     layer, seen = net.blocks[0][0], []
     layer.weight.register_hook(lambda grad: seen.append(("gradient", grad.clone())))
@@ -169,10 +169,56 @@ def test_hooks_run_once_a_step() -> None:
     layer.register_forward_hook(lambda *_: seen.append(("after", None)))
     layer.register_full_backward_hook(lambda *_: seen.append(("backward", None)))
     net(X).sum().backward()
-    assert sorted(name for name, _ in seen) == [
-        *("accumulated", "after", "backward", "before", "gradient")
-    ]
+    assert [name for name, _ in seen[:4]] == ["before", "after"] * 2
+    assert sorted(name for name, _ in seen[4:]) == ["accumulated", "backward", "gradient"]
     assert torch.equal(dict(seen)["gradient"], layer.weight.grad)
+
+
+def _node_hooks(tensor: Tensor) -> None:
+    assert tensor.grad_fn is not None
+    tensor.grad_fn.register_prehook(lambda gradients: tuple(3 * g for g in gradients))
+
+
+def _observed(tensors: list[Tensor], seen: list[Tensor]) -> Any:
+    return torch.autograd.graph.register_multi_grad_hook(
+        tensors, lambda gradients: seen.extend(g.clone() for g in gradients if g is not None)
+    )
+
+
+TENSOR_HOOKS: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
+    "scale": lambda tensor, seen: tensor.register_hook(lambda gradient: 2 * gradient),
+    "observe": lambda tensor, seen: tensor.register_hook(lambda g: seen.append(g.clone())),
+    "observe several": lambda tensor, seen: _observed([tensor], seen),
+    "node": lambda tensor, seen: _node_hooks(tensor),
+    "retain": lambda tensor, seen: (tensor.retain_grad(), seen.append(tensor)),
+}
+
+
+@cases("kind", *TENSOR_HOOKS)
+@cases("of", "output", "stream", "input")
+def test_hooks_on_tensors_that_forward_hooks_set_act_on_gradients(kind: str, of: str) -> None:
+    if kind == "node" and of == "stream":
+        pytest.skip("the rebuilt stream has no graph before the block")
+    net, results = reversible(), []
+    for is_reversible in (False, True):
+        seen: list[Tensor] = []
+
+        def hook(layer: Any, given: Any, *out: Any, seen: list[Tensor] = seen) -> None:
+            TENSOR_HOOKS[kind](out[0] if of == "output" else given[0], seen)
+
+        each = net.blocks[1][1] if of == "input" else net.blocks[1][0]
+        register = each.register_forward_hook if of == "output" else each.register_forward_pre_hook
+        handle = register(hook)
+        gradients = found(net, is_reversible)
+        handle.remove()
+        if kind == "retain":
+            seen = [tensor.grad for tensor in seen if tensor.grad is not None]
+        results.append((gradients, seen))
+    (want, were), (have, are) = results
+    for name, gradient in want.items():
+        assert torch.allclose(gradient, have[name], atol=1e-12), name
+    assert len(were) == len(are) == (kind not in ("scale", "node"))
+    assert all(map(torch.allclose, were, are))
 
 
 def test_hooks_that_compute_take_part_in_the_rebuild_even_if_removed_since() -> None:
@@ -211,6 +257,27 @@ def test_nor_are_those_in_a_stage(method: str, where: str) -> None:
     with pytest.raises(InputError, match=f"{where}.* depends on a tensor .* that requires a grad"):
         for _ in range(3):
             trainer.step(X, X[:, :2])
+
+
+@cases("method", "reversible_backprop", "backprop")
+def test_tensor_hooks_that_forward_hooks_set_act_in_stages(method: str) -> None:
+    def trained(scales: float | None) -> Tensor:
+        torch.manual_seed(0)
+        net = revcompile.petrafy(Stack().double(), 2, X)
+        layer: Any = net.model.get_submodule("blocks.0.0")
+        if scales is not None:
+            layer.register_forward_hook(
+                lambda layer, args, out: out.register_hook(lambda g: scales * g) and None
+            )
+        trainer = net.trainer(
+            lambda p: torch.optim.SGD(p, 0.1), nn.functional.mse_loss, method=method
+        )
+        before = layer.weight.detach().clone()
+        trainer.step(X, X[:, :2])
+        trainer.flush()
+        return layer.weight.detach() - before
+
+    assert torch.allclose(trained(2.0), 2 * trained(None), atol=1e-12)
 
 
 class Scaled(nn.Module):
