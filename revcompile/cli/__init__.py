@@ -9,13 +9,14 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import getdoc  # `inspect` is a command here
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from revcompile import __version__
 from revcompile.cli.options import COMMANDS
@@ -33,6 +34,7 @@ examples:
   revcompile coverage swin_tiny_patch4_window7_224
   revcompile measure resnet50 --device cuda --batch-size 64
   revcompile inspect hf:gpt2 --stages 4
+  revcompile coverage hf:folder-with-config-json
   revcompile draw vit_base_patch16_224 --stages 8 --out net.html
   revcompile plan vit_large_patch16_224 --devices 8 --link 100Gbps
   revcompile inspect my_package.models:make_net --stages 4 --input 3,64,64
@@ -46,6 +48,13 @@ class Answer:
     text: object
     facts: dict[str, Any]
     code: int = 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: a command has up to twenty options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 class _Help(argparse.HelpFormatter):
@@ -70,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def warn(message: Warning | str, *_: object) -> None:
-        sys.stderr.write(f"revcompile {args.command}: warning: {message}\n")
+        text = _in_options(str(message), vars(args))
+        sys.stderr.write(f"revcompile {args.command}: warning: {text}\n")
 
     try:
         with warnings.catch_warnings(), _spinner(f"{args.command} {args.model}"):
@@ -81,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return answer.code
     except RevcompileError as error:
-        sys.stderr.write(f"revcompile {args.command}: {error}\n")
+        message = _in_options(str(error), vars(args))
+        sys.stderr.write(f"revcompile {args.command}: {message}\n")
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         sys.stderr.write(f"revcompile {args.command}: stopped\n")
@@ -100,8 +111,23 @@ def _spinner(text: str) -> AbstractContextManager[Any]:
     return Console(stderr=True, force_jupyter=False).status(text)
 
 
+_CALLER: Final = re.compile(r"^(?:\w+|net\.\w+|--[\w-]+): ")
+"""The Python function, or the command, that a message begins with."""
+
+
+def _in_options(message: str, options: Mapping[str, object]) -> str:
+    """A message of the package with options of the command in place of Python's arguments."""
+    for name in options:
+        option = f"--{name.replace('_', '-')}"
+        python = "num_stages" if name == "stages" else name
+        message = re.sub(rf"\b{python}=(['\"])([^'\"]*)\1", rf"{option} \2", message)
+        message = re.sub(rf"\b{python}=(?=\w)", f"{option} ", message)
+        message = re.sub(rf"\b{python}=|(?<!-)\b{python} (?=[<>])", f"{option} ", message)
+    return re.sub(r" +([,;.)]|$)", r"\1", _CALLER.sub("", message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="revcompile",
         description="Compile residual models into reversible, pipelined ones, and inspect them.",
         epilog=_EPILOG,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from revcompile.arguments import check_device
 from revcompile.cli import Answer
 from revcompile.cli.live_storages import LiveStorages
-from revcompile.cli.models import load, rewired
+from revcompile.cli.models import Loaded, load, rewired
 from revcompile.units import format_size
 
 _BAR = 30
@@ -32,10 +32,13 @@ def run(args: argparse.Namespace) -> Answer:
     }
     rows = {}
     for name, make in makers.items():
-        if (model := make()) is not None:
-            rows[name] = _measured(model.train(), loaded.example, str(device), args.steps)
+        if (row := _measured(make, loaded, str(device), args.steps)) is not None:
+            rows[name] = row
     most = max(row["bytes"] for row in rows.values())
-    lines = [f"{loaded.name}: a training step with {args.batch_size} samples on {device}"]
+    lines = [
+        f"{loaded.name}: a training step with {args.batch_size} samples on {device}",
+        "peak memory of parameters, gradients and activations; mean time",
+    ]
     for name, row in rows.items():
         bar = "█" * max(1, round(_BAR * row["bytes"] / most))
         memory, time = format_size(int(row["bytes"])), f"{1e3 * row['seconds']:.0f} ms"
@@ -52,13 +55,27 @@ def _checkpointed(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def _measured(model: nn.Module, example: Any, device: str, steps: int) -> dict[str, float]:
-    """Peak bytes allocated in a training step, and mean seconds per step."""
-    inputs = example if isinstance(example, tuple) else (example,)
+def _measured(
+    make: Callable[[], nn.Module | None], loaded: Loaded, device: str, steps: int
+) -> dict[str, float] | None:
+    """Peak bytes of a model in a training step, and mean seconds per step.
+
+    On a GPU without what it held before: the loaded model, of which `make` returns a copy.
+    """
     on_gpu = device.startswith("cuda")
+    held = 0
+    if on_gpu:
+        gc.collect()  # cycles of the model before
+        held = torch.cuda.memory_allocated(device)
+    made = make()
+    if made is None:
+        return None
+    model = made.train()
+    example = loaded.example
+    inputs = () if example is None else example if isinstance(example, tuple) else (example,)
 
     def step() -> None:
-        outputs = pytree.tree_leaves(model(*inputs))
+        outputs = pytree.tree_leaves(model(*inputs, **loaded.kwargs))
         floats = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
         torch.stack([t.float().square().mean() for t in floats]).sum().backward()
         if on_gpu:
@@ -69,7 +86,7 @@ def _measured(model: nn.Module, example: Any, device: str, steps: int) -> dict[s
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
         step()
-        most = torch.cuda.max_memory_allocated(device)
+        most = torch.cuda.max_memory_allocated(device) - held
     else:
         tensors = (*model.parameters(), *model.buffers())
         with LiveStorages() as live:

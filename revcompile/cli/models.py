@@ -8,19 +8,23 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from revcompile.api import ReversibleModule, petrafy, reversify
+from revcompile.cli import transformers_models
 from revcompile.compiler.capture import make_example
 from revcompile.compiler.capture.check import why_it_fails
+from revcompile.compiler.capture.fake_values import FakeMode, fake_copy
 from revcompile.errors import InputError, nearest
 from revcompile.schedule import choose
 from revcompile.staged import StagedModel
+from revcompile.units import format_size
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Loaded:
     name: str
     model: nn.Module
     example: Any
+    kwargs: dict[str, Any]
 
 
 def load(
@@ -39,9 +44,11 @@ def load(
 
     A model that does not run there, because it reads values of tensors, is built on the CPU.
     """
+    if device == "cpu" and not _is_factory(args.model):
+        with torch.device("meta"):
+            _refuse_too_large(args.model, _build(args.model, args.input)[0])
     with torch.device(device):
-        model, example = _build(args.model)
-    name = args.model.rpartition(":")[2]
+        model, example = _build(args.model, args.input)
     dims = args.input or _sample(model)
     if example is None and dims is None:
         raise InputError(
@@ -52,21 +59,26 @@ def load(
     if example is None and dims is not None and not is_described:
         on = next((p.device for p in model.parameters()), torch.device(device))
         example = torch.randn(microbatch_size or 2, *dims, device=on)
-    elif isinstance(example, torch.Tensor) and microbatch_size:
-        example = torch.cat([example] * microbatch_size)[:microbatch_size]
-    if device == "meta" and why_it_fails(model, make_example(model, example), 0):
+    elif example is not None and microbatch_size:
+        example = _with_samples(example, microbatch_size)
+    kwargs = dict(example) if isinstance(example, Mapping) else {}
+    loaded = Loaded(_title(args.model), model, None if kwargs else example, kwargs)
+    if device == "meta" and not _runs_without_values(loaded):
+        _refuse_too_large(args.model, model)
         return load(args, microbatch_size=microbatch_size, device="cpu")
-    return Loaded(name, model, example)
+    return loaded
 
 
 def rewired(loaded: Loaded, args: argparse.Namespace) -> ReversibleModule:
     """The model made reversible, not cut into stages."""
-    return reversify(loaded.model, loaded.example, policy=args.policy, check="off")
+    return reversify(loaded.model, loaded.example, loaded.kwargs, policy=args.policy, check="off")
 
 
 def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
     """The model cut into stages, for the method given on the command line."""
-    net = petrafy(loaded.model, args.stages, loaded.example, policy=args.policy, check="off")
+    net = petrafy(
+        loaded.model, args.stages, loaded.example, loaded.kwargs, policy=args.policy, check="off"
+    )
     if args.method is not None:
         net.method = args.method
     net.method = choose(
@@ -75,12 +87,71 @@ def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
     return net
 
 
-def _build(name: str) -> tuple[nn.Module, Any]:
-    source, _, wanted = name.rpartition(":")
+def _with_samples(example: Any, size: int) -> Any:
+    """An example with `size` samples in each tensor that has as many as the first one."""
+    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    given = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or len(leaf) != given:
+            return leaf
+        return leaf[torch.arange(size, device=leaf.device) % given]
+
+    return pytree.tree_map(resized, example) if given else example
+
+
+def _runs_without_values(loaded: Loaded) -> bool:
+    """Whether a model on the meta device can be captured there.
+
+    Some models, such as those of transformers, run on fake tensors although not on meta tensors.
+    """
+    example = make_example(loaded.model, loaded.example, loaded.kwargs)
+    if why_it_fails(loaded.model, example, 0) is None:
+        return True
+    mode = FakeMode()
+    fake = fake_copy(loaded.model, mode, torch.device("cpu"))
+    with mode:
+        tensors = [torch.empty_like(tensor, device="cpu") for tensor in example.tensors(0)]
+        args, kwargs = example.arguments(tensors)
+        try:
+            fake(*args, **kwargs)
+        except Exception:
+            return False
+    return True
+
+
+def _refuse_too_large(name: str, model: nn.Module) -> None:
+    """Refuse to build a model on the CPU if its weights are larger than the memory."""
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
+        raise InputError(
+            f"{name} has to be built on the CPU, where its weights take {format_size(needed)} of "
+            f"{format_size(total)}; give a smaller configuration (hf:FOLDER with a config.json, or "
+            "package.module:factory)"
+        )
+
+
+def _title(name: str) -> str:
+    return name.rstrip("/").removesuffix("/config.json").rpartition(":")[2].rpartition("/")[2]
+
+
+def _is_factory(name: str) -> bool:
+    source, found, _ = name.partition(":")
+    return bool(found) and source not in _LIBRARIES
+
+
+_LIBRARIES: Final = ("hf", "timm", "torchvision")
+
+
+def _build(name: str, sample: tuple[int, ...] | None = None) -> tuple[nn.Module, Any]:
+    if _is_factory(name):
+        return _call_factory(*name.rsplit(":", 1))
+    source, found, wanted = name.partition(":")
     if source == "hf":
-        return _from_transformers(wanted)
-    if source not in ("", "timm", "torchvision"):
-        return _call_factory(source, wanted)
+        return transformers_models.build(wanted, sample)
+    if not found:
+        source, wanted = "", name
     known: list[str] = []
     if source != "torchvision" and (timm := _import_or_none("timm")):
         if timm.is_model(wanted):
@@ -94,23 +165,9 @@ def _build(name: str) -> tuple[nn.Module, Any]:
             return builder(weights=None, **no_download), None
         known += vision.models.list_models()
     hint = nearest(wanted, known, "give a name of timm or torchvision (those that are installed)")
+    if "/" in wanted:
+        hint = f"models of transformers begin with hf: (hf:{wanted})"
     raise InputError(f"no model {wanted!r}; {hint} (your own: package.module:factory)")
-
-
-def _from_transformers(kind: str) -> tuple[nn.Module, Any]:
-    """A model of transformers from the default configuration of its type: nothing is downloaded."""
-    transformers = _import_or_none("transformers")
-    if transformers is None:
-        raise InputError(f"hf:{kind} needs transformers: pip install transformers")
-    if kind not in transformers.CONFIG_MAPPING:
-        hint = nearest(kind, transformers.CONFIG_MAPPING, "give one like gpt2, bert, vit")
-        raise InputError(f"hf:{kind}: transformers has no model type {kind!r}; {hint}")
-    config = transformers.AutoConfig.for_model(kind)
-    config.use_cache = False
-    model = transformers.AutoModel.from_config(config)
-    if model.main_input_name == "pixel_values":
-        return model, torch.randn(2, config.num_channels, config.image_size, config.image_size)
-    return model, torch.randint(config.vocab_size, (2, 128))
 
 
 def _import_or_none(name: str) -> Any:

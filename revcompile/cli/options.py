@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Final
 
-from revcompile.cli.units import bandwidth, count, rate, seconds, shape, size
+from revcompile.cli.units import bandwidth, count, drawing, rate, seconds, shape, size
 from revcompile.schedule.methods import METHODS, Weights
 
 
@@ -17,7 +16,7 @@ def inspect(parser: argparse.ArgumentParser) -> None:
     is built on the CPU instead.
     """
     _add_model(parser)
-    _add_stages(parser, default=1)
+    _add_stages(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--explain", metavar="PATH", help="how a module was rewired, where it runs")
     what.add_argument("--code", type=int, metavar="STAGE", help="a stage's generated Python")
@@ -35,8 +34,9 @@ def coverage(parser: argparse.ArgumentParser) -> None:
 def measure(parser: argparse.ArgumentParser) -> None:
     """Measure memory and time of a plain, a checkpointed and a reversible training step.
 
-    A step is a forward and a backward pass. Memory is the peak, parameters and gradients included.
-    Checkpointing is that of timm or transformers; other models have no row for it.
+    A step is a forward and a backward pass. Memory is the peak of parameters, gradients and
+    activations together, without an optimizer. Checkpointing is that of timm or transformers; other
+    models have no row for it.
     """
     _add_model(parser)
     parser.add_argument("--batch-size", type=count, default=8, metavar="B", help="samples per step")
@@ -52,8 +52,12 @@ def draw(parser: argparse.ArgumentParser) -> None:
     """
     _add_model(parser)
     _add_stages(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="net.svg or net.html")
-    parser.add_argument("--schedule", type=Path, metavar="FILE", help="timeline.svg")
+    parser.add_argument(
+        "--out", type=drawing("net.svg", "net.html"), metavar="FILE", help="net.svg or net.html"
+    )
+    parser.add_argument(
+        "--schedule", type=drawing("timeline.svg"), metavar="FILE", help="timeline.svg"
+    )
 
 
 def plan(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +120,12 @@ def plan(parser: argparse.ArgumentParser) -> None:
         help="analytic: from FLOPs and bytes; measured: timed on this machine, in fp32",
     )
     parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw throughput over memory")
+    parser.add_argument(
+        "--plot",
+        type=drawing("frontier.svg"),
+        metavar="FILE.svg",
+        help="draw throughput over memory",
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -124,15 +133,17 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a timm or torchvision name (or timm:NAME, torchvision:NAME), hf:TYPE (a model type "
-        "of transformers in its default configuration, e.g. hf:gpt2), or "
-        "package.module:factory (a function that returns a model or (model, example inputs))",
+        help="a timm or torchvision name (or timm:NAME, torchvision:NAME); hf:TYPE, a model type "
+        "of transformers in its default configuration with its head (hf:gpt2); hf:PATH, a "
+        "config.json or its folder; or package.module:factory, a function that returns a model or "
+        "(model, example inputs), a dict for keyword arguments",
     )
     parser.add_argument(
         "--input",
         type=shape,
         metavar="C,H,W",
-        help="shape of one sample (default: the model's own, 3,224,224 for torchvision)",
+        help="shape of one sample (default: the model's own, 3,224,224 for torchvision); for text, "
+        "its length",
     )
     parser.add_argument(
         "--policy",
@@ -142,15 +153,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_stages(parser: argparse.ArgumentParser, default: int | None = None) -> None:
-    """Add the options for stages and method; without a default, --stages is required."""
+def _add_stages(parser: argparse.ArgumentParser) -> None:
+    """Add the options for stages and method."""
     parser.add_argument(
-        "--stages",
-        type=count,
-        default=default,
-        required=default is None,
-        metavar="N",
-        help="how many stages to cut it into",
+        "--stages", type=count, default=1, metavar="N", help="how many stages to cut it into"
     )
     names = ", ".join(METHODS)
     parser.add_argument("--method", metavar="NAME", help=f"{names} (default: petra)")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from revcompile.arguments import check_device, new_file
+from revcompile.arguments import check_device
 from revcompile.cli import Answer
 from revcompile.cli.models import load
 from revcompile.compiler.capture import capture
@@ -35,7 +35,6 @@ _NUMBERS: Final = ("samples/s", "busy", "bubbles", "links", "memory", "late")
 
 def run(args: argparse.Namespace) -> Answer:
     """The forecasts; exit code 1 if nothing fits the devices."""
-    path = new_file("--plot", args.plot, "frontier.svg") if args.plot else None
     planner = _planner(args)
     rows = planner.rows()
     advice = _advice(planner, rows)
@@ -50,11 +49,11 @@ def run(args: argparse.Namespace) -> Answer:
     }
     stages, devices = plural(planner.stages, "stage"), plural(args.devices, "device")
     title = f"{args.model}: {stages} x {planner.replicas} on {devices}"
-    if path is not None:
+    if args.plot is not None:
         points = {row.method: (row.memory, row.throughput) for row in rows}
         curve = [(row.memory, row.throughput) for row in planner.frontier()]
         drawn = partial(drawing.frontier_svg, title, assumed, points, curve)
-        drawing.write("--plot", path, {".svg": drawn})
+        drawing.write("plan", args.plot, {".svg": drawn})
     idle = args.devices - planner.stages * planner.replicas
     notes = [f"idle: {plural(idle, 'device')}", ""] if idle else []
     text = _table(title, rows, "", assumed, "", *notes, advice)
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> Answer:
 
 
 def _planner(args: argparse.Namespace) -> Planner:
-    check_device("--device", args.device)
+    check_device("plan", args.device)
     choose("petra", in_flight_per_stage=args.in_flight_per_stage)
     measured = args.cost == "measured"
     if measured and args.precision == "bf16":
@@ -72,7 +71,7 @@ def _planner(args: argparse.Namespace) -> Planner:
         microbatch_size=args.microbatch_size if measured else None,
         device=args.device if measured else "meta",
     )
-    captured = capture(loaded.model, loaded.example, None, check=Check.OFF)
+    captured = capture(loaded.model, loaded.example, loaded.kwargs, check=Check.OFF)
     found = find(captured)
     rewired = Pieces.of(rewire(captured, found, Policy(args.policy)), args.cost)
     original = Pieces.of(one_stream(captured, found), args.cost)
@@ -82,9 +81,7 @@ def _planner(args: argparse.Namespace) -> Planner:
     most = min(len(rewired.whole), len(original.whole))
     stages = args.stages or fewest_idle(args.devices, most)
     if stages > args.devices:
-        raise InputError(
-            f"plan: stages={stages} on {args.devices} devices; use 1 to {args.devices}"
-        )
+        raise InputError(f"--stages {stages} on {args.devices} devices; use 1 to {args.devices}")
     cluster = Cluster(
         args.devices,
         args.link,

@@ -1,9 +1,10 @@
-"""Quantities on the command line: 100Gbps, 12GB/s, 80GiB, 50ms, 400T."""
+"""Quantities on the command line (100Gbps, 12GB/s, 80GiB, 50ms, 400T), and names of drawings."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, TypeVar
 
 from revcompile.errors import InputError
@@ -74,6 +75,27 @@ def shape(text: str) -> tuple[int, ...]:
     (3, 224, 224)
     """
     return tuple(count(part.strip()) for part in text.split(","))
+
+
+def drawing(*examples: str) -> Callable[[str], Path]:
+    """A reader of names of files that end as the examples, in a folder that exists.
+
+    >>> drawing("net.svg", "net.html")("a.html").name
+    'a.html'
+    """
+
+    def read(text: str) -> Path:
+        path, endings = Path(text), [Path(example).suffix for example in examples]
+        if path.suffix not in endings:
+            ending, wanted = path.suffix or "nothing", " or ".join(endings)
+            raise argparse.ArgumentTypeError(
+                f"{text!r} ends in {ending}; give the file a name that ends in {wanted}"
+            )
+        if not path.absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {path.absolute().parent}")
+        return path
+
+    return read
 
 
 def _parsed(text: str, units: dict[str, float], examples: str) -> float:

@@ -34,6 +34,7 @@ def render(*parts: object) -> str:
         file=io.StringIO(),
         force_terminal=False,
         force_jupyter=False,
+        emoji=False,  # "hf:llama:"
     )
     for part in parts:
         console.print(part, highlight=False, markup=False)

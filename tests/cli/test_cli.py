@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import revcompile
 from revcompile.cli import main, models, units
+from revcompile.inspect.tables import render, table_of
 
 MODEL = "test_cli:tiny"
 HERE = Path(__file__).parent
@@ -119,9 +121,21 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
     "argv, message",
     (["inspect", "resnt18", "--stages", "2"], "did you mean 'resnet18'"),
     (["inspect", "torchvision:vgg_nine", "--stages", "2"], "no model 'vgg_nine'"),
-    (["inspect", MODEL, "--stages", "99"], "num_stages=99, but Sequential has 4 pieces"),
+    (["inspect", MODEL, "--stages", "99"], "inspect: --stages 99, but Sequential has 4 pieces"),
+    (["inspect", MODEL, "--stages", "99"], "use --stages <= 4"),
+    (["plan", MODEL, "--devices", "2", "--stages", "3"], "plan: --stages 3 on 2 devices"),
+    (["measure", MODEL, "--device", "cuda:99"], "measure: --device cuda:99, but torch sees"),
+    (["measure", MODEL, "--device", "cuda:99"], "or leave out --device"),
+    (["inspect", MODEL, "--method", "petraa"], "did you mean 'petra'"),
+    (["inspect", "Qwen/Qwen3-0.6B"], "begin with hf: (hf:Qwen/Qwen3-0.6B)"),
+    (["inspect", "hf:Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B config.json"),
+    (["inspect", f"hf:{HERE}"], "is not the configuration of a model"),
     (["inspect", MODEL, "--stages", "0"], "'0' is not a whole number from 1 on"),
-    (["draw", MODEL], "--stages"),
+    (["draw", MODEL], "nothing to draw"),
+    (["draw", MODEL, "--out", "net.pdf"], "ends in .pdf; give the file a name that ends in .svg"),
+    (["plan", MODEL, "--devices", "2", "--plot", "plan.pdf"], "ends in .pdf"),
+    (["plan", MODEL, "--devices", "2", "--plot", "no/plan.svg"], "there is no folder"),
+    (["plan", MODEL], "required: --devices (see revcompile plan --help)"),
     (["inspect", "test_cli:nothing", "--stages", "2"], "cannot be imported"),
     (["inspect", "no.such.module:net", "--stages", "2"], "cannot be imported"),
     (["inspect", "test_cli:MODEL", "--stages", "2"], "MODEL() failed with TypeError"),
@@ -146,6 +160,7 @@ def test_what_cannot_be_done_is_reported_on_stderr_without_a_traceback(
     assert (code, out) == (2, "")
     assert message in err and "Traceback" not in err
     assert err.splitlines()[-1].startswith("revcompile")
+    assert "usage:" not in err
 
 
 def test_ctrl_c_is_a_line(called: Called, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,16 +236,101 @@ def test_measure_compares_plain_with_reversible_training(called: Called) -> None
     assert found["batch_size"] == 8 and plain > 0 and reversible > 0
     code, out, _ = called("measure", MODEL, "--steps", "1")
     assert code == 0 and "a training step with 8 samples on cpu" in out and "█" in out
+    assert "parameters, gradients and activations" in out
 
 
-def test_models_of_transformers_are_built_from_a_configuration(called: Called) -> None:
+def wide() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(1024, 1024), torch.randn(2, 1024)
+
+
+@pytest.mark.gpu
+def test_measure_on_a_gpu_does_not_count_the_loaded_model(called: Called) -> None:
+    found = in_json(called, "measure", "test_cli:wide", "--steps", "1", "--device", "cuda")
+    weight = 4 * 1024**2
+    assert 2 * weight <= found["rows"]["plain"]["bytes"] < 2.5 * weight
+
+
+def pair() -> tuple[nn.Module, Any]:
+    """A model of two inputs, the second of which masks the first, for two samples."""
+    layers = {"block": block(), "out": nn.Linear(6, 2)}
+    model = module_of(lambda self, x, mask: self.out(self.block(x) * mask[..., None]), **layers)
+    return model, (torch.randn(2, 5, 6), torch.ones(2, 5))
+
+
+def named() -> tuple[nn.Module, Any]:
+    model, (x, mask) = pair()
+    return model, {"mask": mask, "x": x}
+
+
+@pytest.mark.parametrize("factory", ["pair", "named"])
+def test_a_batch_size_is_that_of_every_input(factory: str, called: Called) -> None:
+    wanted = argparse.Namespace(model=f"test_cli:{factory}", input=None)
+    loaded = models.load(wanted, microbatch_size=7, device="cpu")
+    inputs = [*(loaded.example or ()), *loaded.kwargs.values()]
+    assert [len(tensor) for tensor in inputs] == [7, 7]
+    code, _, err = called("measure", f"test_cli:{factory}", "--batch-size", "7", "--steps", "1")
+    assert code == 0, err
+
+
+transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+
+
+@pytest.mark.nightly
+@transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name, kind, inputs",
+    [
+        ("gpt2", "GPT2LMHeadModel", {"input_ids", "attention_mask"}),
+        ("bert", "BertForMaskedLM", {"input_ids", "attention_mask"}),
+        ("vit", "ViTForImageClassification", {"pixel_values"}),
+        ("clip", "CLIPModel", {"input_ids", "attention_mask", "pixel_values"}),
+        ("t5", "T5ForConditionalGeneration", {"input_ids", "attention_mask", "decoder_input_ids"}),
+        ("whisper", "WhisperForConditionalGeneration", {"input_features", "decoder_input_ids"}),
+    ],
+)
+def test_models_of_transformers_have_their_heads_and_inputs(
+    name: str, kind: str, inputs: set[str]
+) -> None:
+    loaded = models.load(argparse.Namespace(model=f"hf:{name}", input=None))
+    assert type(loaded.model).__name__ == kind and set(loaded.kwargs) == inputs
+    assert all(tensor.is_meta for tensor in (*loaded.model.parameters(), *loaded.kwargs.values()))
+
+
+@pytest.mark.nightly
+@transformers
+@pytest.mark.filterwarnings("ignore")
+def test_a_configuration_of_transformers_is_read_from_a_file_or_folder(
+    called: Called, tmp_path: Path
+) -> None:
+    config = {"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]}
+    config |= {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "pad_token_id": 0}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    for path in (file, tmp_path):
+        found = in_json(called, "coverage", f"hf:{path}", "--input", "16")
+        assert found["model"] == "GPT2ForSequenceClassification"
+        assert [block["path"] for block in found["found"]] == [
+            "transformer.h.0",
+            "transformer.h.0",
+        ]
     assert "did you mean" in called("coverage", "hf:gtp2")[2]
-    with torch.device("meta"):
-        model, example = models._build("hf:gpt2")
-    assert type(model).__name__ == "GPT2Model" and example.shape == (2, 128)
+
+
+@transformers
+def test_what_does_not_fit_into_memory_is_not_built(
+    called: Called, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models.os, "sysconf", lambda name: 1000)
+    code, _, err = called("measure", "hf:gpt2")
+    assert code == 2 and "its weights take" in err
 
 
 # -- draw, plan -----------------------------------------------------------------------------------
+
+
+def test_a_name_is_no_emoji() -> None:
+    assert "hf:llama: 8 stages" in render(table_of("hf:llama: 8 stages", {"x" * 30: "left"}))
 
 
 def test_draw_writes_what_it_is_asked_for(called: Called, tmp_path: Path) -> None:
