@@ -265,9 +265,11 @@ def refuse_other_leaves(name: str, outputs: Sequence[Tensor], inputs: Sequence[T
         if found is not None and id(found) not in known:
             raise InputError(
                 f"{name} depends on a tensor {list(found.shape)} that requires a gradient and is "
-                "neither its input nor a parameter of its layers: it comes from a forward hook, an "
-                "attribute or a global, and its gradient would be lost. Register it as a parameter "
-                "of a layer, pass it to the model as an argument, or detach it"
+                "neither its input nor a parameter that its layers trained in forward: it comes "
+                "from a forward hook, an attribute, a global, or a layer that was unfrozen between "
+                "forward and backward, and its gradient would be lost. Register it as a parameter "
+                "of a layer, pass it to the model as an argument, or detach it; unfreeze layers "
+                "before the forward pass"
             )
 
 

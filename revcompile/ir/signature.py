@@ -14,6 +14,10 @@ from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError
 
+NESTED: Final = (
+    "a nested tensor, whose sizes differ from sample to sample; pad it (x.to_padded_tensor(0.0)) "
+    "and pass a mask"
+)
 _NOTHING: Final = pytree.tree_structure(())
 
 
@@ -58,7 +62,7 @@ def bind(
 ) -> dict[str, Any]:
     """The graph's input values from a call of the model."""
     is_usual = signature.is_positional and not kwargs and len(args) == len(signature.placeholders)
-    if is_usual and all(isinstance(value, Tensor) for value in args):
+    if is_usual and all(isinstance(value, Tensor) and not value.is_nested for value in args):
         return dict(zip(signature.placeholders, args, strict=True))
     try:
         bound = signature.forward.bind(*args, **kwargs)
@@ -79,6 +83,8 @@ def bind(
                 f"{name}: expected a tensor for {label}, got {_form(leaf)}; it was one in the "
                 "example: pass a tensor, or compile the model again with an example like this call"
             )
+        if leaf.is_nested:
+            raise InputError(f"{name}: {label} is {NESTED}")
     return dict(zip(signature.placeholders, given, strict=True))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from helpers import cases
+from helpers import cases, refuses
 from nets import module_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -423,3 +423,13 @@ def test_modes_have_one_graph_or_two(function: Callable[[Tensor, bool], Any], co
     model = module_of(switch, function=(function,), scale=nn.Parameter(torch.ones(6)))
     captured = capture(model, X, check="full")
     assert (captured.eval_graph is not None) == (count == 2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout: Any) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+    layer = nn.Linear(4, 4)
+    refuses(InputError, "input is a nested tensor.*pad it", revcompile.reversify, layer, nested)
+    net = revcompile.reversify(layer, torch.ones(2, 3, 4))
+    refuses(InputError, "input is a nested tensor.*pad it", net, nested)

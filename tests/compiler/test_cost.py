@@ -146,3 +146,18 @@ def test_measuring_needs_a_real_device() -> None:
         rewired = rewired_of(Small(), torch.randn(2, 3))
     with pytest.raises(InputError, match="meta device"):
         piece_costs(rewired, [rewired.body.segments], rewired.body.types, "measured")
+
+
+def test_a_forward_that_differentiates_has_costs() -> None:
+    """torch.func allows no hooks on saved tensors; what is written counts as saved."""
+
+    def slope(self: Any, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: self.up(y).tanh().sum())(x)  # type: ignore[no-any-return]
+
+    layers = {"slope": module_of(slope, up=nn.Linear(6, 6)), "head": nn.Linear(6, 6)}
+    model = module_of(lambda self, x: self.head(x + self.slope(x)), **layers).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    net = revcompile.reversify(model, x, policy="same_parameters", leaf_modules=["slope"])
+    costs = segment_costs(net.rewired)
+    assert sum(cost.flops for cost in costs) > 2 * 4 * 6 * 6 and max(c.saved for c in costs) > 0
+    assert torch.autograd.gradcheck(net.train(), x.requires_grad_())

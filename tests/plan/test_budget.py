@@ -19,7 +19,7 @@ from training import settings_of
 import revcompile
 import tests.plan.test_stage_memory as models
 from revcompile.compiler.cost import Workload
-from revcompile.errors import InputError
+from revcompile.errors import InputError, NonFiniteError, RevcompileWarning
 from revcompile.ir.program import Partition
 from revcompile.plan import budget
 from revcompile.plan.budget import Choice, MemoryPlan, _Device, choices, plan_memory, state_copies
@@ -155,6 +155,11 @@ def test_a_micro_batch_larger_than_planned_is_said() -> None:
     trainer.step(*small)
     with pytest.warns(UserWarning, match="micro-batches of 3 samples, but one has 4"):
         trainer.step(*large)
+    refuses(RevcompileWarning, "one has 4", trainer.step, *large)  # the tests make it an error
+    losses = trainer._loss_head.totals.clone()
+    bad = torch.full_like(large[0], torch.nan), large[1]
+    refuses(NonFiniteError, "micro-batch 3", trainer.step, *bad)
+    assert trainer.step(*small).microbatch == 4 and losses[1] == 3
 
 
 @cases(

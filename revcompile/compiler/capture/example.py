@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from revcompile.arguments import check_examples
 from revcompile.compiler.capture.memory import tensors_in
 from revcompile.errors import InputError
-from revcompile.ir.signature import Signature
+from revcompile.ir.signature import NESTED, Signature
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def make_example(
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if not where:
         raise InputError("capture: no tensor among the example inputs, so there is no graph")
+    for label in (labels[i] for i in where if leaves[i].is_nested):
+        raise InputError(f"capture: {label} is {NESTED}")
     first = next((leaves[i] for i in where if leaves[i].dim()), None)
     if first is not None and not first.shape[0]:
         raise InputError("capture: the example inputs have no samples; pass a batch of two or more")

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, distributed
@@ -33,6 +33,12 @@ from revcompile.runtime.distributed.failures import (
 )
 from revcompile.runtime.distributed.layout import Ranks, gather_plain, new_group
 from revcompile.runtime.executor.messages import Message, MessageKind, Route, Transport, Wait
+
+_SAME_CALLS: Final = (
+    "If no rank has ended or hangs, one called another method than the others: all ranks call "
+    "step, flush and evaluate in the same order and equally often, so their loaders need the same "
+    "number of batches (trainer.loader gives them)"
+)
 
 
 class DistributedTransport(Transport):
@@ -91,7 +97,10 @@ class DistributedTransport(Transport):
         if not self.failures.wait(self.timeout):
             silent = self.failures.missing() or self._awaited - {self.ranks.rank}
             who = " and ".join(self.ranks.named(rank) for rank in sorted(silent))
-            self.failures.conclude(f"no answer from {who} for {self.timeout:g} s: {what}")
+            self.failures.conclude(
+                f"{self.ranks.named(self.ranks.rank)} had no answer from {who} for "
+                f"{self.timeout:g} s: {what}. {_SAME_CALLS}"
+            )
         self._awaited.clear()
         self._check()
 
@@ -138,7 +147,7 @@ class DistributedTransport(Transport):
             if not self.failures.wait_for_failure(GRACE):
                 gone = sorted(self.failures.missing())
                 who = " and ".join(map(self.ranks.named, gone)) or "another rank"
-                self.failures.conclude(f"{who} is gone: {short_error(error)}")
+                self.failures.conclude(f"{who} is gone: {short_error(error)}. {_SAME_CALLS}")
             self._stop(self.failures.cause or short_error(error))
 
     # -- called by threads --------------------------------------------------------------------

@@ -107,10 +107,12 @@ class CapturedSteps:
         """The flags of the latest steps, one row per step, until the host copies them."""
         self._numbers = SlotNumbers(executors, self._transport, device)
         self._schedule = schedule
+        self._ends = ExitStack()
+        """Ends a captured step, whose sections are captured one after the other."""
         self.clear()
 
     def clear(self) -> None:
-        """Free all captured steps: shapes, or the trainer's tensors, have changed."""
+        """Free all captured steps: shapes or the trainer's tensors have changed, or one failed."""
         self.leave()
         self._replay.clear()
         self._numbers.clear()
@@ -246,6 +248,7 @@ class CapturedSteps:
 
     def leave(self) -> None:
         """Prepare for a step run action by action: submit flags, and queue the waiting messages."""
+        self._ends.close()  # open if a step has failed between two sections
         self._reports.submit(self._flag_rows)
         if self.is_active:
             self._note_messages()
@@ -355,10 +358,9 @@ class CapturedSteps:
         """
         entering = schedule.injected
         rest: list[deque[Action]] = []
-        ends = ExitStack()
 
         def forward() -> None:
-            self._begin(ends)
+            self._begin()
             assert self._inputs is not None
             values, self._loss_head.target = self._inputs.value
             if values is not None:
@@ -384,7 +386,7 @@ class CapturedSteps:
 
         def store() -> None:
             self._store_results()
-            ends.close()
+            self._ends.close()
 
         parts: list[list[Section]] = [[forward], [backward]]
         if not self._boundary.has_next:
@@ -392,9 +394,9 @@ class CapturedSteps:
         if averages:
             parts.append([update])
         parts[-1].append(store)
-        return [self._section(part, ends) for part in parts]
+        return [self._section(part) for part in parts]
 
-    def _section(self, parts: Sequence[Section], ends: ExitStack) -> Section:
+    def _section(self, parts: Sequence[Section]) -> Section:
         def run() -> None:
             if self._fuse is not None:  # shapes are fixed: cuDNN may time its algorithms
                 CUDNN_BENCHMARK.want(True)
@@ -403,7 +405,7 @@ class CapturedSteps:
                 for part in parts:
                     part()
             except BaseException:
-                ends.close()
+                self._ends.close()
                 raise
             finally:
                 self._transport.captured = None
@@ -412,8 +414,8 @@ class CapturedSteps:
 
         return run
 
-    def _begin(self, ends: ExitStack) -> None:
-        """Have executors perform a captured step until `ends` is closed."""
+    def _begin(self) -> None:
+        """Have executors perform a captured step until `_ends` is closed."""
         if self.is_active:
             self._note_messages()
         queues, head = self._transport.queues, self._loss_head
@@ -429,11 +431,11 @@ class CapturedSteps:
             self._transport.clear_norms()
             head.target, head.latest = target, None
 
-        ends.callback(end)
+        self._ends.callback(end)
         for executor in self.executors:
-            ends.callback(executor.begin_captured())
+            self._ends.callback(executor.begin_captured())
         if self._streams is not None:
-            ends.callback(self._streams.clear)
+            self._ends.callback(self._streams.clear)
 
     def _random_keys(self, entering: int, due: Mapping[int, int]) -> dict[Pass, int]:
         return {

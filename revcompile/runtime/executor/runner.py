@@ -59,10 +59,13 @@ class GraphRunner:
         self._changes = self._calm = 0
         """Recent changes of what captured steps hold fixed; steps since the last of them."""
         self._warned: set[str] = set()
+        self._unsaid: list[str] = []
+        """Warnings of the step that runs: it has to end first, as warnings may be errors."""
         if self._backend is Backend.EAGER:
             return
         if why := why_not_capturable(executors, schedule, self._backend):
             self._give_up(why)
+            self.warn()
             return
         use_slots(executors, schedule)
         replay = EagerReplay() if backend is Backend.STATIC else CudaGraphReplay(device)
@@ -97,19 +100,24 @@ class GraphRunner:
     def _give_up(self, why: str) -> None:
         self._captured = None
         use_no_slots(self._executors)
-        warn(
+        self._unsaid.append(
             f"backend={self._backend.value!r}: steps are run one action at a time, because {why}. "
             "Pass backend='eager' to silence this warning"
         )
 
     def _warn(self, why: str, advice: str) -> None:
-        """Say once that steps are not captured for a while."""
+        """Have `warn` say once that steps are not captured for a while."""
         if why not in self._warned:
             self._warned.add(why)
-            warn(
+            self._unsaid.append(
                 f"backend={self._backend.value!r}: while {why}, steps are run one action at a "
                 f"time; {advice}"
             )
+
+    def warn(self) -> None:
+        """Warn of what the step that has ended could not do."""
+        while self._unsaid:
+            warn(self._unsaid.pop(0))
 
     def step(self, schedule: Schedule, inputs: StepInputs, allowed: bool) -> bool:
         """Run the step in which a micro-batch enters; False if it has to run action by action.

@@ -293,6 +293,22 @@ def _hidden(name: str) -> property:
     return property(read, write)
 
 
+class _NoSpecialMethodError(AttributeError, TypeError):
+    """As torch and Python raise both: `hasattr(net, "__len__")` is False, `len(net)` fails."""
+
+
+def _special(name: str) -> Any:
+    """A special method of the original, which Python looks up in the class."""
+
+    def read(module: OriginalSurface) -> Any:
+        original = module.__dict__.get("_original")
+        if original is None or not hasattr(original.kind, name):
+            raise _NoSpecialMethodError(f"{type(module).__name__!r} object has no {name}")
+        return module._of_original(name)
+
+    return property(read)
+
+
 class OriginalSurface(nn.Module):
     """A module with the attributes and methods of the model it was made from."""
 
@@ -357,6 +373,14 @@ class OriginalSurface(nn.Module):
             else:
                 value = member.__get__(view, type(view))
             return _for_user(self, view, call, value)
+
+    __getitem__: Any = _special("__getitem__")
+    __len__: Any = _special("__len__")
+    __iter__: Any = _special("__iter__")
+
+    def __bool__(self) -> bool:
+        original = self.__dict__.get("_original")
+        return original is None or not hasattr(original.kind, "__len__") or len(self) > 0
 
     def __dir__(self) -> list[str]:
         original = self.__dict__.get("_original")

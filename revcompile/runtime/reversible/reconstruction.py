@@ -171,12 +171,13 @@ class ReconstructionCheck:
         message = (
             f"{self._name} reconstructs its input only to {error:.1e} "
             f"(tolerance {limit:.1e}){when}, so its gradients {effect}. "
-            "Most likely its branches have become too large for this precision: "
+            "Either its branches have become too large for this precision: "
             "revcompile.check_invertible(net, x) shows which; keep the streams in float32, lower "
-            "the scale of that branch or the learning rate, or raise tolerance=. A branch that "
-            "computes something else when it runs again (it counts, or reads "
-            "torch.is_grad_enabled()) and parameters written through .data between forward and "
-            "backward cause this, too"
+            "the scale of that branch or the learning rate, or raise tolerance=. Or a branch "
+            "computes something else when it runs again in backward: a forward hook of it returns "
+            "other values in each call, torch.utils.checkpoint draws other masks with "
+            "preserve_rng_state=False, it counts, it reads torch.is_grad_enabled(), or its "
+            "parameters were written through .data between forward and backward"
         )
         if not is_small:
             raise InversionError(message)

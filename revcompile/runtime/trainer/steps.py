@@ -137,6 +137,8 @@ class Steps:
         placement.attach(self.executors)
         self._given: tuple[Any, Any] = None, None
         """Inputs and target of the step, if the last stage is here."""
+        self._delays = schedule.delays
+        """How many updates late the gradients of the step are."""
         self._samples = 0
         """Samples in the micro-batch, if the first or the last stage is here."""
         if self.is_last and not self.is_first:
@@ -159,6 +161,7 @@ class Steps:
             The inputs, if they are needed here and can be used.
         """
         microbatch, head = schedule.injected, self.loss_head
+        self._delays = (0,) * schedule.stages if schedule.is_synchronous else schedule.delays
         for executor in self.executors:
             executor.refusal = refusal
         values, fingerprint, dense = None, NOT_COMPARED, self.runner.is_on
@@ -258,7 +261,7 @@ class Steps:
         return Metrics(
             microbatch=microbatch,
             samples=samples,
-            delays=(0,) * schedule.stages if schedule.is_synchronous else schedule.delays,
+            delays=self._delays,
             updates=schedule.updates,
             lr=next((lr for e in self.executors if (lr := e.updater.lr) is not None), None),
             throughput=self.throughput.add(samples, counts=not self.runner.is_capturing),

@@ -149,7 +149,12 @@ class Trainer(TrainerState):
         refusal = problem and f"trainer.step: {problem}"
         with self._stop_on_error():
             values = steps.run(self._schedule, inputs, target, refusal)
-        metrics = steps.metrics(self._schedule, microbatch, values)
+        self.metrics = metrics = steps.metrics(self._schedule, microbatch, values)
+        steps.binder.wait_copied()
+        if (failure := steps.failure(microbatch, values)) is not None:
+            raise failure
+        # Last: warnings may be errors, and the step is complete.
+        self._runner.warn()
         planned = None if self.memory_plan is None else self.memory_plan.microbatch_size
         if planned is not None and metrics.samples > planned:
             warn(
@@ -157,10 +162,6 @@ class Trainer(TrainerState):
                 f"{metrics.samples} and takes more memory; set "
                 f"TrainerOptions(microbatch_size={metrics.samples})"
             )
-        self.metrics = metrics
-        steps.binder.wait_copied()
-        if (failure := steps.failure(microbatch, values)) is not None:
-            raise failure
         return metrics
 
     def flush(self) -> None:

@@ -136,3 +136,20 @@ def test_ranks_that_never_connect_are_an_error_in_time(monkeypatch: pytest.Monke
 
     refuses(TimeoutError, "of the store", layout._bounded, refuse, (0, 1), timedelta(seconds=5))
     assert layout._bounded(lambda: 3, (0, 1), timedelta(seconds=5)) == 3
+
+
+def test_ranks_that_wait_for_each_other_are_told_to_make_the_same_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if rank 1 had called flush, and rank 2 step."""
+    monkeypatch.setattr(failures, "GRACE", 0.01)
+    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+    one = rank(2, store, monkeypatch)
+    one.timeout = 0.01
+    monkeypatch.setattr(one.failures, "missing", set)
+    one._awaited = {3}
+    said = (
+        r"^rank 2 .* had no answer from rank 3 \(.*stage 1 for x.* another method .*equally often"
+    )
+    refuses(RankError, said, one.wait, "stage 1 for x of 12")
+    assert one.close()

@@ -14,6 +14,7 @@ import training
 from helpers import cases
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from training import SCHEDULES, Batch, adam, batches, feed, fresh, momentum, reported, same, weights
 
 import revcompile
@@ -493,6 +494,65 @@ def test_after_a_capture_that_fails_each_micro_batch_has_its_graph(
     assert same(*found)
 
 
+class Alone:
+    """The average over the only replica."""
+
+    is_reduced = False
+
+    def fill(self, gradients: Any, count: Tensor) -> None:
+        self._given = {name: gradient.clone() for name, gradient in gradients.items()}
+        self._count = count.clone()
+
+    def start(self) -> None:
+        self.is_reduced = True
+
+    def reduce(self) -> None:
+        pass
+
+    def read(self, gradients: dict[str, Tensor], adds: bool) -> Tensor:
+        self.is_reduced = False
+        for name, gradient in gradients.items():
+            gradient.copy_(self._given[name] / self._count.clamp(min=1))
+        return self._count
+
+
+class FailsBetween(EagerReplay):
+    """The first capture fails between two sections: a capture runs no kernels."""
+
+    has_failed = False
+    trainer: Trainer
+
+    def plan(self, kind: Any, sections: Any, keys: Any) -> Any:
+        found = sections()
+        if not self.has_failed:
+            self.has_failed = True
+            counts = [executor.updates.count for executor in self.trainer._executors]
+            before = [count.clone() for count in counts]
+            captured = self.trainer._runner._captured
+            assert len(found) == 2 and captured is not None and captured._inputs is not None
+            for static in pytree.tree_leaves(captured._inputs.value):
+                static.zero_()  # they are written after the capture
+            found[0]()
+            for count, was in zip(counts, before, strict=True):
+                count.copy_(was)
+            raise CaptureUnsupported("unjoined work")
+        return found
+
+
+def test_after_a_capture_that_fails_between_its_sections_steps_are_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay, found = FailsBetween(), []
+    monkeypatch.setattr(runner, "EagerReplay", lambda: replay)
+    for backend in ("eager", "static"):
+        net, trainer = made(backend, training.Plain, method="backprop")
+        replay.trainer, trainer._transport.averages = trainer, {i: Alone() for i in range(3)}
+        losses = losses_on(even(FULL))(trainer)
+        found.append((losses, weights(net)))
+        assert is_active(trainer) == replay.has_failed == (backend == "static")
+    assert same(*found)
+
+
 def test_a_graph_with_tensors_that_no_hook_sees_is_not_captured() -> None:
     with pytest.warns(RevcompileWarning, match="stage 0 keeps graphs that save more"):
         both(
@@ -508,6 +568,25 @@ def test_the_warning_points_to_where_the_trainer_is_made() -> None:
     with pytest.warns(RevcompileWarning, match="not on a CUDA device") as seen:
         net.trainer(momentum, F.cross_entropy, backend="cudagraphs")
     assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_a_warning_that_is_an_error_comes_after_a_whole_step() -> None:
+    data, found = even(FULL), []
+    for backend in ("eager", "static"):
+        net, trainer = made(backend)
+        raised = 0
+        for number, batch in enumerate(data):
+            if number == 4:
+                handle = net.model.get_submodule("stem").register_forward_hook(lambda *_: None)
+            try:
+                trainer.step(*batch)
+            except RevcompileWarning:  # pytest makes them errors
+                raised += 1
+        handle.remove()
+        trainer.flush()
+        found.append(weights(net))
+        assert raised == (backend == "static")
+    assert same(*found)
 
 
 def test_what_cannot_be_captured_goes_on_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

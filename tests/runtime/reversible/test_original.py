@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from helpers import cases, refuses
+from nets import PreNorm
 from timm.data import resolve_data_config  # type: ignore[attr-defined]
 from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
 from torch import Tensor, nn
@@ -293,3 +294,17 @@ def test_timm_reads_what_it_read_of_the_original() -> None:
     for method in ("forward_features", "forward_intermediates", "get_intermediate_layers"):
         with pytest.raises(OriginalMethodError, match=f"{method} computes with blocks.0"):
             getattr(net, method)(image)
+
+
+def test_a_sequential_model_is_one_as_before() -> None:
+    """Python looks special methods up in the class."""
+    model = nn.Sequential(nn.Linear(4, 8), PreNorm(8, 2, dropout=0.0), nn.Linear(3, 2))
+    net = revcompile.reversify(model, torch.randn(2, 4), policy="same_parameters")
+    assert len(net) == 3 and net and net[1] is net.get_submodule("1") and net[-1] is net[2]
+    assert list(net) == list(net.children()) and net[2] in net
+    assert [*net[:2]] == [net[0], net[1]]
+    plain = revcompile.reversify(model[1], torch.randn(2, 8), policy="same_parameters")
+    assert plain and copy.deepcopy(plain) and copy.deepcopy(net)
+    assert not any(hasattr(plain, name) for name in ("__len__", "__iter__", "__getitem__"))
+    for use in (len, iter, lambda model: model[0]):
+        refuses(TypeError, "'ReversibleModule' object ", use, plain)
