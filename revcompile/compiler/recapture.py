@@ -19,14 +19,13 @@ from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import empty_like_on, meta_copy
 from revcompile.compiler.capture.isolation import copy_model, register_constant
 from revcompile.compiler.capture.leaf_modules import is_leaf
-from revcompile.compiler.capture.tracer import CONSTANT_PREFIX
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_rewired
 from revcompile.errors import InputError
 from revcompile.ir.guards import flag
 from revcompile.ir.module_tree import child_path, device_of_model
-from revcompile.ir.plain_attributes import PLAIN, attributes_of
+from revcompile.ir.plain_attributes import CONSTANT_PREFIX, PLAIN, attributes_of
 from revcompile.ir.policy import Policy
 from revcompile.ir.types import Captured, Rewired
 
@@ -69,14 +68,9 @@ class Recompiler:
             InputError: rewired for these arguments, the model has parameters of other shapes.
         """
         device, model = device_of_model(net), self._with_state_of(net)
-        constants = {
-            name: buffer.detach().cpu()
-            for name, buffer in net.named_buffers()
-            if name.startswith(CONSTANT_PREFIX)
-        }
         with torch.enable_grad():
             example = make_example(model, args, kwargs, fixed_batch)
-            captured, _ = capture_once(model, example, self._leaves, device, constants)
+            captured, _ = capture_once(model, example, self._leaves, device)
             guards = replace(captured.guards, flags={name: flag(name) for name in self._flags})
         captured = replace(captured, guards=guards)
         rewired = rewire(captured, find(captured), self._policy)
@@ -165,10 +159,10 @@ def _copy_attributes(
     for name in {**own, **copies}:
         if name in kept:
             continue
-        value = own.get(name, module._buffers.get(name))  # a tensor may have become a buffer
+        value = own.get(name)
         if isinstance(value, torch.Tensor):
             memo[id(value)] = value.detach().clone()
-        if name not in own and name not in module._buffers:
+        if name not in own:
             del vars(twin)[name]
         else:
             vars(twin)[name] = copy.deepcopy(value, memo)
@@ -192,10 +186,9 @@ def _named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _adopt_constants(net: nn.Module, root: nn.Module, device: torch.device) -> None:
     """Register constants that only the new graph reads."""
-    own = {name for name, _ in net.named_buffers()}
-    for name, tensor in root.named_buffers():
-        if name not in own and not tensor.is_meta:
-            register_constant(net, name, tensor.to(device))
+    for name, value in vars(root).items():
+        if name.startswith(CONSTANT_PREFIX) and name not in vars(net):
+            register_constant(net, name, value.to(device))
 
 
 def _refuse_other_parameters(net: nn.Module, root: nn.Module, policy: Policy) -> None:

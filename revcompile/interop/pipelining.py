@@ -200,8 +200,8 @@ def _copy_of_read(root: nn.Module, segments: Iterable[Segment]) -> nn.Module:
         if name in members:
             continue
         value = copy.deepcopy(getattr(owner, name), memo)
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            persistent = name in owner._buffers and name not in owner._non_persistent_buffers_set
+        if name in owner._buffers:
+            persistent = name not in owner._non_persistent_buffers_set
             target.register_buffer(name, value, persistent=persistent)
         else:
             setattr(target, name, value)

@@ -128,6 +128,13 @@ class TreeReads:
                 found[owner, name] = None
         return list(found)
 
+    @property
+    def constants(self) -> list[tuple[nn.Module, str]]:
+        """Tensors among the attributes that the graphs read, each as a module and a name in it."""
+        paths = [path.rpartition(".") for path, t in self.targets.items() if torch.is_tensor(t)]
+        places = ((self._root.get_submodule(owner), name) for owner, _, name in paths)
+        return [(owner, name) for owner, name in places if name in vars(owner)]
+
 
 def parameters_read(graph: fx.Graph, root: nn.Module) -> tuple[nn.Parameter, ...]:
     """The parameters that a graph computes with, each once."""

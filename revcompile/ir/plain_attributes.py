@@ -47,9 +47,30 @@ _version: Final = attrgetter("_version")
 _requires_grad: Final = attrgetter("requires_grad")
 
 
+CONSTANT_PREFIX: Final = "revcompile_constant_"
+"""Begins the names of tensors that `forward` makes and graphs read; see `digest`."""
+_FOREIGN: Final = (CONSTANT_PREFIX, "__composable_api_state_key_")
+
+
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module, except its mode."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+    """The plain attributes of a module, except its mode, constants, and what FSDP2 adds."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH and not name.startswith(_FOREIGN)
+    }
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of a tensor's type, shape and elements: constants that differ have other names.
+
+    >>> digest(torch.tensor(0.0)) == digest(torch.zeros(())) != digest(torch.tensor(-0.0))
+    True
+    """
+    elements = tensor.detach().cpu().to_dense().resolve_conj().resolve_neg().reshape(-1)
+    found = hashlib.blake2b(elements.contiguous().view(torch.uint8).numpy().data, digest_size=8)
+    found.update(repr((type(tensor), tensor.dtype, tensor.shape, tensor.layout)).encode())
+    return found.hexdigest()
 
 
 class PlainAttributes(TreeSnapshot):
@@ -89,11 +110,10 @@ class _Reading(Reading):
         self._seen: set[int] = set()
 
     def add_attribute(self, module: nn.Module, name: str, label: str) -> None:
-        """Note an attribute; a tensor may have become a buffer since it was captured."""
-        own, buffers = vars(module), vars(module)["_buffers"]
-        table = buffers if name in buffers else own
-        value = table.get(name, Presence.ABSENT)
-        self.entries.append((table, name, value))
+        """Note an attribute, or its absence."""
+        own = vars(module)
+        value = own.get(name, Presence.ABSENT)
+        self.entries.append((own, name, value))
         if value is not Presence.ABSENT:
             self._add(label, value)
 
@@ -241,12 +261,11 @@ def _digest(value: Tensor) -> Any:
     is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
     if not is_plain or value.numel() <= MOST_ELEMENTS:
         return None
-    version, digest = _digests.get(value, (None, None))
+    version, found = _digests.get(value, (None, None))
     if version != value._version:
-        elements = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        digest = hashlib.blake2b(elements.view(torch.uint8).numpy().data).digest()
-        _digests[value] = value._version, digest
-    return value.shape, value.dtype, digest
+        found = digest(value)
+        _digests[value] = value._version, found
+    return found
 
 
 def _is_array(value: Any) -> bool:

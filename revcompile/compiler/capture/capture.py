@@ -146,7 +146,6 @@ def capture_once(
     example: Example,
     leaves: frozenset[str],
     device: torch.device | None = None,
-    constants: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[Captured, Example]:
     """Capture without a check; also returns the example, whose batch sizes may have to change.
 
@@ -155,11 +154,10 @@ def capture_once(
         example: the example arguments.
         leaves: paths of leaf modules.
         device: see `model`.
-        constants: tensors that earlier captures found, by the names they have there.
     """
 
     def run(reading: Example) -> Captured:
-        return _Capture(model, reading, leaves, device, constants or {}).run()
+        return _Capture(model, reading, leaves, device).run()
 
     why = "the model fails at any other"
     try:
@@ -186,7 +184,6 @@ class _Capture:
         example: Example,
         leaves: frozenset[str],
         device: torch.device | None,
-        constants: Mapping[str, torch.Tensor],
     ) -> None:
         self._model, self._example = model, example
         self._leaves, self._stateful = set(leaves), set[str]()
@@ -194,7 +191,6 @@ class _Capture:
         """Why modules are leaf modules that the user has not requested, by path."""
         self._mode = FakeMode()
         self._fake = fake_copy(model, self._mode, device)
-        self._constants = dict(constants)
 
     def run(self) -> Captured:
         while True:
@@ -217,7 +213,7 @@ class _Capture:
 
     def _traced(self, training: bool) -> Tracer:
         fake = set_mode(self._fake, self._model, training)
-        args = self._model, self._example, self._mode, self._leaves, self._constants
+        args = self._model, self._example, self._mode, self._leaves
         traced = trace(fake, *args)
         self._leaves.update(traced.untraceable)
         self._reasons.update(traced.untraceable)
@@ -293,7 +289,6 @@ def trace(
     example: Example,
     mode: FakeTensorMode,
     leaf_paths: Iterable[str] = (),
-    constants: dict[str, torch.Tensor] | None = None,
 ) -> Tracer:
     """Trace a fake copy of a model in its current mode; returns the tracer, which has the results.
 
@@ -303,10 +298,8 @@ def trace(
         example: the example arguments.
         mode: the fake tensors' mode.
         leaf_paths: modules that become single calls.
-        constants: collects tensors found while tracing; with the same dict for both modes, equal
-            constants get equal names.
     """
-    made = model, example, mode, frozenset(leaf_paths), {} if constants is None else constants
+    made = model, example, mode, frozenset(leaf_paths)
     state = foreign_rng_state()
     try:
         return Tracer(*made).run(fake)

@@ -110,8 +110,7 @@ def _compare_once(
         actual = _run_captured(model, captured, example, trial)
     except Exception as error:
         return f"the graph fails in {where}: {type(error).__name__}: {error}"
-    constants = {name for name in actual.keys() - expected.keys() if name.startswith("buffer ")}
-    problem = compare(expected, {k: v for k, v in actual.items() if k not in constants})
+    problem = compare(expected, actual)
     return f"{problem} ({where})" if problem else None
 
 

@@ -48,16 +48,14 @@ def set_mode(twin: nn.Module, model: nn.Module, training: bool) -> nn.Module:
 
 
 def register_constant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Register a tensor that tracing found as a buffer of the copy: it then moves with the module.
+    """Make a tensor that tracing found a plain attribute of the copy, if it is not one already.
 
-    If it is a plain attribute of the model, the attribute becomes the buffer.
+    A buffer would be cast with the module, broadcast by DDP, and averaged.
     """
     path, _, leaf = name.rpartition(".")
-    owner = root.get_submodule(path)
-    given = vars(owner).pop(leaf, None)
-    value = given if isinstance(given, torch.Tensor) else tensor
-    if not hasattr(owner, leaf):
-        owner.register_buffer(leaf, value.to(tensor.device), persistent=False)
+    own = vars(root.get_submodule(path))
+    given = own.get(leaf)
+    own[leaf] = (given if isinstance(given, torch.Tensor) else tensor).to(tensor.device)
 
 
 # -- random generators ----------------------------------------------------------------------------

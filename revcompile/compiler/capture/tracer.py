@@ -84,12 +84,9 @@ from revcompile.compiler.capture.trace_errors import (
 from revcompile.ir.guards import ModeGuards, autocast_state
 from revcompile.ir.module_tree import Contents, called_module, child_path
 from revcompile.ir.ops import attribute, called
-from revcompile.ir.plain_attributes import PLAIN, attributes_of
+from revcompile.ir.plain_attributes import CONSTANT_PREFIX, PLAIN, attributes_of, digest
 from revcompile.ir.reached import reached
 from revcompile.ir.types import PATH, SOURCE, STORES, TYPE, VALUE
-
-CONSTANT_PREFIX: Final = "revcompile_constant_"
-"""The prefix of names of constants that tracing registers as buffers."""
 
 _DATA: Final = ("placeholder", "get_attr", "call_module")
 _CHECKPOINTING = ("CheckpointFunction", "_NoopSaveInputs")
@@ -110,7 +107,6 @@ class Tracer(ShapedTracer):
         example: Example,
         mode: FakeTensorMode,
         leaf_paths: frozenset[str],
-        constants: dict[str, torch.Tensor],
         has_drawn: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
@@ -132,7 +128,7 @@ class Tracer(ShapedTracer):
         self.written: set[tuple[str, str]] = set()
         """Attributes that the forward pass itself changes: path of the module, and name."""
         self._model, self._example, self._mode = model, example, mode
-        self._leaf_paths, self._constants = leaf_paths, constants
+        self._leaf_paths = leaf_paths
         self._autocast = autocast_state()
         self._foreign_rng, self._has_drawn = foreign_rng_state(), has_drawn
         self._names: dict[int, str] = {}
@@ -258,17 +254,13 @@ class Tracer(ShapedTracer):
                 "a tensor made outside the graph, as from parameters that forward reads through "
                 "self.parameters(); read them by name (self.weight)"
             )
-        same = (n for n, c in self._constants.items() if c.dtype == tensor.dtype)
-        name = next((n for n in same if torch.equal(self._constants[n], tensor)), None)
         is_made = storage_of(tensor) in self._made
         if tensor.requires_grad and not (is_made and tensor.is_leaf):
             raise TraceError(
                 f"a tensor {list(tensor.shape)} that requires a gradient, but is neither a "
                 "parameter nor an attribute of a module"
             )
-        if name is None:
-            name = f"{CONSTANT_PREFIX}{len(self._constants)}"
-            self._constants[name] = tensor
+        name = f"{CONSTANT_PREFIX}{digest(tensor)}"
         self._held[name] = tensor
         effect = (_MADE, UntracedEffect) if is_made else (_FOUND, PythonState)
         self._kept.setdefault(storage_of(tensor), effect)

@@ -83,10 +83,11 @@ def _call(segment: Segment, live: Mapping[str, Any], made: set[str], root: nn.Mo
 
 
 def submodules_only(root: nn.Module) -> nn.Module:
-    """A plain module with the submodules, parameters and buffers of `root`, but not its code."""
+    """A plain module with the submodules and tensors of `root`, but not its code."""
     plain = nn.Module()
     plain._modules = dict(root._modules)
     plain._parameters = dict(root._parameters)
     plain._buffers = dict(root._buffers)
+    vars(plain).update({n: value for n, value in vars(root).items() if isinstance(value, Tensor)})
     plain.training = root.training
     return plain

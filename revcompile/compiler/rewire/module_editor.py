@@ -39,7 +39,8 @@ _TENSORS: Final = frozenset(
 
 def own_copy(root: nn.Module) -> nn.Module:
     """A copy of the module tree that shares its tensors with the original."""
-    shared = {id(t): t for t in (*root.parameters(), *root.buffers())}
+    plain = (v for m in root.modules() for v in vars(m).values() if isinstance(v, torch.Tensor))
+    shared = {id(t): t for t in (*root.parameters(), *root.buffers(), *plain)}
     twin: nn.Module = copy_module(root, dict[int, Any](shared))
     return twin
 

@@ -261,6 +261,7 @@ def _replace(model: nn.Module, changes: Mapping[int, Tensor]) -> None:
                     table[name] = changes[id(tensor)]
     if isinstance(model, Reversible):
         model._plans.clear()  # chains hold the parameters they were made with
+        model._place_constants()
 
 
 def _bring_back(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:

@@ -245,7 +245,7 @@ def gradient_hooks_silenced(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 _PLAIN: Final = (bool, int, float, str, tuple)
-"""Types of settings that are restored. Tensors are not: they would be held until backward."""
+"""Types of settings that are restored."""
 _NOTHING: Final = nullcontext()
 
 
@@ -285,7 +285,9 @@ class Bindings:
             slots += [(own["_parameters"], name) for name in parameters]
             others += [(own["_buffers"], name) for name in buffers]
             settings = (name for name in attributes if name not in INTERNAL)
-            others += [(own, name) for name in settings if type(own[name]) in _PLAIN]
+            # Of whole modules tensors would be held until backward.
+            kinds = _PLAIN if names is None else (*_PLAIN, Tensor)
+            others += [(own, name) for name in settings if type(own[name]) in kinds]
         self.slots = tuple(slots)
         """Where the parameters are, in the order of `labels`."""
         self.entries = (*slots, *others)

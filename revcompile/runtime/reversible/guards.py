@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -473,6 +473,11 @@ class Cases:
         twin = copy.copy(self)
         twin._cases, twin.recapture = [self.first], recapture
         return twin
+
+    @property
+    def graphs(self) -> Iterator[fx.Graph]:
+        """The graphs of all cases."""
+        return (graph for case in self._cases for graph in case.rewired.graphs)
 
     def bound(
         self,

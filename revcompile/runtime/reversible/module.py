@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
-from revcompile.ir.module_tree import TreeReads
+from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.ops import attribute
 from revcompile.ir.precision_rewrites import fuse_bn_relu, match_dtypes
 from revcompile.ir.python_code import compile_with_modules
@@ -94,7 +94,7 @@ class Reversible(OriginalSurface):
         self._non_persistent_buffers_set.update(root._non_persistent_buffers_set)
         for name, value in root.__dict__.items():
             if name not in self.__dict__ and isinstance(value, Tensor):
-                self.register_buffer(name, value, persistent=False)
+                self.__dict__[name] = value
         self.training = root.training
         self.__dict__["rewired"] = replace(rewired, root=self)
         self.__dict__["tolerance"] = tolerance
@@ -107,6 +107,7 @@ class Reversible(OriginalSurface):
         is_original = rewired.policy.averaged and "forward" not in vars(root)
         self.__dict__["_keeps_function"] = is_original
         self.__dict__["_cases"] = Cases(self.rewired)
+        self.__dict__["_constants_device"] = device_of_model(self)
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
     rewired: Rewired
@@ -119,6 +120,8 @@ class Reversible(OriginalSurface):
     _plans: dict[int, _Plan]
     _inlined: Inlined
     _cases: Cases
+    _constants_device: torch.device
+    """Where parameters and buffers were when constants were placed last."""
 
     @SignedForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,6 +176,26 @@ class Reversible(OriginalSurface):
         only_known = self._computes_original or in_method_of_original()
         return self._cases.bound(self, args, kwargs, only_known)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._apply(*args, **kwargs)
+        self._place_constants()
+        return result
+
+    def _place_constants(self) -> None:
+        """Move constants from the device where the model was to where it is now.
+
+        They keep their type, and their values while the model is on the meta device.
+        """
+        before, now = self._constants_device, device_of_model(self)
+        if now == before or now.type == "meta":
+            return
+        source = torch.device("cpu") if before.type == "meta" else before
+        for module, name in TreeReads(self._cases.graphs, self).constants:
+            own = vars(module)
+            if own[name].device == source:
+                own[name] = own[name].to(now)
+        self.__dict__["_constants_device"] = now
+
     def __getstate__(self) -> dict[str, Any]:
         # Capturing again needs the original's class, which pickle finds by its name or not at all.
         recapture = self._cases.recapture if self._original.importable_kind else None
@@ -217,6 +240,7 @@ class Reversible(OriginalSurface):
         key = id(body)
         plan = self._plans.get(key)
         if plan is None or plan.modules.first_change() is not None:
+            self._place_constants()  # `fully_shard` moves parameters otherwise than `to` does
             read = read_by([segment.graph for segment in body.segments], self)
             modules = TreeSnapshot(read, (*STRUCTURE, Kind.HOOK))
             plan = self._plans[key] = _Plan(self._steps(body), modules)

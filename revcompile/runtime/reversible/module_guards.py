@@ -120,9 +120,7 @@ class TreeGuard:
             are_here = [not any(p.is_meta for p in parameters) for parameters in of_layers]
             inner = list(compress(inner, are_here))
         self._snapshots = (
-            # An evaluation that captures another case registers its constants as new buffers.
-            TreeSnapshot([own], (Kind.MODULE, Kind.FORWARD)),
-            TreeSnapshot(inner, STRUCTURE),
+            TreeSnapshot([own, *inner], STRUCTURE),
             TreeSnapshot(uncalled, (Kind.HOOK,)),
         )
 
