@@ -2,6 +2,8 @@
 
 import hashlib
 import linecache
+import sys
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -76,10 +78,13 @@ def source(net: Net) -> str:
 def build(net: Net) -> nn.Module:
     """The module, in training mode, with weights that depend on the net's seed alone."""
     text = source(net)
-    name = f"<net {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    name = f"<net {digest}>"
     # Tracebacks and error messages show the lines of the net, as those of any file.
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    scope: dict[str, Any] = {"__name__": "fuzzed_net"}
+    made = ModuleType(f"fuzzed_net_{digest}")
+    sys.modules[made.__name__] = made  # pickle finds classes by name
+    scope = vars(made)
     exec(compile(text, name, "exec"), scope)
     seed_torch(net.seed)
     module: nn.Module = scope["Net"]()
