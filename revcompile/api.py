@@ -65,9 +65,9 @@ class ReversibleModule(Reversible):
     ['self_attn', 'linear1']
     """
 
-    def summary(self) -> str:
-        """A table of the segments: what became reversible, what did not, and why."""
-        return summary_text(self.rewired, segment_costs(self.rewired))
+    def summary(self, verbose: bool = False) -> str:
+        """What became reversible, and why the rest did not; with `verbose`, all segments."""
+        return summary_text(self.rewired, segment_costs(self.rewired), verbose)
 
     def to_original(self) -> nn.Module:
         """A model of the original's own class with copies of these weights, to save and serve.

@@ -49,6 +49,7 @@ PolicyName = Literal["paper", "pretrained", "same_parameters"]
 CheckName = Literal["full", "fast", "off"]
 CostName = Literal["analytic", "measured"]
 OverlapName = Literal["auto", "on", "off"]
+AutocastName = Literal["bf16", "bfloat16", "fp16", "float16"]
 
 
 def known_keywords(
@@ -261,6 +262,17 @@ def member_of(caller: str, name: str, value: Any, kind: type[Kind]) -> Kind:
     hint = nearest(value, words)
     listed = f"use one of: {', '.join(words)}{'; ' * bool(hint)}{hint}"
     raise InputError(f"{caller}: {name}={value!r}; {listed}")
+
+
+def autocast_dtype(value: Any) -> Any:
+    """The dtype that a word such as "bf16" means; anything else as it is, to be checked later.
+
+    >>> autocast_dtype("bf16")
+    torch.bfloat16
+    """
+    words = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+    words |= {"fp16": torch.float16, "float16": torch.float16}
+    return words.get(value, value) if isinstance(value, str) else value
 
 
 def check_cost(cost: Any) -> None:

@@ -24,6 +24,10 @@ class InputError(RevcompileError, ValueError):
     """An argument is not usable as given."""
 
 
+class ModelError(InputError):
+    """The user's model itself fails on the inputs."""
+
+
 class GuardError(InputError):
     """A guard does not hold: for this call, the captured graph would differ from the model.
 

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from revcompile.arguments import (
+    AutocastName,
     BackendName,
     MethodName,
     WeightsName,
+    autocast_dtype,
     check_device,
     check_stage_to_rank,
     file_path,
@@ -206,7 +208,7 @@ class StagedModel(StageReport):
         lr_schedule: ScheduleFactory | None = None,
         param_groups: ParamGroups | None = None,
         clip_grad_norm: float | None = None,
-        autocast: torch.dtype | None = None,
+        autocast: torch.dtype | AutocastName | None = None,
         memory_budget: int | str | None = None,
         backend: BackendName | Backend = "auto",
         device: torch.device | str | None = None,
@@ -241,7 +243,8 @@ class StagedModel(StageReport):
                 groups.
             clip_grad_norm: The largest gradient norm: of each stage, or, with methods that drain,
                 of the whole model.
-            autocast: torch.bfloat16 or torch.float16, for the branches; the streams stay float32.
+            autocast: torch.bfloat16 ("bf16") or torch.float16 ("fp16"), for the branches; the
+                streams stay float32.
             memory_budget: Memory of a device, as "2GiB" or in bytes; "auto": four fifths of what a
                 CUDA device has free (on ranks, the one with the least). Stages with enough memory
                 keep the autograd graphs of their micro-batches and compute nothing twice; backward
@@ -265,6 +268,7 @@ class StagedModel(StageReport):
         who = "net.trainer"
         self._check_tree(who)
         self._check_trainable(who)
+        autocast = autocast_dtype(autocast)
         target = check_device(who, device)
         options = TrainerOptions() if options is None else options
         if not isinstance(options, TrainerOptions):

@@ -33,4 +33,4 @@ def run(args: argparse.Namespace) -> Answer:
         "refused": [dataclasses.asdict(refusal) for refusal in net.refusals],
         "notes": list(net.notes),
     }
-    return Answer(summary_text(net, costs), facts, 0 if net.couplings else 1)
+    return Answer(summary_text(net, costs, verbose=True), facts, 0 if net.couplings else 1)

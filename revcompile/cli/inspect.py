@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> Answer:
     if args.program is not None:
         actions = _stage(net, args.program).program
         return Answer(actions, {"stage": args.program, "actions": [*map(str, actions)]})
-    return Answer(net.summary(args.microbatch_size), _facts(net, args.microbatch_size))
+    return Answer(
+        net.summary(args.microbatch_size, verbose=True), _facts(net, args.microbatch_size)
+    )
 
 
 def _stage(net: StagedModel, index: int) -> CompiledStage:

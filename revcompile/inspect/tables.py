@@ -42,8 +42,11 @@ def render(*parts: object) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
-    """The segments of a rewired model: how much they compute, and why some are not reversible."""
+def summary_text(rewired: Rewired, costs: Sequence[Cost], verbose: bool) -> str:
+    """How much of a rewired model is reversible, and why the rest is not.
+
+    With `verbose`, a table of all segments, and all reasons.
+    """
     segments = zip(rewired.body.segments, costs, strict=True)
     inside = [cost for segment, cost in segments if isinstance(segment, Coupling)]
     flops, parameters = sum(cost.flops for cost in costs), sum(cost.parameters for cost in costs)
@@ -64,8 +67,13 @@ def summary_text(rewired: Rewired, costs: Sequence[Cost]) -> str:
         f"{share(sum(cost.flops for cost in inside), flops)} of the forward FLOPs and "
         f"{share(sum(cost.parameters for cost in inside), parameters)} of {parameters:,} parameters"
     )
-    below = totals, *_reasons(opaque, letters), *_remarks(rewired), _NEXT_OF_MODULE
-    return render(function_of(rewired), "", table, "", *below)
+    remarks = _remarks(rewired, verbose)
+    if verbose:
+        below = totals, *_reasons(opaque, letters), *remarks
+        return render(function_of(rewired), "", table, "", *below)
+    opaque_lines = (f"not reversible: {line}" for line in _reasons(opaque, letters))
+    following = [_NEXT_OF_MODULE] if rewired.couplings else []
+    return render(function_of(rewired), totals, *opaque_lines, *remarks, *following)
 
 
 def function_of(rewired: Rewired) -> str:
@@ -101,21 +109,34 @@ _SEGMENT_COLUMNS: Final[Mapping[str, JustifyMethod]] = {
 
 
 def _shape(rewired: Rewired, segment: Segment) -> str:
-    kind = rewired.body.types.get(segment.outputs[-1]) if segment.outputs else None
-    return listed([kind]) if isinstance(kind, TensorType) else ""
+    """The type of the last output, of features if it has any: a stem also returns positions."""
+    kinds = [rewired.body.types.get(name) for name in segment.outputs]
+    tensors = [kind for kind in kinds if isinstance(kind, TensorType)]
+    features = [kind for kind in tensors if kind.dtype.is_floating_point]
+    return listed((features or tensors)[-1:])
 
 
 def refusals(rewired: Rewired) -> list[str]:
-    """The reasons why sums were not rewired, the most frequent first, with some of the places."""
-    by_reason: dict[str, list[str]] = {}
+    """The reasons why sums were not rewired, the most frequent first, with some of the places.
+
+    Sums inside a reversible block, such as those of rotary embeddings, are left out.
+    """
+    blocks = (block for block in rewired.residuals if not block.is_projected)
+    inside = {name for block in blocks for name in block.branch}
+    by_reason: dict[str, dict[str, None]] = {}
     for refusal in rewired.refusals:
-        by_reason.setdefault(refusal.reason, []).append(refusal.path or "(top level)")
+        if refusal.node not in inside:
+            by_reason.setdefault(refusal.reason, {})[refusal.path or "(top level)"] = None
     frequent = sorted(by_reason.items(), key=lambda entry: -len(entry[1]))
-    return [f"{first_few(paths)}: {reason}" for reason, paths in frequent]
+    return [f"{first_few([*paths])}: {reason}" for reason, paths in frequent]
 
 
-def _remarks(rewired: Rewired) -> list[str]:
-    return [*(f"not rewired: {line}" for line in refusals(rewired)), *rewired.notes]
+def _remarks(rewired: Rewired, verbose: bool) -> list[str]:
+    lines = [f"not rewired: {line}" for line in refusals(rewired)]
+    more = 0 if verbose else len(lines) - _REASONS
+    if more > 0:
+        lines[_REASONS:] = [f"and {plural(more, 'more reason')}: summary(verbose=True)"]
+    return [*lines, *rewired.notes]
 
 
 def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -> str:
@@ -128,9 +149,7 @@ def invertibility_table(errors: Sequence[tuple[str, float]], tolerance: float) -
 
 # -- stages ---------------------------------------------------------------------------------------
 
-_NEXT_OF_MODULE: Final = (
-    "next: train it as any nn.Module; check_invertible(net, *inputs) measures it"
-)
+_NEXT_OF_MODULE: Final = "net.summary(verbose=True) lists all segments; train it as any nn.Module"
 _NEXT_OF_STAGES: Final = (
     "next: net.trainer(optimizer, loss) trains it, net.explain(NAME) tells about a module, "
     'net.draw("net.html") shows it'
@@ -147,11 +166,13 @@ _STAGE_COLUMNS: Final[Mapping[str, JustifyMethod]] = {
     "in flight\ndelay": "right",
     "kept\nworking": "right",
 }
+_REASONS: Final = 3
+"""The most reasons that a short summary lists."""
 _SENT: Final = 2
 """The most tensor types that a cell lists."""
 
 
-def stage_table(view: ModelView, method: str, plain: StageMemory) -> str:
+def stage_table(view: ModelView, method: str, plain: StageMemory, verbose: bool) -> str:
     """All stages: what they compute, send and keep, and why some are not reversible.
 
     `plain` is the memory of training the whole model on one device by backpropagation.
@@ -176,9 +197,8 @@ def stage_table(view: ModelView, method: str, plain: StageMemory) -> str:
         for tie, names in view.ties.items()
     )
     below = _LEGEND, *_reasons(opaque, letters), *_totals(view, plain), *ties
-    return render(
-        function_of(view.rewired), "", table, "", *below, *_remarks(view.rewired), _NEXT_OF_STAGES
-    )
+    remarks = _remarks(view.rewired, verbose)
+    return render(function_of(view.rewired), "", table, "", *below, *remarks, _NEXT_OF_STAGES)
 
 
 def _letters(opaque: Iterable[tuple[str, str]]) -> dict[str, str]:

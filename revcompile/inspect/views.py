@@ -11,7 +11,16 @@ from typing import Any
 
 from revcompile.inspect.formatting import counted, size, span
 from revcompile.ir.program import Partition, Port, StageMemory, StageProgram
-from revcompile.ir.types import PATH, Cost, Coupling, Residual, Rewired, Segment, TensorType
+from revcompile.ir.types import (
+    PATH,
+    Cost,
+    Coupling,
+    Residual,
+    ResidualKind,
+    Rewired,
+    Segment,
+    TensorType,
+)
 from revcompile.schedule import Tie, delay, window
 
 
@@ -37,7 +46,9 @@ class BlockView:
     def why(self) -> str:
         """The kind of its shortcut, or why it is not reversible."""
         piece = self.piece
-        return piece.kind.value if isinstance(piece, Coupling) else piece.reason
+        if not isinstance(piece, Coupling):
+            return piece.reason
+        return "x + F(x)" if piece.kind is ResidualKind.IDENTITY else piece.kind.value
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,13 @@ class Planner:
         """A row per method that the model allows; PETRA's rows come last."""
         steps, devices = self.training.accumulation_steps, self.cluster.devices
         # Data parallel: the whole model on each device, with the same number of samples per update.
-        alone = max(steps * self.replicas // devices, 1)
-        rows = [self._baseline("data parallel", 1, alone, "1f1b", 1, Keep.GRAPH)]
+        alone = math.ceil(steps * self.replicas / devices)
+        samples = steps * self.replicas * self.training.microbatch_size
+        smaller = dataclasses.replace(
+            self.training, microbatch_size=math.ceil(samples / (alone * devices))
+        )
+        parallel = dataclasses.replace(self, training=smaller)
+        rows = [parallel._baseline("data parallel", 1, alone, "1f1b", 1, Keep.GRAPH)]
         for name, (order, chunks, keep) in BASELINES.items() if self.stages > 1 else ():
             # Several stages per device need enough pieces, and micro-batches divisible by devices.
             with suppress(InputError) if chunks > 1 else nullcontext():

@@ -160,19 +160,21 @@ class StageReport:
         *,
         memory_budget: int | str | None = None,
         kept_input_dtype: torch.dtype | None = None,
+        verbose: bool = False,
     ) -> str:
         """The stages as a table: blocks, parameters, work, messages, in flight, delay, memory.
 
         Args:
             microbatch_size: Samples in a micro-batch. Default: the example's.
             memory_budget, kept_input_dtype: As for the trainer, with one stage per device.
+            verbose: Whether to give every reason why sums were not rewired.
         """
         view, plan = self._view("net.summary", microbatch_size, memory_budget, kept_input_dtype)
         model = MemoryModel(self._partition, Workload(choose("backprop"), view.batch), stages=1)
         plain = model.stage(0, 0, len(model.pieces))
         dtype = str(kept_input_dtype).removeprefix("torch.")
         how = "" if kept_input_dtype is None else f", inputs in {dtype}"
-        table = stage_table(view, self.method.name + how, plain)
+        table = stage_table(view, self.method.name + how, plain, verbose)
         return table if plan is None else f"{table}\n{plan}"
 
     def explain(self, path: str) -> Explanation:

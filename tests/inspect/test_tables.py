@@ -108,7 +108,7 @@ class Plain(nn.Module):
 def test_tables_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     reversible = revcompile.reversify(Plain(), torch.randn(2, 4), check="off")
-    for text in (resnet().summary(), vit().summary(), reversible.summary()):
+    for text in (resnet().summary(), vit().summary(), reversible.summary(verbose=True)):
         assert max(map(len, text.splitlines())) <= int(columns)
         assert "\x1b" not in text  # no colours: the text may go to a file
 
@@ -150,3 +150,53 @@ def test_the_first_line_says_which_function_is_computed() -> None:
         staged = revcompile.petrafy(model, 2, x, policy=policy, check="off")
         for text in (reversible.summary(), str(staged)):
             assert said in text.partition("\n")[0]
+
+
+class Rotary(nn.Module):
+    """A block whose branch has a sum of its own, and a stem that also returns positions."""
+
+    def __init__(self, is_reversible: bool = True) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 6), nn.Linear(6, 2)
+        self.inner, self.turned = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.is_reversible = is_reversible
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        branch = self.inner(x).tanh() + self.turned(x).tanh()
+        return self.out(x + branch if self.is_reversible else branch)
+
+
+def test_sums_inside_a_reversible_block_are_not_called_not_rewired() -> None:
+    ids = torch.randint(0, 11, (2, 4))
+    net = revcompile.reversify(Rotary(), ids, check="off")
+    assert net.rewired.couplings and "not rewired" not in net.summary()
+
+
+def test_a_summary_is_short_and_all_of_it_can_be_asked_for() -> None:
+    net = revcompile.reversify(ResNet(), torch.randn(2, 3, 8, 8), check="off")
+    assert len(net.summary().splitlines()) < 12 < len(net.summary(verbose=True).splitlines())
+    assert "no additive shortcut: stem, head" in " ".join(net.summary().split())
+
+
+def test_nothing_reversible_is_no_advice_to_train_it() -> None:
+    with pytest.warns(revcompile.RevcompileWarning, match="nothing in Rotary"):
+        net = revcompile.reversify(Rotary(False), torch.randint(0, 11, (2, 4)), check="off")
+    assert "train it" not in net.summary() and "not rewired" in net.summary()
+
+
+def test_a_size_the_model_refuses_is_one_message(capfd: pytest.CaptureFixture[str]) -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] != 4:
+                raise ValueError(f"width {x.shape[1]}, not 4")
+            return x + self.f(x).tanh()
+
+    net = revcompile.reversify(Sized(), torch.randn(2, 4))
+    with pytest.raises(ValueError, match=r"Sized fails on these inputs \(\[2, 8\]\): width") as got:
+        net(torch.randn(2, 8))
+    assert got.value.__suppress_context__ and not capfd.readouterr().err

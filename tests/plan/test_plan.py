@@ -272,6 +272,12 @@ def test_precision_and_optimizer_count() -> None:
     assert rows(optimizer_copies=1)["1f1b"].memory < rows()["1f1b"].memory
 
 
+def test_data_parallel_has_the_samples_per_update_of_a_pipeline() -> None:
+    """Four micro-batches on eight devices: each has half of one."""
+    few, many = (rows(accumulation_steps=steps)["data parallel"] for steps in (4, 8))
+    assert few.throughput < many.throughput and few.memory < many.memory
+
+
 def test_replicas_are_averaged_over_links() -> None:
     many = dataclasses.replace(FAST, devices=16)
     assert rows(many)["1f1b"].replicas == 2 and rows(many)["data parallel"].replicas == 16

@@ -51,7 +51,7 @@ from revcompile.compiler.capture.random_draws import SuspectedDraw
 from revcompile.compiler.capture.trace_errors import BatchDependent, Rejected, Untraceable
 from revcompile.compiler.capture.tracer import Tracer
 from revcompile.compiler.capture.unseen_calls import foreign_draws
-from revcompile.errors import CaptureError, InputError
+from revcompile.errors import CaptureError, InputError, ModelError
 from revcompile.ir.guards import flag
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import SOURCE, Captured
@@ -342,7 +342,7 @@ def _fitting(model: nn.Module, example: Example) -> Example:
     if error is not None:
         if on_meta and "meta" in str(error).lower():  # it reads values, but meta tensors have none
             return example
-        raise InputError(
+        raise ModelError(
             f"capture: {type(model).__name__} fails on the example inputs themselves "
             f"({example}): {str(error) or repr(error)}"
         ) from error

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import GuardError, InputError
+from revcompile.errors import GuardError, InputError, ModelError
 from revcompile.ir.guards import DEVICE_ATTRIBUTES, Guards, SizeGuards, flag, input_types
 from revcompile.ir.module_tree import child_path, copy_module, device_of_model
 from revcompile.ir.ops import called, grown_size, samples_beyond
@@ -548,6 +548,11 @@ class Cases:
                     if active:  # capturing reads no data, and these tensors have none outside
                         given = pytree.tree_map_only(Tensor, _without_data, given)
                     rewired = self.recapture(root, *given, fixed_batch)
+            except ModelError as error:  # the call is wrong, not the graph
+                why = str(error.__cause__) or repr(error.__cause__)
+                tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+                sizes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+                raise ModelError(f"{name} fails on these inputs ({sizes}): {why}") from None
             except Exception as error:
                 if mismatch is None:
                     raise

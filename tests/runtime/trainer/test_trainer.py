@@ -191,7 +191,8 @@ def test_autocast_reconstructs_exactly_with_standing_weights() -> None:
 
 def test_reconstruction_errors_are_measured_while_weights_move() -> None:
     net = fresh(deep, 4, torch.float32)
-    trainer = trainer_of(net, autocast=torch.bfloat16, measure_reconstruction_every=2)
+    trainer = trainer_of(net, autocast="bf16", measure_reconstruction_every=2)
+    assert trainer._settings.autocast is torch.bfloat16
     found = [trainer.step(*batch).reconstruction for batch in batches(10, dtype=torch.float32)]
     seen = {stage: error for errors in found for stage, error in errors.items()}
     assert sorted(seen) == [1, 2, 3]
