@@ -42,7 +42,7 @@ from revcompile.inspect.tables import invertibility_table, refusals, summary_tex
 from revcompile.inspect.views import block_of
 from revcompile.interop import huggingface
 from revcompile.ir.module_tree import child_path, looks_trained
-from revcompile.ir.policy import Policy
+from revcompile.ir.policy import POLICY_MARK, Policy
 from revcompile.ir.types import Captured, Rewired
 from revcompile.kernels.fixed_point import STREAM_RANGE
 from revcompile.runtime.reversible.module import Reversible
@@ -86,7 +86,7 @@ def reversify(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: PolicyName = "paper",
+    policy: PolicyName | None = None,
     check: CheckName = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
@@ -103,7 +103,8 @@ def reversify(
         policy: How the two streams begin and end. "paper": as in PETRA's RevNets, with a wider stem
             and head (convolution, linear layer), to train from scratch; "same_parameters": with
             the original's parameters, to train from scratch; "pretrained": the original's function
-            in eval mode, and with noise that averages out in training.
+            in eval mode, and with noise that averages out in training. Default: "paper", or that
+            in the config of a saved model; a model that looks trained needs one.
         check: What is compared with the original on the example. "full": outputs, gradients and
             buffers; "fast": outputs, and gradients unless that takes longer than compiling or too
             much memory (the summary says so); "off": nothing.
@@ -155,7 +156,7 @@ def _reversified(
     example_inputs: Any,
     example_kwargs: Mapping[str, Any] | None,
     *,
-    policy: str,
+    policy: str | None,
     check: str,
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None,
@@ -164,7 +165,7 @@ def _reversified(
     """Run the passes from a model to a module; also return the gradients it was compared with."""
     _refuse_reversible(model, caller)
     check_model(caller, model)
-    chosen = member_of(caller, "policy", policy, Policy)
+    chosen = _chosen_policy(caller, model, policy)
     level = member_of(caller, "check", check, Check)
     check_leaf_modules(leaf_modules)
     check_meta(caller, model, (example_inputs, example_kwargs))
@@ -190,12 +191,6 @@ def _reversified(
                 "what they computed was traced, and they will not run again. Register hooks on the "
                 f"layers inside {path}, or keep it whole with leaf_modules=[{path!r}]"
             )
-        if rewired.couplings and not chosen.averaged and looks_trained(model):
-            warn(
-                f"{caller}: {rewired.name} looks trained, but this policy makes a new two-stream "
-                "model of it, which computes another function and has to be trained. Pass "
-                "policy='pretrained' to keep what the model computes"
-            )
         branches = (coupling.branch for coupling in rewired.couplings)
         calls = (n for branch in branches for n in branch.find_nodes(op="call_module"))
         _refuse_state_in_python(rewired, caller, (str(node.target) for node in calls))
@@ -213,6 +208,29 @@ def _reversified(
     return net, compared
 
 
+def _chosen_policy(caller: str, model: nn.Module, policy: str | None) -> Policy:
+    """The policy by its name; without one, that of saved weights, or "paper" for new ones."""
+    chosen = member_of(caller, "policy", "paper" if policy is None else policy, Policy)
+    name = type(model).__name__
+    if (saved := huggingface.saved_policy(model)) is not None:
+        if policy is None:
+            return Policy(saved)
+        if chosen.averaged:
+            raise InputError(
+                f"{caller}: the weights of this {name} were trained with policy={saved!r} (its "
+                f"config has {POLICY_MARK}), and the original's function with them is "
+                f"not the trained one. Pass policy={saved!r}, or delete "
+                f"model.config.{POLICY_MARK} if they were trained as {name} since"
+            )
+    if policy is None and looks_trained(model):
+        raise InputError(
+            f"{caller}: {name} looks trained. Pass policy='pretrained' to fine-tune the function "
+            "that it is, or policy='paper' to make a new two-stream model of it, which computes "
+            "another function and has to be trained anew"
+        )
+    return chosen
+
+
 @known_keywords("petrafy")
 def petrafy(
     model: nn.Module,
@@ -220,7 +238,7 @@ def petrafy(
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: PolicyName = "paper",
+    policy: PolicyName | None = None,
     check: CheckName = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,

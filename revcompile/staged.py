@@ -59,7 +59,7 @@ def original_model(model: Reversible, weights: nn.Module) -> nn.Module:
         InputError: The rewired model computes another function, or the original's class is unknown.
     """
     rewired, recompiler = model.rewired, model._cases.recapture
-    if rewired.couplings and not rewired.policy.averaged:
+    if rewired.is_another_function:
         raise InputError(
             f"original: {rewired.name} was rewired to another function than the original's, in "
             'which these weights mean something else; policy="pretrained" keeps the function'

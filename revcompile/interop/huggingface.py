@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from revcompile.errors import InputError
+from revcompile.errors import InputError, warn
+from revcompile.ir.policy import POLICY_MARK
 from revcompile.losses import linear_cross_entropy
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.original import OriginalSurface
 
-__all__ = ["adopt_class", "chunk_loss", "is_pretrained_model"]
+__all__ = ["adopt_class", "chunk_loss", "is_pretrained_model", "saved_policy"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -29,6 +30,12 @@ def is_pretrained_model(model: nn.Module) -> bool:
     """Whether it is a model of transformers; does not import the library."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def saved_policy(model: nn.Module) -> str | None:
+    """The policy whose function its weights were trained for; None for the model's own."""
+    policy: str | None = vars(getattr(model, "config", None) or type).get(POLICY_MARK)
+    return policy if is_pretrained_model(model) else None
 
 
 def adopt_class(net: Reversible) -> None:
@@ -58,7 +65,23 @@ def _class_of_both(own: Any, kind: Any) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:  # unpickling makes this class again
         return _restored, (own, self._original.importable_kind), self.__getstate__()
 
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        save, config = self._of_original("save_pretrained"), vars(self.config)
+        if not self.rewired.is_another_function:
+            config.pop(POLICY_MARK, None)
+            return save(save_directory, *args, **kwargs)
+        policy = config[POLICY_MARK] = self.rewired.policy.value
+        name = kind.__name__
+        warn(
+            f"save_pretrained: these weights were trained with policy={policy!r}, and {name} "
+            f"computes another function with them, although {name}.from_pretrained loads "
+            f"{str(save_directory)!r}. Pass what it returns to reversify or petrafy, which find "
+            f"the policy in its config"
+        )
+        return save(save_directory, *args, **kwargs)
+
     members |= {"__reduce_ex__": reduce, "__module__": kind.__module__}
+    members["save_pretrained"] = save_pretrained
     members["_reserved_names"] = own._reserved_names  # not those of `kind`
     members["__qualname__"] = kind.__qualname__
     return types.new_class(kind.__name__, (own, kind), {}, lambda body: body.update(members))

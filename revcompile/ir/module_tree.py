@@ -247,7 +247,7 @@ def device_of_model(root: nn.Module) -> torch.device:
 
 
 def looks_trained(model: nn.Module) -> bool:
-    """Whether a batch norm has counted batches, or the elements of a norm's weight differ.
+    """Whether the elements of a norm's weight differ.
 
     New models have norms with equal elements: ones, zeros or another constant.
 
@@ -257,9 +257,7 @@ def looks_trained(model: nn.Module) -> bool:
     for module in model.modules():
         if "Norm" not in type(module).__name__:
             continue
-        count, weight = (getattr(module, name, None) for name in ("num_batches_tracked", "weight"))
-        if isinstance(count, torch.Tensor) and not count.is_meta and bool(count > 0):
-            return True
+        weight = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.is_meta:
             continue
         if bool((weight != weight[:1]).any()):

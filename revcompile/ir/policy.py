@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import enum
+from typing import Final
+
+POLICY_MARK: Final = "revcompile_policy"
+"""Under this name, metadata of saved weights say for which policy's function they were trained."""
 
 
 class Policy(enum.Enum):

@@ -411,6 +411,11 @@ class Rewired:
         return tuple(s for s in self.body.segments if isinstance(s, Coupling))
 
     @property
+    def is_another_function(self) -> bool:
+        """Whether it computes another function than the original, with the same weights."""
+        return bool(self.couplings) and not self.policy.averaged
+
+    @property
     def batch(self) -> int:
         """The batch size of the example."""
         kinds = self.body.types.values()

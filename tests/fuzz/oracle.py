@@ -247,7 +247,7 @@ class Examination:
             if staged is not None:
                 net: nn.Module = staged.model
             else:
-                net = revcompile.reversify(model, call.args, call.kwargs)
+                net = revcompile.reversify(model, call.args, call.kwargs, policy="paper")
         self._same_modes(model, net)
         self._like_original(net)
         stored, chained = copy_module(net), copy_module(net)
@@ -350,7 +350,7 @@ class Examination:
             have = observe(changed, [call], precision)[0]
             again = build(self.net)
             change(again)
-            anew = revcompile.reversify(again, call.args, call.kwargs, check="off")
+            anew = revcompile.reversify(again, call.args, call.kwargs, policy="paper", check="off")
             expected = observe(anew, [call], precision)[0]
             self.compare(check, expected, have, "outputs")
 
@@ -378,7 +378,9 @@ class Examination:
             for stages in range(self.net.stages, 0, -1):
                 try:
                     with self.reusing_captured():
-                        return revcompile.petrafy(build(self.net), stages, call.args, call.kwargs)
+                        return revcompile.petrafy(
+                            build(self.net), stages, call.args, call.kwargs, policy="paper"
+                        )
                 except InputError as error:
                     if "num_stages" not in str(error) or stages == 1:
                         raise

@@ -341,22 +341,18 @@ def test_something_reversible_gives_no_warning() -> None:
         revcompile.reversify(Block(), X)
 
 
-def test_a_model_that_looks_trained_is_told_what_the_default_policy_does() -> None:
-    x, said = torch.randn(3, 4), "Residual looks trained, but this policy makes a new two-stream"
-    counted, scaled, untrained = (
-        Residual(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))) for _ in range(3)
+def test_a_model_that_looks_trained_needs_a_policy() -> None:
+    x, said = torch.randn(3, 4), "Residual looks trained.*'pretrained'.*'paper'"
+    counted, scaled = (
+        Residual(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))) for _ in range(2)
     )
     counted(x)
     with torch.no_grad():
         scaled.branch[0].weight[0] = 2.0
-    for model in (counted, scaled):
-        with pytest.warns(RevcompileWarning, match=said):
-            revcompile.reversify(model, x)
-        with pytest.warns(RevcompileWarning, match=said):
-            revcompile.petrafy(model, 1, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        revcompile.reversify(counted, x, policy="pretrained")
-        revcompile.reversify(untrained, x)
-        zero_init = timm.create_model("test_resnet", num_classes=4)
-        revcompile.reversify(zero_init, torch.randn(2, 3, 32, 32), check="off")
+    refuses(InputError, f"reversify: {said}", revcompile.reversify, scaled, x)
+    refuses(InputError, f"petrafy: {said}", revcompile.petrafy, scaled, 1, x)
+    for policy in ("pretrained", "paper", "same_parameters"):
+        revcompile.reversify(scaled, x, policy=policy)
+    revcompile.reversify(counted, x)  # a forward pass is no training
+    zero_init = timm.create_model("test_resnet", num_classes=4)
+    revcompile.reversify(zero_init, torch.randn(2, 3, 32, 32), check="off")

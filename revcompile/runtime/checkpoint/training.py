@@ -12,6 +12,7 @@ import json
 import os
 import random
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from revcompile.errors import InputError
+from revcompile.ir.policy import POLICY_MARK, Policy
 from revcompile.runtime.checkpoint.folder import (
     Checkpoint,
     Gather,
@@ -161,7 +163,9 @@ def export_weights(model: nn.Module, file: Path) -> Path:
     """
     if file.suffix != ".safetensors":
         raise InputError(f"export: {file.name}; name the file ....safetensors")
-    tensors = dict(model.state_dict())
+    state = model.state_dict()
+    policy = state._metadata.get("", {}).get(POLICY_MARK)  # type: ignore[attr-defined]
+    tensors = dict(state)
     names = aliases(tensors)
     for name, t in tensors.items():
         is_plain = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
@@ -171,7 +175,8 @@ def export_weights(model: nn.Module, file: Path) -> Path:
     distinct = {name: tensor for name, tensor in tensors.items() if name not in names}
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.{secrets.token_hex(4)}.new")  # several ranks may export
-    write_tensors(new, distinct, {_ALIASES: json.dumps(names)})
+    about = {} if policy is None else {POLICY_MARK: policy}
+    write_tensors(new, distinct, {_ALIASES: json.dumps(names), **about})
     os.replace(new, file)
     return file
 
@@ -187,12 +192,23 @@ def load_weights(place: str | Path) -> dict[str, Any]:
         try:
             opened = TensorFile(place)
             tensors = {name: opened.read(name).clone() for name in opened.names}
-            return with_aliases(tensors, [json.loads(opened.about.get(_ALIASES, "{}"))])
+            weights = with_aliases(tensors, [json.loads(opened.about.get(_ALIASES, "{}"))])
+            return _marked(weights, opened.about.get(POLICY_MARK))
         except Exception as error:  # of the system, of safetensors, of torch
             raise InputError(f"load_weights: {place} cannot be read ({error})") from error
     checkpoint = Checkpoint(find_checkpoint(place))
-    weights = checkpoint.read(merged_state(checkpoint)["model"])
-    return {name: w.clone() if isinstance(w, Tensor) else w for name, w in weights.items()}
+    state = merged_state(checkpoint)
+    weights = checkpoint.read(state["model"])
+    cloned = {name: w.clone() if isinstance(w, Tensor) else w for name, w in weights.items()}
+    return _marked(cloned, state["policy"])
+
+
+def _marked(weights: dict[str, Any], policy: str | None) -> dict[str, Any]:
+    """Weights as a state dict whose metadata name the policy they were trained with."""
+    state = OrderedDict(weights)
+    if policy is not None and not Policy(policy).averaged:
+        vars(state)["_metadata"] = {"": {POLICY_MARK: policy}}
+    return state
 
 
 def load_into(model: nn.Module, place: str | Path) -> None:

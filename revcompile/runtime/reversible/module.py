@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from revcompile.errors import GuardError, InputError
 from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.ops import attribute
+from revcompile.ir.policy import POLICY_MARK
 from revcompile.ir.precision_rewrites import fuse_bn_relu, match_dtypes
 from revcompile.ir.python_code import compile_with_modules
 from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot, read_by
@@ -108,6 +109,8 @@ class Reversible(OriginalSurface):
         self.__dict__["_keeps_function"] = is_original
         self.__dict__["_cases"] = Cases(self.rewired)
         self.__dict__["_constants_device"] = device_of_model(self)
+        self.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_refuse_other_function)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_grow_state_dict)  # type: ignore[no-untyped-call]
 
     rewired: Rewired
@@ -285,6 +288,25 @@ def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype 
         return a, b, None
     wide = b.float()
     return wide if a is b else a.float(), wide, None if is_autocasting(a.device) else a.dtype
+
+
+def _mark(module: Any, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    """Write the policy into a state dict's metadata; the module may be a view (`Original.view`)."""
+    if module.rewired.is_another_function:
+        metadata[POLICY_MARK] = module.rewired.policy.value
+
+
+def _refuse_other_function(
+    module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any, **__: Any
+) -> None:
+    assert isinstance(module, Reversible)
+    saved, own = metadata.get(POLICY_MARK), module.rewired.policy.value
+    if saved not in (None, own):
+        raise InputError(
+            f"load_state_dict: these weights were saved with policy={saved!r}, but this "
+            f"{module.rewired.name} was made with policy={own!r}, which is another function; "
+            f"compile the model with policy={saved!r}"
+        )
 
 
 def _grow_state_dict(
