@@ -268,7 +268,7 @@ class StagedModel(StageReport):
         who = "net.trainer"
         self._check_tree(who)
         self._check_trainable(who)
-        autocast = autocast_dtype(autocast)
+        low_precision: torch.dtype | None = autocast_dtype(autocast)
         target = check_device(who, device)
         options = TrainerOptions() if options is None else options
         if not isinstance(options, TrainerOptions):
@@ -281,8 +281,8 @@ class StagedModel(StageReport):
             accumulation_steps=accumulation_steps,
             lr_schedule=lr_schedule,
             param_groups=param_groups,
-            autocast=autocast,
-            loss_scale=loss_scale_of(options.loss_scale, autocast),
+            autocast=low_precision,
+            loss_scale=loss_scale_of(options.loss_scale, low_precision),
             clip_grad_norm=clip_grad_norm,
             seed=seed,
             backend=member_of(who, "backend", backend, Backend),
@@ -305,7 +305,7 @@ class StagedModel(StageReport):
                 accumulation_steps,
                 state_copies(parameters, optimizer, param_groups, late),
                 buffer_bytes(options.kept_input_dtype),
-                autocast,
+                low_precision,
             )
             devices = [0] * count  # in one process all stages share one
             if world_size() > 1:

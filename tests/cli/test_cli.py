@@ -321,7 +321,7 @@ def test_a_configuration_of_transformers_is_read_from_a_file_or_folder(
 def test_what_does_not_fit_into_memory_is_not_built(
     called: Called, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models.os, "sysconf", lambda name: 1000)
+    monkeypatch.setattr("os.sysconf", lambda name: 1000)
     code, _, err = called("measure", "hf:gpt2")
     assert code == 2 and "its weights take" in err
 
