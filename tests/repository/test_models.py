@@ -72,7 +72,7 @@ def rewired_resnet(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module
         model = timm.create_model(request.param, num_classes=7).double()
         reference = getattr(revnet, request.param.replace("res", "rev"))(num_classes=7).double()
     model = model.to_empty(device="cpu")
-    return randomised(revcompile.reversify(model, x, check="off")), reference, x
+    return randomised(revcompile.reversify(model, x, policy="paper", check="off")), reference, x
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
