@@ -163,7 +163,7 @@ class Rotary(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        branch = self.inner(x).tanh() + self.turned(x).tanh()
+        branch = (self.inner(x) + self.turned(x)).tanh()
         return self.out(x + branch if self.is_reversible else branch)
 
 
