@@ -11,7 +11,10 @@ becomes a guard: the graph is valid only while the value is the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -129,3 +132,18 @@ class Guards:
 
 NO_GUARDS: Final = Guards()
 """The guards of a graph that depends on its inputs alone."""
+
+
+@contextmanager
+def attempts_unlogged() -> Iterator[None]:
+    """Suppress torch's log of errors in this thread: attempts to evaluate an operation may fail."""
+    logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)

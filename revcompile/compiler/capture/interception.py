@@ -12,9 +12,7 @@ Nothing that other threads could see is replaced:
 
 from __future__ import annotations
 
-import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -133,18 +131,3 @@ def intercepted(root: nn.Module, tracer: ShapedTracer) -> Iterator[None]:
             own.setdefault("training", own["_parameters"].training)
             for kind in ("_parameters", "_buffers"):
                 own[kind] = dict(own[kind])
-
-
-@contextmanager
-def attempts_unlogged() -> Iterator[None]:
-    """Suppress torch's log of errors in this thread: attempts to evaluate an operation may fail."""
-    logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
-
-    def is_of_others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    logger.addFilter(is_of_others)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_of_others)

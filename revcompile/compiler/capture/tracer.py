@@ -41,7 +41,6 @@ from revcompile.compiler.capture.guards import ReadKind, size_guards
 from revcompile.compiler.capture.interception import (
     RANDOM,
     TracedFunctions,
-    attempts_unlogged,
     intercepted,
 )
 from revcompile.compiler.capture.isolation import foreign_rng_state, preserve_attributes
@@ -81,7 +80,7 @@ from revcompile.compiler.capture.trace_errors import (
     describe_failure,
     user_line,
 )
-from revcompile.ir.guards import ModeGuards, autocast_state
+from revcompile.ir.guards import ModeGuards, attempts_unlogged, autocast_state
 from revcompile.ir.module_tree import Contents, called_module, child_path
 from revcompile.ir.ops import attribute, called
 from revcompile.ir.plain_attributes import CONSTANT_PREFIX, PLAIN, attributes_of, digest

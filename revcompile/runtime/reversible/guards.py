@@ -21,7 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError, ModelError
-from revcompile.ir.guards import DEVICE_ATTRIBUTES, Guards, SizeGuards, flag, input_types
+from revcompile.ir.guards import (
+    DEVICE_ATTRIBUTES,
+    Guards,
+    SizeGuards,
+    attempts_unlogged,
+    flag,
+    input_types,
+)
 from revcompile.ir.module_tree import child_path, copy_module, device_of_model
 from revcompile.ir.ops import called, grown_size, samples_beyond
 from revcompile.ir.plain_attributes import PlainAttributes
@@ -168,7 +175,7 @@ class _SizeChecker:
         state = dict(zip(self._state, types[2], strict=True))
         # Not on the meta device: there autocast does nothing, and the model may make tensors on
         # another device.
-        with outside_transforms(), FakeTensorMode(allow_non_fake_inputs=True):
+        with outside_transforms(), attempts_unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
             is_cast = types[1] != self._dtype  # since it was captured
             dtype = types[1] if is_cast else None
             layers = self._layers.changed(root)
