@@ -340,13 +340,13 @@ class StagedModel(StageReport):
     def __call__(self, *args: Any, **kwargs: Any) -> Never:
         raise InputError(
             "a StagedModel is trained, not called: net.trainer(...) trains it, and net.to_module() "
-            "is the plain module with the current weights: net.to_module()(x)"
+            "is the module with the current weights: net.to_module()(x)"
         )
 
     def __getattr__(self, name: str) -> Any:
         if name in ("parameters", "state_dict", "forward", "eval", "train", "to"):
             raise AttributeError(
-                f"a StagedModel has no {name!r}: net.to_module() is the plain module with the "
+                f"a StagedModel has no {name!r}: net.to_module() is the module with the "
                 "current weights, net.trainer(...) trains it"
             )
         model = self.__dict__.get("model")

@@ -28,11 +28,13 @@ from revcompile.ir.module_tree import child_path
 from revcompile.ir.snapshot import (
     INTERNAL,
     MOST_ELEMENTS,
+    Change,
     Kind,
     Presence,
     Reading,
     TreeSnapshot,
     frozen,
+    is_equal,
 )
 
 Names = Mapping[str, frozenset[str]]
@@ -108,6 +110,19 @@ class _Reading(Reading):
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[int] = set()
+
+    def changes(self, now: Reading, kind: Kind) -> Iterator[Change]:
+        """What differs, except whether attributes share a container, whose items are noted once.
+
+        `torch.export` leaves copies of a model's containers in it.
+        """
+        for change in super().changes(now, kind):
+            around = "", change.name.rpartition("[")[0]
+            is_once = change.before is Presence.ABSENT or change.now is Presence.ABSENT
+            is_item = is_once and change.name.endswith("]") and around in self.found
+            if is_item and is_equal(self.found[around], now.found.get(around), by_value=True):
+                continue
+            yield change
 
     def add_attribute(self, module: nn.Module, name: str, label: str) -> None:
         """Note an attribute, or its absence."""

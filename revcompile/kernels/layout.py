@@ -14,6 +14,14 @@ import torch
 from torch import Tensor
 
 
+def is_traced() -> bool:
+    """Whether `torch.export` or `torch.jit.trace` records this call: nothing is rebuilt then.
+
+    Strides stay as they come, because they may depend on the batch size, which may be symbolic.
+    """
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 def alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Two streams, both with the usual strides of the second."""
     of_b = usual(b)
@@ -37,7 +45,7 @@ def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     (1, 2)
     """
     # Under transforms of `torch.func`, strides mean less, and nothing is rebuilt.
-    if x.stride() == strides or torch._C._are_functorch_transforms_active():
+    if is_traced() or x.stride() == strides or torch._C._are_functorch_transforms_active():
         return x
     sizes = zip(x.shape, x.stride(), strides, strict=True)
     if all(size == 1 or old == new for size, old, new in sizes):
@@ -53,7 +61,7 @@ def usual_strides(x: Tensor) -> tuple[int, ...]:
     >>> usual_strides(torch.ones(2, 6)[:, ::2]), usual_strides(torch.ones(3, 2).T)
     ((3, 1), (1, 2))
     """
-    if x.is_contiguous() and 1 not in x.shape:
+    if is_traced() or (x.is_contiguous() and 1 not in x.shape):
         return x.stride()
     return _usual_strides(x.shape, x.stride())
 

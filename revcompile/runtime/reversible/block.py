@@ -96,9 +96,10 @@ class Averaged(Added):
         if dim is None:
             return signs[:1].view(shape)
         shape[dim] = size = like.shape[dim]
-        if size != len(signs):  # a rearrangement has split samples into windows, or joined them
+        drawn = signs.shape[0]
+        if size != drawn:  # a rearrangement has split samples into windows, or joined them
             rows = torch.arange(size, device=signs.device)
-            signs = signs[rows * len(signs) // max(size, 1)]
+            signs = signs[rows * drawn // max(size, 1)]
         return signs.view(shape)
 
     def add(self, index: int, a: Tensor, b: Tensor, addend: Tensor, with_cast: bool) -> _Sum:

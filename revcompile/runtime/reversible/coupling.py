@@ -36,7 +36,7 @@ from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot
 from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.kernels.fixed_point import random_signs
-from revcompile.kernels.layout import alike, with_strides
+from revcompile.kernels.layout import alike, is_traced, with_strides
 from revcompile.runtime.reversible.bindings import (
     Bound,
     gradient_hooks_silenced,
@@ -67,7 +67,10 @@ from revcompile.runtime.reversible.replay import (
     is_capturing,
     without_autocast_cache,
 )
-from revcompile.runtime.reversible.transforms import differentiable_once, is_transformed
+from revcompile.runtime.reversible.transforms import (
+    differentiable_once,
+    is_transformed,
+)
 
 
 class Chain:
@@ -107,7 +110,7 @@ class Chain:
         training: bool = True,
     ) -> tuple[Tensor, ...]:
         """The chain as ordinary operations (eval mode, `no_grad`, and the reference in tests)."""
-        sums = self._sums(a, b, cast, training, not is_transformed())
+        sums = self._sums(a, b, cast, training, not (is_transformed() or is_traced()))
         a, b = sums.enter(a, b)
         extras: tuple[Tensor, ...] = ()
         for index, block in enumerate(self.blocks):

@@ -43,8 +43,12 @@ from revcompile.ir.snapshot import (
     shown,
 )
 from revcompile.ir.types import TYPE, Rewired, TensorType
+from revcompile.kernels.layout import is_traced
 from revcompile.runtime.reversible.original import OriginalSurface
-from revcompile.runtime.reversible.transforms import outside_transforms
+from revcompile.runtime.reversible.transforms import (
+    outside_tracers,
+    outside_transforms,
+)
 
 _ABSENT: Final = object()
 _AS_CAPTURED: Final = object()
@@ -158,6 +162,10 @@ class _SizeChecker:
         if self._layers.have_changed(root):
             self._verdicts.clear()
         types = self._types_now(root, device)
+        if any(isinstance(size, torch.SymInt) for tensor in inputs for size in tensor.shape):
+            # Of a range of sizes, `torch.export` notes what the comparisons assume, and refuses
+            # those that do not hold in all of the range.
+            return self._computed(root, inputs, types)
         key = input_types(inputs), types
         if key not in self._verdicts:
             self._verdicts[key] = self._computed(root, inputs, types)
@@ -175,7 +183,10 @@ class _SizeChecker:
         state = dict(zip(self._state, types[2], strict=True))
         # Not on the meta device: there autocast does nothing, and the model may make tensors on
         # another device.
-        with outside_transforms(), attempts_unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
+        symbols = (size for t in inputs for size in t.shape if isinstance(size, torch.SymInt))
+        env = next((symbol.node.shape_env for symbol in symbols), None)
+        fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+        with outside_transforms(), attempts_unlogged(), fakes:
             is_cast = types[1] != self._dtype  # since it was captured
             dtype = types[1] if is_cast else None
             layers = self._layers.changed(root)
@@ -333,6 +344,8 @@ class _Sizes(fx.Interpreter):
         for guard, now in zip(self._sizes.guards, values, strict=True):
             if now is _AS_CAPTURED:
                 continue
+            if isinstance(now, torch.SymBool):
+                now = bool(now)  # noted by `torch.export`
             expected = guard.value
             if guard.grown is not None:
                 expected = grown_size(guard.value, guard.grown, self._samples_beyond())
@@ -449,6 +462,12 @@ _REQUIRES_GRAD: Final = (
 )
 
 
+_TRACED: Final = (
+    "It cannot be captured again while torch.export or torch.jit.trace runs: call it once with "
+    "inputs like these, in this mode, then export it."
+)
+
+
 class _Case(GuardChecker):
     def __init__(self, rewired: Rewired, root: nn.Module) -> None:
         super().__init__(rewired.guards, root, rewired.root)
@@ -499,6 +518,7 @@ class Cases:
         other_arguments: InputError | None = None
         is_open = self.any_arguments
         mismatch: Mismatch | None = None
+        tracing = is_traced()
         for index, case in enumerate(self._cases):
             try:
                 values = case.bind(args, kwargs)
@@ -506,7 +526,8 @@ class Cases:
                 other_arguments = other_arguments or error
                 is_open = is_open or isinstance(error, LeftOutError)
                 continue
-            problem = case.failing(root, values)
+            with outside_tracers() if tracing else nullcontext():
+                problem = case.failing(root, values)
             if problem is None:
                 self._cases.insert(0, self._cases.pop(index))
                 return case.rewired, values
@@ -514,7 +535,9 @@ class Cases:
         is_full = len(self._cases) >= _MOST
         if mismatch is not None:
             self._refuse(mismatch, is_full)
-        elif only_known or not is_open or self.recapture is None or is_full:
+            if tracing:
+                raise mismatch.error(self.first.rewired.name, _TRACED)
+        elif only_known or not is_open or self.recapture is None or is_full or tracing:
             assert other_arguments is not None
             raise other_arguments
         return self._captured(root, args, kwargs, mismatch)

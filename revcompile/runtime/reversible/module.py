@@ -22,6 +22,7 @@ from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot, read_by
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion, grow
 from revcompile.kernels.autocast import LOW_PRECISION, is_autocasting
+from revcompile.kernels.layout import is_traced
 from revcompile.runtime.reversible.bindings import (
     Bindings,
     ShardedModule,
@@ -156,7 +157,7 @@ class Reversible(OriginalSurface):
     @property
     def _stores_nothing(self) -> bool:
         """Whether a call now keeps no graph of its chains, and rebuilds them in backward."""
-        return self.reversible and self.training and torch.is_grad_enabled()
+        return self.reversible and self.training and torch.is_grad_enabled() and not is_traced()
 
     def _rewired_tensors(self) -> dict[int, str]:
         """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name.
@@ -198,6 +199,12 @@ class Reversible(OriginalSurface):
             if own[name].device == source:
                 own[name] = own[name].to(now)
         self.__dict__["_constants_device"] = now
+
+    def __prepare_scriptable__(self) -> Any:
+        raise InputError(
+            "torch.jit.script compiles Python code, and the code of this module is generated: "
+            "export it with torch.export.export(net, inputs), or script net.to_original()"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # Capturing again needs the original's class, which pickle finds by its name or not at all.

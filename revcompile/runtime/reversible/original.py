@@ -253,7 +253,8 @@ class SignedForward:
             parameters = (this, *original.signature.parameters.values())
             run = self._with(original.signature.replace(parameters=parameters))
             original.signed_forward = run
-        return types.MethodType(run, module)
+        bound: Callable[..., Any] = run.__get__(module, owner)
+        return bound
 
     def _with(self, signature: inspect.Signature) -> Callable[..., Any]:
         run = self._run
@@ -262,7 +263,7 @@ class SignedForward:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return run(self, *args, **kwargs)
 
-        del forward.__wrapped__  # type: ignore[attr-defined]
+        del forward.__wrapped__
         forward.__signature__ = signature  # type: ignore[attr-defined]
         return forward
 

@@ -1,21 +1,23 @@
-"""Differentiation by other means than one backward pass, the only one that chains support.
+"""Calls that are transformed or traced, in which chains run as plain operations.
 
 Under `torch.func` and forward-mode AD (`is_transformed`) chains run as plain operations with stored
 activations, which every transform can differentiate. Differentiating a backward pass that has
-already happened is an error that says what to do.
+already happened is an error that says what to do. Programs made by `torch.export` and
+`torch.jit.trace` have no backward pass of ours either.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from revcompile.errors import InputError
 
@@ -32,6 +34,18 @@ def is_transformed() -> bool:
 def outside_transforms() -> AbstractContextManager[list[Any]]:
     """Inside, no transform of `torch.func` is active; gives the list of those that were."""
     return temporarily_clear_interpreter_stack()
+
+
+@contextmanager
+def outside_tracers() -> Iterator[None]:
+    """Inside, no tracer records operations, and sizes are numbers for `torch.jit.trace`, too."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            yield
+    finally:
+        torch._C._set_tracing_state(state)
 
 
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
