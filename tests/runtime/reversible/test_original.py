@@ -264,7 +264,7 @@ def test_stages_show_them_as_well() -> None:
     net.width = 6
     assert net.size() == 6 and net.model.width == 6 and net.to_module().width == 6
     net.method = revcompile.petrafy(Blocks(), 2, torch.randn(3, 4)).method
-    refuses(AttributeError, r"net\.to_module\(\) is the plain module", getattr, net, "parameters")
+    refuses(AttributeError, r"net\.to_module\(\) is the module", getattr, net, "parameters")
     name = next(iter(net.model._modules))
     refuses(AttributeError, f"layers are those of net.model: net.model.{name}", getattr, net, name)
     with pytest.raises(AttributeError, match="'StagedModel' object has no attribute 'nowhere'"):

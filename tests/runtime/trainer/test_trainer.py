@@ -309,7 +309,7 @@ def test_the_module_is_a_copy_of_the_current_weights() -> None:
     assert same(before, weights(net))
     feed(trainer, batches(3, seed=2))
     assert same(dict(module.state_dict()), before)
-    with pytest.raises(AttributeError, match=re.escape("net.to_module() is the plain module")):
+    with pytest.raises(AttributeError, match=re.escape("net.to_module() is the module")):
         net.state_dict  # noqa: B018
 
 
