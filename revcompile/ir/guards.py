@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from revcompile.ir.plain_attributes import Names
+from revcompile.ir.stored_graphs import StoresGraphs
 from revcompile.kernels.autocast import is_autocasting
 
 
@@ -56,7 +57,7 @@ class SizeGuard:
 
 
 @dataclass(frozen=True)
-class SizeGuards:
+class SizeGuards(StoresGraphs):
     """Guards, and a graph that computes their values, in this order, from the model's inputs.
 
     `contents` are the positions of tensors computed from sizes: their elements are compared.

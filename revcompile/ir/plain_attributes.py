@@ -15,7 +15,7 @@ import enum
 import hashlib
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter, call
 from typing import Any, Final
@@ -90,6 +90,9 @@ class PlainAttributes(TreeSnapshot):
         self._modules = {path: modules[path] for path in (*plain, *asked) if path in modules}
         self._plain, self._asked, self._class = plain, asked, kind
         super().__init__((), (Kind.SETTING,))
+
+    def _owners(self) -> Iterable[tuple[str, nn.Module]]:
+        return self._modules.items()
 
     def _read(self, kind: Kind) -> Reading:
         reading = _Reading()

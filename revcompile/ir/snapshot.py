@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, is_not, itemgetter
@@ -192,6 +192,15 @@ class Reading:
     def __getstate__(self) -> dict[str, Any]:
         return {"found": self.found}  # copied modules have other dicts
 
+    def without(self, left_out: tuple[str, ...]) -> Reading:
+        """The values alone, to be stored, except those of these attributes and what is in them."""
+        inside, stored = tuple(f"{place}{dot}" for place in left_out for dot in ".["), Reading()
+        for (path, name), value in self.found.items():
+            label = child_path(path, name)
+            if label not in left_out and not label.startswith(inside):
+                stored.found[path, name] = value
+        return stored
+
     def look(self, look: Callable[[Any], Any], objects: Iterable[Any]) -> None:
         """Expect that `look` keeps returning what it returns now for each object."""
         for each in objects:
@@ -253,6 +262,18 @@ class TreeSnapshot:
         self._watched, self._kinds = list(watched), tuple(kinds)
         self.take()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without attributes that modules leave out of their own state, as recurrent layers do."""
+        left_out = tuple(
+            child_path(path, name) for path, module in self._owners() for name in _unsaved(module)
+        )
+        before = {kind: reading.without(left_out) for kind, reading in self._before.items()}
+        return {**self.__dict__, "_before": before}
+
+    def _owners(self) -> Iterable[tuple[str, nn.Module]]:
+        """The paths and modules whose attributes are compared."""
+        return ((watched.path, watched.module) for watched in self._watched)
+
     def take(self) -> None:
         """Take the snapshot again: expect the current values from now on."""
         self._before = {kind: self._read(kind) for kind in self._kinds}
@@ -296,6 +317,15 @@ class TreeSnapshot:
             yield
         finally:
             _put(now)
+
+
+def _unsaved(module: nn.Module) -> Collection[str]:
+    """Attributes that a module does not save with itself."""
+    if type(module).__getstate__ is nn.Module.__getstate__:  # type: ignore[attr-defined]
+        return ()
+    with suppress(Exception):  # a script module has no state
+        return vars(module).keys() - module.__getstate__().keys()  # type: ignore[attr-defined]
+    return ()
 
 
 def _put(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:

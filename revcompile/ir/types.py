@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from revcompile.ir.guards import NO_GUARDS, Guards
 from revcompile.ir.policy import Policy
 from revcompile.ir.signature import Signature
+from revcompile.ir.stored_graphs import StoresGraphs
 from revcompile.ir.weight_expansion import WeightExpansion
 from revcompile.schedule import Keep
 
@@ -199,7 +200,7 @@ class Live:
     name: str
 
 
-class _Segment:
+class _Segment(StoresGraphs):
     """What couplings and opaque segments have in common."""
 
     @property
@@ -233,7 +234,7 @@ class Opaque(_Segment):
 
 
 @dataclass(frozen=True)
-class Rearrange:
+class Rearrange(StoresGraphs):
     """A bijection of a stream's elements (NCHW to tokens, windows) and its inverse.
 
     `forward` maps `(stream, *sides)` to `(arranged, shapes)`; `inverse` maps

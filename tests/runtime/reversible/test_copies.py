@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from revcompile import petrafy, reversify
+from tests.support.helpers import gradients, worst
 
 
 class Block(nn.Module):
@@ -110,3 +113,77 @@ def test_to_module_of_a_compiled_model_is_a_snapshot() -> None:
     trainer.step(x, y)
     trainer.flush()
     assert torch.equal(snapshot(x), before) and not torch.equal(net.model(x), before)
+
+
+# -- what nets hold that pickle does not take by itself --------------------------------------------
+
+
+class Locked(nn.Linear):
+    """Holds something that it does not save."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return F.linear(x, self.weight, self.bias)
+
+
+class Unusual(nn.Module):
+    """Weak references, a lock, and functions that pickle does not find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(8, 8, batch_first=True)
+        self.stem, self.blocks = Locked(6, 8), nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        h = self.stem(x)
+        h = h if mask is None else h.masked_fill(mask[..., None], 0.0)
+        h = checkpoint(self.blocks, self.recurrent(h)[0], use_reentrant=False)
+        h = torch.ops.aten.sin.default(h) * int(x.shape[1])
+        return {"pooled": F.max_pool1d(h.transpose(1, 2), 2), "all": h}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies_of_unusual_nets_compute_the_same(copied: Callable[[nn.Module], nn.Module]) -> None:
+    x, mask = torch.randn(3, 4, 6), torch.zeros(3, 4, dtype=torch.bool)
+    net = reversify(Unusual(), x, {"mask": mask}, check="off")
+    net(torch.randn(3, 7, 6), mask=torch.zeros(3, 7, dtype=torch.bool))
+    twin = copied(net)
+    for length in (4, 9):
+        given = {"x": torch.randn(3, length, 6), "mask": torch.rand(3, length) > 0.5}
+        assert worst(gradients(net, **given), gradients(twin, **given))[0] == 0.0
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_changed_copy_is_noticed(how: Callable[[nn.Module], nn.Module]) -> None:
+    """What modules do not save with themselves is not compared; the rest is."""
+    x = torch.randn(3, 4, 6)
+    twin = how(reversify(Unusual(), x, check="off"))
+    twin.blocks[0].norm.eps = 0.5  # type: ignore[union-attr, index]
+    other = reversify(Unusual(), x, check="off")
+    other.load_state_dict(twin.state_dict())
+    other.blocks[0].norm.eps = 0.5  # type: ignore[union-attr, index]
+    assert worst(gradients(twin, x), gradients(other, x))[0] == 0.0
+
+
+class Long(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(300):
+            x = x.sin()
+        return x
+
+
+def test_a_long_graph_is_stored_without_recursion() -> None:
+    x = torch.randn(2, 8)
+    net = reversify(nn.Sequential(Long(), Block()), x, check="off")
+    assert torch.equal(pickle.loads(pickle.dumps(net))(x), net(x))
