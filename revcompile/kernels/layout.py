@@ -19,7 +19,7 @@ def is_traced() -> bool:
 
     Strides stay as they come, because they may depend on the batch size, which may be symbolic.
     """
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return torch.compiler.is_exporting() or torch._C._is_tracing()
 
 
 def alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -183,7 +183,8 @@ class _SizeChecker:
         state = dict(zip(self._state, types[2], strict=True))
         # Not on the meta device: there autocast does nothing, and the model may make tensors on
         # another device.
-        symbols = (size for t in inputs for size in t.shape if isinstance(size, torch.SymInt))
+        sizes: list[Any] = [size for tensor in inputs for size in tensor.shape]
+        symbols = (size for size in sizes if isinstance(size, torch.SymInt))
         env = next((symbol.node.shape_env for symbol in symbols), None)
         fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         with outside_transforms(), attempts_unlogged(), fakes:

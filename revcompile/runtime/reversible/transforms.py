@@ -40,12 +40,12 @@ def outside_transforms() -> AbstractContextManager[list[Any]]:
 def outside_tracers() -> Iterator[None]:
     """Inside, no tracer records operations, and sizes are numbers for `torch.jit.trace`, too."""
     state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             yield
     finally:
-        torch._C._set_tracing_state(state)
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
