@@ -253,8 +253,7 @@ class SignedForward:
             parameters = (this, *original.signature.parameters.values())
             run = self._with(original.signature.replace(parameters=parameters))
             original.signed_forward = run
-        bound: Callable[..., Any] = run.__get__(module, owner)
-        return bound
+        return types.MethodType(run, module)
 
     def _with(self, signature: inspect.Signature) -> Callable[..., Any]:
         run = self._run

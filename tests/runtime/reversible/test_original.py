@@ -204,6 +204,12 @@ def test_forward_takes_the_arguments_of_the_original_s() -> None:
     assert inspect.signature(net.forward) == wanted
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_dynamo_finds_forward() -> None:
+    net, x = made().eval(), torch.randn(2, 4)
+    torch.testing.assert_close(torch.compile(net, backend="eager")(x), net(x))
+
+
 def test_a_mode_of_the_original_is_kept() -> None:
     net = made(KeepsEval)
     assert net.train().training and not net.stem.training and net.first.training
