@@ -18,7 +18,7 @@ from revcompile.runtime.reversible.module import Reversible
 from tests.fuzz.campaign import ENTRIES, main
 from tests.fuzz.module import source
 from tests.fuzz.net import CATALOGUE, Net, Part, draw_net
-from tests.fuzz.oracle import METHODS, Report, examine, shrink
+from tests.fuzz.oracle import METHODS, PHASES, Report, examine, shrink
 
 
 def plain(kind: str, home: str = "inline", **options: Any) -> Part:
@@ -118,6 +118,8 @@ REFUSED: Final = (
 REFUSED_BY_ROUNDING: Final = ("rounded",)
 """What some machines compile, and others refuse: a value near a step may round either way."""
 
+QUICK: Final = tuple(phase for phase in PHASES if phase not in ("copied", "autocast"))
+
 T = TypeVar("T")
 
 
@@ -169,7 +171,7 @@ def test_random_nets_are_right_or_refused(seed: int, examples: int) -> None:
     @hypothesis.settings(SETTINGS, max_examples=examples)
     @hypothesis.given(nets(), st.sampled_from(METHODS[1:]))
     def right_or_refused(net: Net, other: str) -> None:
-        report = examine(net, ["petra", other])
+        report = examine(net, ["petra", other], PHASES if examples > 6 else QUICK)
         hypothesis.assume(report.discarded is None)
         assert not report.findings, described(net, report)
 
@@ -178,7 +180,7 @@ def test_random_nets_are_right_or_refused(seed: int, examples: int) -> None:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_is_right_or_refused(name: str) -> None:
-    report = examine(FOUND[name], ["petra", "backprop"])
+    report = examine(FOUND[name], ["petra", "backprop"], QUICK)
     assert report.discarded is None and not report.findings, described(FOUND[name], report)
     if name not in REFUSED_BY_ROUNDING:
         is_refused = any(refusal.check in ENTRIES for refusal in report.refusals)
@@ -199,7 +201,8 @@ def test_a_right_net_has_been_compared_everywhere() -> None:
     report = examine(GOOD)
     assert not report.findings and not report.refusals and report.discarded is None
     compared = {check.split(",")[0] for check in report.checks}
-    assert compared == {"capture", "reversify", *(f"petrafy {method}" for method in METHODS)}
+    methods = {f"petrafy {method}" for method in METHODS}
+    assert compared == {"capture", "reversify", "copied", "autocast", *methods}
 
 
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@
     python -m tests.fuzz --seed 7 --only 137            # one net again, with its source
 
 Each net goes through capture, reversify and petrafy and is compared with the original, with stored
-activations and with autograd. Findings are made small. The same seed gives the same nets on every
+activations and with autograd; so is what is compiled and run under autocast, and what deepcopy,
+pickle and torch.save return. Findings are made small. The same seed gives the same nets on every
 machine.
 """
 

@@ -80,14 +80,15 @@ def build(net: Net) -> nn.Module:
     text = source(net)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     name = f"<net {digest}>"
-    # Tracebacks and error messages show the lines of the net, as those of any file.
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    made = ModuleType(f"fuzzed_net_{digest}")
-    sys.modules[made.__name__] = made  # pickle finds classes by name
-    scope = vars(made)
-    exec(compile(text, name, "exec"), scope)
+    made = sys.modules.get(f"fuzzed_net_{digest}")
+    if made is None:
+        # Tracebacks and error messages show the lines of the net, as those of any file.
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        made = ModuleType(f"fuzzed_net_{digest}")
+        exec(compile(text, name, "exec"), vars(made))
+        sys.modules[made.__name__] = made  # pickle finds classes by their names
     seed_torch(net.seed)
-    module: nn.Module = scope["Net"]()
+    module: nn.Module = vars(made)["Net"]()
     module.to(weight_dtype(net))
     with torch.no_grad():
         for parameter in module.parameters():  # nothing starts at zero, or without effect

@@ -6,13 +6,15 @@ revcompile is none, and is counted by its reason.
 
 import copy
 import functools
+import io
+import pickle
 import re
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from unittest import mock
 
@@ -33,6 +35,7 @@ from tests.fuzz.compare import (
     Call,
     Seen,
     Values,
+    autocasting,
     difference,
     distance,
     loss,
@@ -43,7 +46,7 @@ from tests.fuzz.module import BATCHES, LENGTH, Sizes, arguments, build
 from tests.fuzz.net import Net, simpler
 from tests.recorded import with_gradients
 
-PHASES: Final = ("capture", "reversify", "other", "petrafy")
+PHASES: Final = ("capture", "reversify", "copied", "autocast", "other", "petrafy")
 METHODS: Final = ("petra", "backprop", "1f1b", "petra_stashed")
 OTHERS: Final[tuple[Sizes, ...]] = ((BATCHES[2], LENGTH), (BATCHES[0], 8), (BATCHES[1], 4))
 """Sizes on the other side of some net's condition."""
@@ -312,6 +315,52 @@ class Examination:
                 continue
             self.report.findings.append(Finding("wrong", f"{check}, state", what))
 
+    # -- copies and autocast ------------------------------------------------------------------
+
+    def copied(self, net: nn.Module) -> nn.Module:
+        """Copies of a net against the net itself; returns one that was stored."""
+        twins: dict[str, nn.Module] = {}
+        try:
+            pickle.dumps(build(self.net))
+        except Exception:
+            return net  # nor does pickle take the original
+        for how, function in COPIES.items():
+            with self.watched(f"copied, {how}", stop=False):
+                twins[how] = function(net)
+        precision = self.net.precision
+        for how, twin in twins.items():
+            with self.watched(f"copied, {how}", stop=False):
+                want = observe(copy_module(net), self.calls, precision)
+                have = observe(copy_module(twin), self.calls, precision)
+                for expected, got in zip(want, have, strict=True):
+                    self.compare(f"copied, {how}", expected, got)
+        return twins.get("pickle", net)
+
+    def autocast(self, net: nn.Module) -> None:
+        """Chains against stored activations under autocast, where the net is compiled as well."""
+        precision = "bfloat16"
+        low = Examination(replace(self.net, precision=precision), self.methods)
+        low.report = self.report
+        call = low.call(self.sizes[0])
+        with self.watched("autocast", stop=False):
+            with autocasting(precision):
+                inside: Any = revcompile.reversify(
+                    build(low.net), call.args, call.kwargs, policy="paper", check="off"
+                )
+            counts = [len(each.rewired.couplings) for each in (inside, net)]
+            if counts[0] != counts[1]:
+                what = f"couplings: {counts[0]} if compiled under autocast, {counts[1]} outside"
+                self.report.findings.append(Finding("wrong", "autocast", what))
+            if self.net.precision == precision:
+                return  # compared as all are
+            stored, start = copy_module(inside), copy_module(inside)
+            stored.reversible = start.reversible = False
+            want, have = (observe(each, low.calls, precision) for each in (stored, inside))
+            for expected, got in zip(want, have, strict=True):
+                low.compare(
+                    "autocast", expected, got, rounding=lambda: low.rounding(start, low.calls)
+                )
+
     # -- other sizes and attributes -----------------------------------------------------------
 
     def other_cases(self, captured: revcompile.ir.types.Captured, net: nn.Module) -> None:
@@ -463,6 +512,20 @@ class Examination:
         return [Seen({}, {**every, **step}, buffers) for step in steps]
 
 
+def _saved(net: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+COPIES: Final[dict[str, Callable[[nn.Module], nn.Module]]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
+    "torch.save": _saved,
+}
+
+
 def graph_of(captured: revcompile.ir.types.Captured, root: nn.Module) -> Callable[..., Any]:
     """The captured graph, called as the original is."""
     training = root.training
@@ -530,9 +593,13 @@ def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = 
         try:
             one.look()
             captured = one.capture() if {"capture", "other"} & {*phases} else None
-            staged = one.stage() if {"reversify", "other", "petrafy"} & {*phases} else None
-            if {"reversify", "other"} & {*phases}:
+            staged = one.stage() if {*PHASES[1:]} & {*phases} else None
+            if {*PHASES[1:-1]} & {*phases}:
                 reversible = one.reversify(staged)
+                if "autocast" in phases:
+                    one.autocast(reversible)
+                if "copied" in phases:
+                    reversible = one.copied(reversible)
                 if captured is not None and "other" in phases:
                     one.other_cases(captured, reversible)
             if staged is not None and "petrafy" in phases:
