@@ -29,7 +29,7 @@ from revcompile.arguments import (
 )
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check
-from revcompile.compiler.capture.isolation import preserve_model, preserve_rng
+from revcompile.compiler.capture.isolation import as_defined, preserve_model, preserve_rng
 from revcompile.compiler.cost import Workload, segment_costs
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import Pieces, partition
@@ -67,7 +67,8 @@ class ReversibleModule(Reversible):
 
     def summary(self, verbose: bool = False) -> str:
         """What became reversible, and why the rest did not; with `verbose`, all segments."""
-        return summary_text(self.rewired, segment_costs(self.rewired), verbose)
+        text = summary_text(self.rewired, segment_costs(self.rewired), verbose)
+        return "\n".join((text, *(f"captured again: {case}" for case in self._cases.losing)))
 
     def to_original(self) -> nn.Module:
         """A model of the original's own class with copies of these weights, to save and serve.
@@ -173,7 +174,7 @@ def _reversified(
         number(caller, "tolerance", tolerance, "use a number above 0, or None")
     overlaps = member_of(caller, "overlap", overlap, Overlap)
     compared = None
-    with preserve_rng():
+    with preserve_rng(), as_defined():
         captured = capture(
             model, example_inputs, example_kwargs, check=level, leaf_modules=leaf_modules
         )
@@ -311,7 +312,8 @@ def petrafy(
     if compared is not None:
         methods = choose("backprop"), method
         programs = {method.name: staged._programs(method) for method in methods}
-        compare_stages(net, cut, programs, compared)
+        with as_defined():
+            compare_stages(net, cut, programs, compared)
     return staged
 
 

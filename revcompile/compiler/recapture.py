@@ -17,7 +17,11 @@ from torch import nn
 from revcompile.compiler.capture.capture import capture_once
 from revcompile.compiler.capture.example import make_example
 from revcompile.compiler.capture.fake_values import empty_like_on, meta_copy
-from revcompile.compiler.capture.isolation import copy_model, register_constant
+from revcompile.compiler.capture.isolation import (
+    as_defined,
+    copy_model,
+    register_constant,
+)
 from revcompile.compiler.capture.leaf_modules import is_leaf
 from revcompile.compiler.find import find
 from revcompile.compiler.rewire import rewire
@@ -54,6 +58,7 @@ class Recompiler:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         fixed_batch: bool = False,
+        autocast: bool = False,
     ) -> Rewired:
         """The rewired model for a call.
 
@@ -63,12 +68,13 @@ class Recompiler:
             kwargs: keyword arguments of the call.
             fixed_batch: capture for the batch size of this call alone. Otherwise a batch of one is
                 captured as a batch of two, but Python may compare it with a size that is always 1.
+            autocast: capture under the caller's autocast, if that is on.
 
         Raises:
             InputError: rewired for these arguments, the model has parameters of other shapes.
         """
         device, model = device_of_model(net), self._with_state_of(net)
-        with torch.enable_grad():
+        with as_defined(autocast):
             example = make_example(model, args, kwargs, fixed_batch)
             captured, _ = capture_once(model, example, self._leaves, device)
             guards = replace(captured.guards, flags={name: flag(name) for name in self._flags})

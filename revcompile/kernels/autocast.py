@@ -12,6 +12,13 @@ MIN_ELEMENTS: Final = 2**20
 """Our kernels are not used on fewer: launching one would take longer than running it."""
 LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 """Dtypes in which sums of many blocks lose too many digits for a residual stream."""
+# Evaluated once: torch.compile before 2.15 cannot trace `is_autocast_available`.
+WITH_AUTOCAST: Final = frozenset(
+    kind
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
+    if torch.amp.is_autocast_available(kind)
+)
+"""Types of devices that have autocast."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,7 +38,7 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 def is_autocasting(device: torch.device) -> bool:
     """Whether autocast is on for a device; False for devices without autocast, like meta."""
     kind = device.type
-    return kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
+    return kind in WITH_AUTOCAST and torch.is_autocast_enabled(kind)
 
 
 def converted(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -73,10 +80,3 @@ def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _COPY: Final = "_revcompile_copy"
-
-# Evaluated once: torch.compile before 2.15 cannot trace `is_autocast_available`.
-_WITH_AUTOCAST: Final = frozenset(
-    kind
-    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
-    if torch.amp.is_autocast_available(kind)
-)

@@ -75,6 +75,8 @@ def make_example(
     with_paths, in_spec = pytree.tree_flatten_with_path((bound.args, bound.kwargs))
     labels = [_label(signature, path) for path, _ in with_paths]
     leaves = [leaf for _, leaf in with_paths]
+    # Tensors made in inference mode have no version counters, which show what a forward writes to.
+    leaves = [a.clone() if isinstance(a, torch.Tensor) and a.is_inference() else a for a in leaves]
     _refuse_unknown_containers(leaves, labels)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if not where:

@@ -4,6 +4,7 @@ copy_model          a deep copy of the user's model
 preserve_rng        random generators (torch, Python, NumPy) are restored
 preserve_attributes plain attributes of modules (caches, counters) are restored
 preserve_model      generators, buffers, modes and attributes are restored
+as_defined          gradients are on; the caller's autocast and inference mode are off
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from revcompile.compiler.capture.memory import storage_of
 from revcompile.errors import CaptureError
 from revcompile.ir.coupling_ops import seed_torch
 from revcompile.ir.module_tree import Contents, copy_module
+from revcompile.kernels.autocast import WITH_AUTOCAST
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -56,6 +58,25 @@ def register_constant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     own = vars(root.get_submodule(path))
     given = own.get(leaf)
     own[leaf] = (given if isinstance(given, torch.Tensor) else tensor).to(tensor.device)
+
+
+# -- modes of torch ------------------------------------------------------------------------------
+
+
+@contextmanager
+def as_defined(autocast: bool = False) -> Iterator[None]:
+    """Inside, gradients are on, inference mode is off, and so is autocast of all devices.
+
+    Casts would become part of a graph, and no sum of it be one of a shortcut and a branch. Graphs
+    run under autocast as the model itself does. With `autocast`, the caller's stays on.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in () if autocast else filter(torch.is_autocast_enabled, WITH_AUTOCAST):
+            stack.callback(torch.set_autocast_enabled, device, True)
+            torch.set_autocast_enabled(device, False)
+        yield
 
 
 # -- random generators ----------------------------------------------------------------------------

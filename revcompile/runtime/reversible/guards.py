@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import GuardError, InputError, ModelError
+from revcompile.errors import GuardError, InputError, ModelError, warn
 from revcompile.ir.guards import (
     DEVICE_ATTRIBUTES,
     Guards,
@@ -43,6 +43,7 @@ from revcompile.ir.snapshot import (
     shown,
 )
 from revcompile.ir.types import TYPE, Rewired, TensorType
+from revcompile.kernels.autocast import WITH_AUTOCAST
 from revcompile.kernels.layout import is_traced
 from revcompile.runtime.reversible.original import OriginalSurface
 from revcompile.runtime.reversible.transforms import (
@@ -308,6 +309,17 @@ def _fake_copy(
         return copy_module(skeleton, memo)  # type: ignore[no-any-return]
 
 
+def _nothing_saved() -> AbstractContextManager[Any]:
+    """Inside, there is no backward pass, and autograd saves nothing.
+
+    The user's hooks for saved tensors (`save_on_cpu`) would fail on tensors without data.
+    """
+    # `torch.func.grad` disables such hooks.
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return nullcontext()
+    return saved_tensors_hooks(lambda _: None, lambda _: torch.empty(()))
+
+
 class _Flat(tuple[Any, ...]):
     """The tensors in a result that has its captured structure, whatever that is."""
 
@@ -329,13 +341,7 @@ class _Sizes(fx.Interpreter):
         self._sizes, self._inputs, self._state, self._given = sizes, inputs, state, given
 
     def first_mismatch(self) -> Mismatch | None:
-        hooks: AbstractContextManager[Any] = nullcontext()
-        # `torch.func.grad` disables such hooks.
-        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None:
-            # The user's hooks (`save_on_cpu`) would fail on tensors without data. Nothing needs to
-            # be saved, because there is no backward pass.
-            hooks = saved_tensors_hooks(lambda _: None, lambda _: torch.empty(()))
-        with torch.enable_grad(), hooks, torch.random.fork_rng(devices=()):
+        with torch.enable_grad(), _nothing_saved(), torch.random.fork_rng(devices=()):
             values = list(self.run(*self._inputs))
             outputs: Any = self.graph.output_node().args[0]
             for position in sorted(self._sizes.contents):
@@ -447,9 +453,10 @@ def _batch(kind: TensorType, value: Tensor) -> int:
 # -- the captures of one model --------------------------------------------------------------------
 
 
-Recapture = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], bool], Rewired]
-"""`recapture(root, args, kwargs, fixed_batch)` captures the model of `root` in its present state,
-for a call; with `fixed_batch`, for the batch size of this call alone."""
+Recapture = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], bool, bool], Rewired]
+"""`recapture(root, args, kwargs, fixed_batch, autocast)` captures the model of `root` in its present
+state, for a call; with `fixed_batch`, for the batch size of this call alone; with `autocast`, under
+the caller's autocast."""
 
 _MOST: Final = 64
 """The limit of captures of one model. More mean that a size or number is new at every call."""
@@ -494,11 +501,13 @@ class Cases:
         self.first = _Case(first, first.root)
         self._cases = [self.first]
         """All cases, the most recently used first."""
+        self.losing: tuple[str, ...] = ()
+        """Cases in which fewer blocks are reversible than in the first."""
 
     def first_only(self, recapture: Recapture | None) -> Cases:
         """A copy with the first case alone, to be stored."""
         twin = copy.copy(self)
-        twin._cases, twin.recapture = [self.first], recapture
+        twin._cases, twin.recapture, twin.losing = [self.first], recapture, ()
         return twin
 
     @property
@@ -572,13 +581,18 @@ class Cases:
         """Capture another case; for this batch size alone if a more general one does not hold."""
         assert self.recapture is not None
         name = self.first.rewired.name
-        for fixed_batch in (False, True):
+        # Under autocast, casts split most sums: only if forward reads it, or types that it decides.
+        is_cast = any(map(torch.is_autocast_enabled, WITH_AUTOCAST))
+        attempts = [
+            (fixed, cast) for cast in dict.fromkeys((False, is_cast)) for fixed in (False, True)
+        ]
+        for fixed_batch, autocast in attempts:
             try:
-                with outside_transforms() as active:
+                with outside_transforms() as active, _nothing_saved():
                     given = (args, kwargs)
                     if active:  # capturing reads no data, and these tensors have none outside
                         given = pytree.tree_map_only(Tensor, _without_data, given)
-                    rewired = self.recapture(root, *given, fixed_batch)
+                    rewired = self.recapture(root, *given, fixed_batch, autocast)
             except ModelError as error:  # the call is wrong, not the graph
                 why = str(error.__cause__) or repr(error.__cause__)
                 tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
@@ -598,6 +612,7 @@ class Cases:
             remaining = case.failing(root, values)
             if remaining is None:
                 self._cases.insert(0, case)
+                self._warn_of_loss(rewired, mismatch)
                 return case.rewired, values
         assert remaining is not None
         advice = "Compile it again with example inputs of this case."
@@ -607,6 +622,21 @@ class Cases:
                 "move what reads it into a submodule, which then is called as it is."
             )
         raise remaining.error(name, _REQUIRES_GRAD if self._asks_input(remaining) else advice)
+
+    def _warn_of_loss(self, rewired: Rewired, mismatch: Mismatch | None) -> None:
+        """Warn, and note for the summary, if fewer blocks are reversible than in the first case."""
+        now, before = len(rewired.couplings), len(self.first.rewired.couplings)
+        if now >= before:
+            return
+        why = "a call has other arguments than the example" if mismatch is None else str(mismatch)
+        reasons = dict.fromkeys(f"{each.path}: {each.reason}" for each in rewired.refusals)
+        because = "".join(f" ({reason})" for reason in (*reasons,)[:1])
+        case = f"{now} of {before} blocks are reversible where {why}{because}"
+        self.losing += (case,)
+        warn(
+            f"{rewired.name} was captured again, and {case}. The others keep their activations in "
+            "such calls, as in the original model; pass an example of these calls, or see summary()"
+        )
 
     def _asks_input(self, problem: Mismatch) -> bool:
         """Whether the guard reads `requires_grad` of an input."""
