@@ -173,6 +173,9 @@ def _reversified(
     if tolerance is not None:
         number(caller, "tolerance", tolerance, "use a number above 0, or None")
     overlaps = member_of(caller, "overlap", overlap, Overlap)
+    is_pretrained = huggingface.is_pretrained_model(model)
+    if is_pretrained and isinstance(example_kwargs, Mapping):
+        example_kwargs = huggingface.call_arguments(example_kwargs)
     compared = None
     with preserve_rng(), as_defined():
         captured = capture(
@@ -185,7 +188,8 @@ def _reversified(
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, overlaps)
         net._cases.recapture = Recompiler(model, captured, chosen)
-        net._cases.any_arguments = huggingface.is_pretrained_model(model)
+        if is_pretrained:
+            net._cases.arguments = huggingface.call_arguments
         for path in net._inlined.hooked:
             warn(
                 f"{caller}: {path} has hooks, but its forward is part of the captured graph now: "

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from revcompile.losses import linear_cross_entropy
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.original import OriginalSurface
 
-__all__ = ["adopt_class", "chunk_loss", "is_pretrained_model", "saved_policy"]
+__all__ = ["adopt_class", "call_arguments", "chunk_loss", "is_pretrained_model", "saved_policy"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -36,6 +37,21 @@ def saved_policy(model: nn.Module) -> str | None:
     """The policy whose function its weights were trained for; None for the model's own."""
     policy: str | None = vars(getattr(model, "config", None) or type).get(POLICY_MARK)
     return policy if is_pretrained_model(model) else None
+
+
+def call_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the form in which equal calls are alike.
+
+    None and a missing argument are the same. The count of targets, by which the Trainer has losses
+    divided, is new in every call, so it is a tensor.
+
+    >>> call_arguments({"labels": None, "num_items_in_batch": 7})
+    {'num_items_in_batch': tensor(7)}
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if isinstance(count := given.get("num_items_in_batch"), int | float):
+        given["num_items_in_batch"] = torch.tensor(count)
+    return given
 
 
 def adopt_class(net: Reversible) -> None:

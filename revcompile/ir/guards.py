@@ -119,6 +119,9 @@ class Guards:
     """Plain attributes that traced forwards may read; attributes that they set are left out."""
     asked: Names = field(default_factory=dict)
     """Names whose presence alone is compared: members, and attributes absent at capture."""
+    fields: Names = field(default_factory=dict)
+    """Names that forwards have read, by the label of a module, or of an object that an attribute
+    holds (`blocks.0.config`). What has no label here may be read in ways that were not seen."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guards:
         return self  # immutable, and graphs know parameters by their names

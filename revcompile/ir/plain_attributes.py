@@ -5,6 +5,7 @@
     blocks.0.scales[1].bias    likewise of objects in a list, a tuple or a dict
     blocks.0.table             the elements of a small tensor that is no buffer, and of an array
 
+Of objects whose reads were noted while tracing (`Guards.fields`), only fields that were read count.
 They are compared at each call. The comparison needs no loop in Python as long as all of them are
 the same objects as before.
 """
@@ -83,10 +84,14 @@ class PlainAttributes(TreeSnapshot):
         plain: Names of the attributes.
         asked: Names of members and of absent attributes; only their presence is compared.
         kind: The class of the model.
+        fields: Names that were read, by the label of a module or an object; of others, all count.
     """
 
-    def __init__(self, root: nn.Module, plain: Names, asked: Names, kind: type | None) -> None:
+    def __init__(
+        self, root: nn.Module, plain: Names, asked: Names, kind: type | None, fields: Names
+    ) -> None:
         modules = dict(root.named_modules(remove_duplicate=False))
+        self._fields = fields
         self._modules = {path: modules[path] for path in (*plain, *asked) if path in modules}
         self._plain, self._asked, self._class = plain, asked, kind
         super().__init__((), (Kind.SETTING,))
@@ -95,7 +100,8 @@ class PlainAttributes(TreeSnapshot):
         return self._modules.items()
 
     def _read(self, kind: Kind) -> Reading:
-        reading = _Reading()
+        reading = _Reading(self._fields)
+        of_class: dict[type, tuple[str, set[str] | None]] = {}
         for path, module in self._modules.items():
             plain = self._plain.get(path, frozenset())
             for name in sorted(plain):
@@ -103,16 +109,22 @@ class PlainAttributes(TreeSnapshot):
             for name in sorted(self._asked.get(path, frozenset()) - plain):
                 reading.add_presence(module, name, child_path(path, name))
             for base in ((not path and self._class) or type(module)).__mro__:
-                reading.add_class(base, path)
+                first, names = of_class.setdefault(base, (path, set()))
+                read = self._fields.get(path)
+                both = None if names is None or read is None else names | read
+                of_class[base] = first, both
+        for base, (path, names) in of_class.items():
+            reading.add_class(base, path, names)
         return reading.finish()
 
 
 class _Reading(Reading):
     """A reading of attributes and of everything they contain."""
 
-    def __init__(self) -> None:
+    def __init__(self, fields: Names) -> None:
         super().__init__()
         self._seen: set[int] = set()
+        self._fields_read = fields
 
     def changes(self, now: Reading, kind: Kind) -> Iterator[Change]:
         """What differs, except whether attributes share a container, whose items are noted once.
@@ -150,12 +162,13 @@ class _Reading(Reading):
         if any(name in table for table in (own, *tables)):
             self.found["", label] = own.get(name)
 
-    def add_class(self, kind: type, path: str) -> None:
-        """Note plain attributes of a module's class."""
+    def add_class(self, kind: type, path: str, names: Collection[str] | None) -> None:
+        """Note plain attributes of a module's class, of these names or of all."""
         if id(kind) in self._seen or kind.__module__.partition(".")[0] in _WITHOUT_FIELDS:
             return
         self._seen.add(id(kind))
         items = [(n, v) for n, v in vars(kind).items() if not n.startswith("__")]
+        items = [item for item in items if names is None or item[0] in names]
         plain = {n: frozen(v) for n, v in items if isinstance(v, (*PLAIN, dict, list, tuple))}
         if plain:
             read = partial(attrgetter(*plain), kind)
@@ -199,28 +212,58 @@ class _Reading(Reading):
 
     def _add_fields(self, label: str, value: Any, depth: int) -> None:
         """Note the fields of a user's object, of a class used as one, or of a module in a list."""
-        kind = value if isinstance(value, type) else type(value)
-        is_module = isinstance(value, nn.Module)
-        is_foreign = kind.__module__.partition(".")[0] in _WITHOUT_FIELDS
-        if isinstance(value, types.FunctionType) or (
-            is_foreign and not is_module and kind is not types.SimpleNamespace
-        ):
+        if not has_fields(value):
             return
+        kind = value if isinstance(value, type) else type(value)
+        is_module, read = isinstance(value, nn.Module), self._fields_read.get(label)
         fields: dict[str, Any] = {}
         if isinstance(value, type):
             if not issubclass(value, (nn.Module, enum.Enum)):
                 fields = _without_dunders(value)
                 self.look(_without_dunders, [value])
         elif isinstance(own := getattr(value, "__dict__", None), dict):
-            self.look(len, [own])  # detects new fields
-            fields = {n: v for n, v in own.items() if not is_module or n not in INTERNAL}
-            self.entries += [(own, name, held) for name, held in fields.items()]
+            if read is None:
+                self.look(len, [own])  # detects new fields
+            names = own if read is None else sorted(read)
+            held = {n: own.get(n, Presence.ABSENT) for n in names}
+            held = {n: v for n, v in held.items() if not is_module or n not in INTERNAL}
+            self.entries += [(own, name, value) for name, value in held.items()]
+            fields = {n: v for n, v in held.items() if v is not Presence.ABSENT}
         for name in () if isinstance(value, type) else _slots(kind):
-            read = partial(getattr, value, name, Presence.ABSENT)
-            fields[name] = read()
-            self.look(call, [read])
+            if read is None or name in read:
+                get = partial(getattr, value, name, Presence.ABSENT)
+                fields[name] = get()
+                self.look(call, [get])
         for name, held in fields.items():
             self._add(f"{label}.{name}", held, depth + 1)
+
+
+def has_fields(value: Any) -> bool:
+    """Whether it is a user's object, a class, or a module: not a function or an object of torch."""
+    kind = value if isinstance(value, type) else type(value)
+    is_foreign = kind.__module__.partition(".")[0] in _WITHOUT_FIELDS
+    is_own = isinstance(value, nn.Module) or kind is types.SimpleNamespace or not is_foreign
+    return is_own and not isinstance(value, types.FunctionType)
+
+
+def objects_in(label: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Objects with fields in an attribute's value, with the labels that `_Reading` gives them."""
+    if isinstance(value, (*PLAIN, Tensor, type)) or depth > 2 or _is_array(value):
+        return
+    if isinstance(value, (dict, list, tuple, deque, set)):
+        is_read = len(value) <= MOST_ELEMENTS and not isinstance(value, set)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items if is_read else ():
+            yield from objects_in(f"{label}[{key!r}]", item, depth + 1)
+    elif isinstance(value, types.MethodType):
+        yield from objects_in(f"{label}.__self__", value.__self__, depth)
+    elif has_fields(value):
+        yield label, value
+        own = getattr(value, "__dict__", {})
+        is_module = isinstance(value, nn.Module)
+        names = [name for name in own if not is_module or name not in INTERNAL]
+        for name in (*names, *_slots(type(value))):
+            yield from objects_in(f"{label}.{name}", getattr(value, name, None), depth + 1)
 
 
 class _Elements:

@@ -4,7 +4,9 @@ import copy
 import inspect
 import io
 import pickle
+import types
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from helpers import gradients, refuses, worst
 from torch import Tensor
 
 import revcompile
-from revcompile.errors import InputError, OriginalMethodError
+from revcompile.errors import InputError, OriginalMethodError, RevcompileWarning
 from revcompile.interop.huggingface import chunk_loss
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparing import TOLERANCE, examine_transformer
@@ -64,7 +66,7 @@ def test_what_a_pretrained_model_shows_is_shown() -> None:
     assert net.generation_config.to_dict() == model.generation_config.to_dict()
     with pytest.raises(OriginalMethodError, match="generate calls the model with arguments"):
         net.generate(inputs["input_ids"], max_new_tokens=2)
-    with pytest.raises(OriginalMethodError, match=r"sets model\.gradient_checkpointing"):
+    with pytest.warns(RevcompileWarning, match=r"sets model\.gradient_checkpointing"):
         net.gradient_checkpointing_enable()
     with pytest.raises(OriginalMethodError, match="resize_token_embeddings: lm_head was"):
         net.resize_token_embeddings(60)
@@ -90,6 +92,45 @@ def test_a_changed_configuration_is_seen() -> None:
     net.config = copy.deepcopy(net.config)
     net.config.factor = 5.0
     torch.testing.assert_close(net(ids), 2.5 * first)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_trainers_change_captures_nothing_again(tmp_path: Path) -> None:
+    model: Any = ARCHITECTURES["llama"].build(1)
+    inputs = ARCHITECTURES["llama"].inputs(2, 8)
+    inputs["labels"] = inputs["input_ids"]
+    net: Any = revcompile.reversify(model, None, inputs, policy="pretrained", check="off").train()
+    net(**inputs)
+    own = type(net).forward
+    # As accelerate does, which keeps the forward it wraps.
+    net._original_forward = net.forward
+    net.forward = types.MethodType(lambda self, **kwargs: own(self, **kwargs), net)
+    net.save_pretrained(tmp_path)
+    net.config.use_cache = not net.config.use_cache
+    for count in (None, 7, 9, torch.tensor(11)):
+        loss = net(**inputs, num_items_in_batch=count).loss
+        if count is not None:
+            torch.testing.assert_close(loss * count, net(**inputs).loss * 14, atol=0.1, rtol=0.1)
+    assert len(net._cases._cases) == 2  # with and without the count
+    net.eval(), model.eval()
+    with torch.no_grad():
+        have, want = net(**inputs, num_items_in_batch=3), model(**inputs, num_items_in_batch=3)
+        call = {"output_attentions": True, "use_cache": False}
+        net(**inputs, **call)  # computed by the original's forward
+    torch.testing.assert_close(have.loss, want.loss)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_trains_on_after_its_model_was_saved(tmp_path: Path) -> None:
+    model: Any = ARCHITECTURES["llama"].build(1)
+    inputs = ARCHITECTURES["llama"].inputs(2, 8)
+    inputs["labels"] = inputs["input_ids"]
+    net: Any = revcompile.petrafy(model, 2, None, inputs, policy="pretrained", check="off")
+    trainer = net.trainer(lambda p: torch.optim.SGD(p, lr=0.1))
+    trainer.step(inputs)
+    net.save_pretrained(tmp_path)
+    trainer.step(inputs)
+    trainer.flush()
 
 
 def _grouped(**options: Any) -> Any:

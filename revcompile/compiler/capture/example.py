@@ -115,7 +115,8 @@ _CACHE: Final = "use_cache"
 
 
 def _caches(model: nn.Module) -> bool:
-    return getattr(getattr(model, "config", None), _CACHE, None) is True
+    """Whether it may cache: trainers switch the setting in its configuration on and off."""
+    return isinstance(getattr(getattr(model, "config", None), _CACHE, None), bool)
 
 
 def _without_cache(model: nn.Module, signature: inspect.Signature) -> inspect.Signature:

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import magic_methods
 
+from revcompile.compiler.capture.attribute_reads import AttributeReads
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.memory import tensors_in
@@ -190,6 +191,7 @@ class Traced(Protocol):
     asked: set[tuple[str, str]]
     read_outside: set[str]
     written: set[tuple[str, str]]
+    attribute_reads: AttributeReads
 
 
 class ExpressionPrinter:
@@ -264,7 +266,7 @@ def make_guards(
         for mode in modes
     )
     has_sizes = any(sizes.guards for mode in modes for sizes in mode.sizes)
-    plain, asked = _attributes(model, traced, graphs)
+    plain, asked, fields = _attributes(model, traced, graphs)
     return Guards(
         train,
         evaluation,
@@ -274,13 +276,16 @@ def make_guards(
         ),
         plain=plain,
         asked=asked,
+        fields=fields,
     )
 
 
 def _attributes(
     model: nn.Module, traced: Sequence[Traced], graphs: Iterable[fx.Graph]
-) -> tuple[Names, Names]:
+) -> tuple[Names, Names, Names]:
     """Plain attributes of modules that the graphs do not call, and names looked up on modules.
+
+    The third result is `Guards.fields`.
 
     Modules that the graphs call read their own attributes when they run. Only attributes that the
     code of other modules reads (`self.drop.p`) are guarded in them.
@@ -311,33 +316,32 @@ def _attributes(
         is_large = isinstance(value, torch.Tensor) and value.numel() > MOST_ELEMENTS
         return is_large and child_path(path, name) in by_name
 
+    fields = _merged([mode.attribute_reads.by_label() for mode in traced])
     plain: dict[str, frozenset[str]] = {}
     for path, module in model.named_modules():
-        held = attributes_of(module).items()
+        held = attributes_of(module)
+        names = held.keys() & fields[path] if path in fields and path not in called else held
         plain[path] = frozenset(
-            n for n, v in held if is_watched(path, n) and not is_followed(path, n, v)
+            n for n in names if is_watched(path, n) and not is_followed(path, n, held[n])
         )
     others: dict[str, frozenset[str]] = {}
     for path, name in sorted({pair for mode in traced for pair in mode.asked}):
         if is_watched(path, name) and name not in plain[path]:
             others[path] = others.get(path, frozenset()) | {name}
-    kinds = dict.fromkeys(type(module) for module in model.modules())
-    methods = {kind: _methods_of_forward(kind) for kind in kinds}
     for path, module in model.named_modules():
-        names = methods[type(module)] - plain[path]
-        if names := frozenset(name for name in names if is_watched(path, name)):
+        of_class = {n for n in fields.get(path, ()) if hasattr(type(module), n)}
+        # An instance may override methods and defaults of its class.
+        others_read = of_class - plain[path] - set(dir(nn.Module))
+        if names := frozenset(name for name in others_read if is_watched(path, name)):
             others[path] = others.get(path, frozenset()) | names
-    return {path: names for path, names in plain.items() if names}, others
+    return {path: names for path, names in plain.items() if names}, others, fields
 
 
-def _methods_of_forward(kind: type) -> frozenset[str]:
-    """Names of the methods that a class's `forward` calls: an instance may override them."""
-    codes = _codes_of(kind)
-
-    def called(method: str) -> set[str]:
-        return {name for code in codes[method] for name in code.co_names} & codes.keys()
-
-    return frozenset(reached(["forward"], called)) - {"forward"}
+def _merged(reads: Sequence[Names]) -> Names:
+    """Names that any of the traces has read, by labels that all of them have."""
+    first, *others = reads
+    labels = first.keys() & set.intersection(*(set(each) for each in reads))
+    return {label: first[label].union(*(each[label] for each in others)) for label in labels}
 
 
 def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:

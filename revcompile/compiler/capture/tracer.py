@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from revcompile.compiler.capture.attribute_reads import AttributeReads
 from revcompile.compiler.capture.cleanup import detach_no_grad, remove_unused, uncut_parts
 from revcompile.compiler.capture.decisions import DECIDES, DecisionWatch
 from revcompile.compiler.capture.example import Example
@@ -126,6 +127,7 @@ class Tracer(ShapedTracer):
         """Attributes that the forward pass leaves for a loss outside the model."""
         self.written: set[tuple[str, str]] = set()
         """Attributes that the forward pass itself changes: path of the module, and name."""
+        self.attribute_reads = AttributeReads(lambda: self.evaluating)
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths = leaf_paths
         self._autocast = autocast_state()
@@ -177,7 +179,7 @@ class Tracer(ShapedTracer):
         with attempts_unlogged(), intercepted(root, self), preserve_attributes(root) as restore:
             self.restore = restore
             args, kwargs = self._example.arguments(self._inputs())
-            with TracedFunctions(self):
+            with self.attribute_reads.of(root), TracedFunctions(self):
                 result = self._traced(root, args, kwargs)
                 outputs, self.out_spec = pytree.tree_flatten(with_fields(result))
                 self.create_node("output", "output", (self.create_arg(tuple(outputs)),), {})

@@ -103,7 +103,7 @@ class GuardChecker:
         if isinstance(root, OriginalSurface):
             kind, hidden = root._original.importable_kind or kind, root._own_names
             plain, asked = ({**n, "": n.get("", frozenset()) - hidden} for n in (plain, asked))
-        self._attributes = PlainAttributes(root, plain, asked, kind)
+        self._attributes = PlainAttributes(root, plain, asked, kind, guards.fields)
         modules = dict(root.named_modules(remove_duplicate=False))
         self._modes = {
             training: [(modules[p], p, f) for p, f in mode.modes.items() if p in modules]
@@ -454,9 +454,9 @@ def _batch(kind: TensorType, value: Tensor) -> int:
 
 
 Recapture = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], bool, bool], Rewired]
-"""`recapture(root, args, kwargs, fixed_batch, autocast)` captures the model of `root` in its present
-state, for a call; with `fixed_batch`, for the batch size of this call alone; with `autocast`, under
-the caller's autocast."""
+"""`recapture(root, args, kwargs, fixed_batch, autocast)` captures the model of `root` in its
+present state, for a call; with `fixed_batch`, for the batch size of this call alone; with
+`autocast`, under the caller's autocast."""
 
 _MOST: Final = 64
 """The limit of captures of one model. More mean that a size or number is new at every call."""
@@ -490,14 +490,15 @@ class Cases:
     """A rewired model for each combination of sizes, flags and attributes seen so far.
 
     The first is the one that was compiled; the others are captured when a call needs them. With
-    `any_arguments`, a call may need one because its arguments differ from the example's; without,
-    only because it leaves out an optional tensor.
+    `arguments`, a call may need one because its arguments differ from the example's; without, only
+    because it leaves out an optional tensor.
     """
 
     def __init__(self, first: Rewired) -> None:
         self.recapture: Recapture | None = None
         """Captures the model for a call that breaks a guard; if None, such a call raises."""
-        self.any_arguments = False
+        self.arguments: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+        """Makes equal calls of a model that takes any arguments alike."""
         self.first = _Case(first, first.root)
         self._cases = [self.first]
         """All cases, the most recently used first."""
@@ -523,10 +524,10 @@ class Cases:
         only_known: bool = False,
     ) -> tuple[Rewired, dict[str, Any]]:
         """The graph for a call, and its inputs; with `only_known`, unknown arguments raise."""
-        if self.any_arguments:  # in transformers, None and a missing argument are the same
-            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        if self.arguments is not None:
+            kwargs = self.arguments(kwargs)
         other_arguments: InputError | None = None
-        is_open = self.any_arguments
+        is_open = self.arguments is not None
         mismatch: Mismatch | None = None
         tracing = is_traced()
         for index, case in enumerate(self._cases):

@@ -136,7 +136,9 @@ class Reversible(OriginalSurface):
             is_other_call = not isinstance(error, GuardError) and self._computes_original
             if not is_other_call or self._original.kind is None:
                 raise
-            return self._original.view(self).forward(*args, **kwargs)
+            view: Any = self._original.view(self)
+            # Not `view.forward`: a wrapper set on this module (accelerate's) would call it again.
+            return type(view).forward(view, *args, **kwargs)
         body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec

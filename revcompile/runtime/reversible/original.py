@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from revcompile.errors import InputError, OriginalMethodError
+from revcompile.errors import InputError, OriginalMethodError, warn
 from revcompile.ir.module_tree import Contents, child_path
 from revcompile.ir.snapshot import Kind, TreeSnapshot, below
 
@@ -119,9 +119,9 @@ def _is_in_place(name: str) -> bool:
 
 @contextmanager
 def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
-    """Undo and refuse changes of the modules and parameters."""
+    """Undo and refuse changes of the modules and parameters; undo activation checkpointing."""
     before, flags = TreeSnapshot(below(module), _STRUCTURE), _flags(module)
-    contents, problem = Contents(module), None
+    contents, problem, flag = Contents(module), None, None
     try:
         yield
     finally:
@@ -131,16 +131,18 @@ def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
                 "parameters the original had; they were restored. Call it on the original model, "
                 "and make the result reversible"
             )
-        elif flag := next((name for name in _flags(module) if name not in flags), None):
-            problem = (
-                f"{call} sets {flag}, which would have no effect: reversible blocks keep no "
-                "activations that checkpointing could save, and everything else runs as captured. "
-                "Leave the call out; summary() says which blocks are reversible"
-            )
-        if problem is not None:
+        else:
+            flag = next((name for name in _flags(module) if name not in flags), None)
+        if problem is not None or flag is not None:
             contents.restore(module)
     if problem is not None:
         raise OriginalMethodError(problem)
+    if flag is not None:
+        warn(
+            f"{call} sets {flag}, which has no effect and was undone: reversible blocks keep no "
+            "activations that checkpointing could save, and everything else runs as captured. "
+            "Leave the call out; summary() says which blocks are reversible"
+        )
 
 
 def _flags(module: nn.Module) -> list[str]:

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -63,6 +63,22 @@ class Config:
 
     def __call__(self, h: Tensor) -> Tensor:
         return h * self.scale
+
+
+class Defaults:
+    scale = 1.0
+
+
+class Renamed(Config):
+    """Like a configuration of transformers, which has several names for a field."""
+
+    announced: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls) -> None:
+        Renamed.announced.append(cls)
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__("scale" if name == "factor" else name)
 
 
 Pair = collections.namedtuple("Pair", "scale other")
@@ -151,6 +167,21 @@ ROWS: dict[str, tuple[Any, Any, Any, str]] = {
         nothing, scale_of(lambda b: b.factor), lambda b: setattr(type(b), "factor", 2.0),
         "1.factor was 1.0",
     ),
+    "class attribute, set on the instance": (
+        nothing, scale_of(lambda b: b.factor), put("factor", lambda: 2.0), "1.factor was 1.0",
+    ),
+    "default of a class of fields": (
+        put("config", Defaults), scale_of(lambda b: b.config.scale),
+        set_two(lambda b: b.config), "1.config.scale was absent",
+    ),
+    "all fields": (
+        put("config", Config), scale_of(lambda b: vars(b.config)["scale"]),
+        set_two(lambda b: b.config), "1.config.scale was 1.0",
+    ),
+    "another name": (
+        put("config", Renamed), scale_of(lambda b: b.config.factor), set_two(lambda b: b.config),
+        "1.config.scale was 1.0",
+    ),
     # tensors that are no buffers, and what is read of parameters
     "tensor in a list": (
         put("t", lambda: [torch.ones(WIDTH)]), scale_of(lambda b: b.t[0]),
@@ -175,6 +206,25 @@ def test_what_python_read_is_a_condition(row: str, monkeypatch: pytest.MonkeyPat
     change(captured.root.get_submodule("1"))
     for _ in range(2):  # the answer does not depend on what was found before
         assert str(checker.failing(captured.root, {})).startswith(expected)
+
+
+def bookkeeping(block: Any) -> None:
+    block.config = Renamed()
+    block.config.other, block.unread = 1, object()
+
+
+def test_what_forward_does_not_read_is_no_condition() -> None:
+    model = model_of(bookkeeping, scale_of(lambda b: b.config.scale))
+    config: Any = model[1].config
+    x = torch.randn(3, WIDTH)
+    captured = capture(model, x, check="off")
+    checker = GuardChecker(captured.guards, captured.root)
+    assert type(model[1]) is Block and type(config) is Renamed and not Renamed.announced
+    block: Any = captured.root.get_submodule("1")
+    block.config.other, block.config.new, block.unread, block.wrapped = 2, 3, 4, block.forward
+    assert checker.failing(captured.root, {}) is None
+    block.config.scale = 2.0
+    assert str(checker.failing(captured.root, {})).startswith("1.config.scale was 1.0")
 
 
 ANEW, REFUSED = ("partial", "tensor in a list", "item and operand"), ("no parameter",)
