@@ -1,4 +1,4 @@
-"""Fine-tune a language model of transformers reversibly, with the library's own Trainer.
+"""Fine-tune a language model of transformers reversibly, with the library's own Trainer, in bfloat16.
 
 `reversify` gives a model of the same class: Trainer, PEFT and `save_pretrained` take it as it is.
 
@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
         max_steps=args.steps,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
+        bf16=True,
+        eval_strategy="steps",
+        eval_steps=max(1, args.steps // 2),
         save_strategy="no",
         report_to="none",
     )

@@ -256,14 +256,12 @@ def with_averaged_weights(net: nn.Module) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("loop", [with_accelerate, with_lightning, with_averaged_weights])
-def test_other_loops_in_bfloat16(
-    loop: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_loops_in_bfloat16(loop: Callable[[nn.Module], None]) -> None:
     net: Any = revcompile.reversify(build("llama"), example_kwargs=batch(), policy="pretrained")
     net.train()
     full, single = saved(net, batch()), saved(net, batch(1))
-    with captures(monkeypatch) as found:
-        loop(net)
-    assert found == []
+    cases = len(net._cases._cases)
+    loop(net)
+    assert len(net._cases._cases) == cases == 2
     assert (saved(net, batch()), saved(net, batch(1))) == (full, single)
     assert single < full / 2

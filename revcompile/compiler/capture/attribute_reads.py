@@ -2,7 +2,8 @@
 
 While a fake copy of the model is traced, its modules and the objects that their attributes hold
 (configurations) are instances of subclasses of their own classes, which note every read. Objects
-whose reads cannot be seen that way (torch's layers, extension types) have all attributes guarded.
+whose reads cannot be seen that way (torch's layers, extension types) have all attributes guarded,
+as have models whose code asks for the type of something.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from revcompile.compiler.capture.bytecode import asks_types
 from revcompile.compiler.capture.leaf_modules import is_leaf
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.plain_attributes import attributes_of, objects_in
@@ -39,7 +41,9 @@ class AttributeReads:
     def of(self, root: nn.Module) -> Iterator[None]:
         """Inside, note reads of attributes of the model's modules."""
         kinds: list[tuple[Any, type]] = []
-        for path, module in root.named_modules(remove_duplicate=False):
+        traced = {type(module) for module in root.modules() if not is_leaf(module)}
+        modules = root.named_modules(remove_duplicate=False)
+        for path, module in () if any(map(asks_types, traced)) else modules:
             self._labels |= {} if is_leaf(module) else {path: module}
             for name, value in attributes_of(module).items():
                 self._labels |= objects_in(child_path(path, name), value)

@@ -6,15 +6,11 @@ from the inputs of a call. See `ir/guards.py` for the guards themselves.
 
 from __future__ import annotations
 
-import dis
 import enum
 import functools
-import inspect
 import operator
-import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import torch
@@ -22,6 +18,11 @@ from torch import fx, nn
 from torch.fx.graph import magic_methods
 
 from revcompile.compiler.capture.attribute_reads import AttributeReads
+from revcompile.compiler.capture.bytecode import (
+    is_of_torch,
+    methods_of_forward,
+    reads_of_members,
+)
 from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.fake_values import meta_copy
 from revcompile.compiler.capture.memory import tensors_in
@@ -37,7 +38,6 @@ from revcompile.ir.guards import (
 from revcompile.ir.module_tree import called_module, child_path
 from revcompile.ir.ops import op_name
 from revcompile.ir.plain_attributes import Names, attributes_of
-from revcompile.ir.reached import reached
 from revcompile.ir.signature import Signature
 from revcompile.ir.snapshot import MOST_ELEMENTS
 from revcompile.ir.types import PATH, TYPE, types_in
@@ -127,12 +127,8 @@ def _is_needed(read: PythonRead, value: Any, facts: _Facts, root: nn.Module) -> 
     if read.kind is not ReadKind.LENGTH or isinstance(value, torch.Tensor):
         return True
     if (module := called_module(read.node, root)) is not None:
-        return isinstance(value, list) and not _is_of_torch(type(module).forward)
+        return isinstance(value, list) and not is_of_torch(type(module).forward)
     return not tensors_in(value) or op_name(read.node) in _ARITIES
-
-
-def _is_of_torch(function: Any) -> bool:
-    return str(function.__module__).partition(".")[0] == "torch"
 
 
 def _attribute_read(node: fx.Node) -> str | None:
@@ -299,7 +295,7 @@ def _attributes(
         for path, module in model.named_modules()
         if path not in called and not path.startswith(within)
     )
-    read = frozenset(pair for kind in dict.fromkeys(around) for pair in _reads_of_members(kind))
+    read = frozenset(pair for kind in dict.fromkeys(around) for pair in reads_of_members(kind))
 
     def is_watched(path: str, name: str) -> bool:
         if (path, name) in written or name == "training":
@@ -329,10 +325,12 @@ def _attributes(
         if is_watched(path, name) and name not in plain[path]:
             others[path] = others.get(path, frozenset()) | {name}
     for path, module in model.named_modules():
-        of_class = {n for n in fields.get(path, ()) if hasattr(type(module), n)}
         # An instance may override methods and defaults of its class.
-        others_read = of_class - plain[path] - set(dir(nn.Module))
-        if names := frozenset(name for name in others_read if is_watched(path, name)):
+        of_class = methods_of_forward(type(module))
+        if path in fields:
+            of_class = frozenset(n for n in fields[path] if hasattr(type(module), n))
+        unseen = of_class - plain[path] - set(dir(nn.Module))
+        if names := frozenset(name for name in unseen if is_watched(path, name)):
             others[path] = others.get(path, frozenset()) | names
     return {path: names for path, names in plain.items() if names}, others, fields
 
@@ -342,36 +340,3 @@ def _merged(reads: Sequence[Names]) -> Names:
     first, *others = reads
     labels = first.keys() & set.intersection(*(set(each) for each in reads))
     return {label: first[label].union(*(each[label] for each in others)) for label in labels}
-
-
-def _reads_of_members(kind: type) -> frozenset[tuple[str, str]]:
-    """Pairs of a member and an attribute of it that methods of a class read: `conv`, `padding`.
-
-    Bytecode has only the name of a variable or an attribute, and the name that is read from it.
-    """
-    codes = (code for codes in _codes_of(kind).values() for code in codes)
-    instructions = (each for code in codes for each in _loads(code))
-    return frozenset((a, b) for a, b in instructions if a != "self")
-
-
-def _codes_of(kind: type) -> dict[str, list[types.CodeType]]:
-    """The bytecode of the methods of a class and of those they override, by name."""
-    codes: dict[str, list[types.CodeType]] = {"forward": []}
-
-    def inner(code: types.CodeType) -> list[types.CodeType]:
-        return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-
-    own = [base for base in kind.__mro__ if not _is_of_torch(base)]
-    for base in own:
-        for name, value in vars(base).items():
-            if isinstance(value, types.FunctionType):
-                codes.setdefault(name, []).extend(reached([inspect.unwrap(value).__code__], inner))
-    return codes
-
-
-def _loads(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """Pairs of names: of a variable or an attribute, and of the attribute that is read from it."""
-    for before, now in pairwise(dis.get_instructions(code)):
-        is_named = before.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR"))
-        if is_named and now.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            yield str(before.argval), str(now.argval)

@@ -227,6 +227,23 @@ def test_what_forward_does_not_read_is_no_condition() -> None:
     assert str(checker.failing(captured.root, {})).startswith("1.config.scale was 1.0")
 
 
+def test_a_forward_may_ask_for_the_type_of_its_parts() -> None:
+    def scale(block: Any) -> float:
+        return block.config.scale if type(block.config) is Config else 3.0
+
+    class Asking(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2.0 if type(self) is Asking else 1.0)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Asking(put("config", Config), scale_of(scale)))
+    x = torch.randn(3, WIDTH)
+    captured = capture(model, x, check="full")
+    checker = GuardChecker(captured.guards, captured.root)
+    captured.root.get_submodule("0").config.scale = 2.0  # type: ignore[union-attr]
+    assert str(checker.failing(captured.root, {})).startswith("0.config.scale was 1.0")
+
+
 ANEW, REFUSED = ("partial", "tensor in a list", "item and operand"), ("no parameter",)
 
 
