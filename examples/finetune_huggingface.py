@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from characters import lines, padded, pretrained
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
         per_device_train_batch_size=4,
         learning_rate=1e-2,
         bf16=True,
+        use_cpu=not torch.accelerator.is_available(),  # otherwise bf16 needs a GPU
         eval_strategy="steps",
         eval_steps=max(1, args.steps // 2),
         save_strategy="no",
