@@ -1,4 +1,4 @@
-"""Fine-tune a language model of transformers reversibly, with the library's own Trainer, in bfloat16.
+"""Fine-tune a language model of transformers reversibly, in bfloat16, with its own Trainer.
 
 `reversify` gives a model of the same class: Trainer, PEFT and `save_pretrained` take it as it is.
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
         per_device_train_batch_size=4,
         learning_rate=1e-2,
         bf16=True,
-        use_cpu=not torch.accelerator.is_available(),  # otherwise bf16 needs a GPU
+        use_cpu=not torch.accelerator.is_available(),
         eval_strategy="steps",
         eval_steps=max(1, args.steps // 2),
         save_strategy="no",

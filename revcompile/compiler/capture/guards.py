@@ -316,7 +316,9 @@ def _attributes(
     plain: dict[str, frozenset[str]] = {}
     for path, module in model.named_modules():
         held = attributes_of(module)
-        names = held.keys() & fields[path] if path in fields and path not in called else held
+        names = frozenset(held)
+        if path in fields and path not in called:
+            names &= fields[path]
         plain[path] = frozenset(
             n for n in names if is_watched(path, n) and not is_followed(path, n, held[n])
         )
