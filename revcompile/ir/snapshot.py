@@ -321,11 +321,12 @@ class TreeSnapshot:
 
 def _unsaved(module: nn.Module) -> Collection[str]:
     """Attributes that a module does not save with itself."""
-    if type(module).__getstate__ is nn.Module.__getstate__:  # type: ignore[attr-defined]
+    if type(module).__getstate__ is nn.Module.__getstate__:
         return ()
+    saved: Any = None
     with suppress(Exception):  # a script module has no state
-        return vars(module).keys() - module.__getstate__().keys()  # type: ignore[attr-defined]
-    return ()
+        saved = module.__getstate__()
+    return vars(module).keys() - saved.keys() if isinstance(saved, dict) else ()
 
 
 def _put(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:

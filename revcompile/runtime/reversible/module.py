@@ -183,7 +183,7 @@ class Reversible(OriginalSurface):
         return self._cases.bound(self, args, kwargs, only_known)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._apply(*args, **kwargs)
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._place_constants()
         return result
 

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import pytest
 import torch
+from helpers import gradients, worst
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from revcompile import petrafy, reversify
-from tests.support.helpers import gradients, worst
 
 
 class Block(nn.Module):
