@@ -30,11 +30,6 @@ from revcompile.kernels.batch_norm import bn_relu
 from revcompile.kernels.layer_norm import call_layer_norm, is_layer_norm, layer_norm
 
 
-def for_chains(branch: fx.Graph, root: nn.Module) -> fx.Graph:
-    """A branch as chains run it, under autocast or not."""
-    return fuse_bn_relu(cast_down(match_dtypes(branch), root), root)
-
-
 def for_stages(
     graph: fx.Graph, root: nn.Module, autocast: torch.dtype, graphs_outlive_updates: bool
 ) -> fx.Graph:

@@ -1,10 +1,11 @@
 """Graphs as Python text and functions, for modules of any name: `{"in": ..., "it's": ...}`.
 
-A compiled graph is a function of `(root, *inputs)`.
+A graph becomes a function of `(root, *inputs)`, or of `(modules, *inputs)` (`Function`).
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -12,7 +13,7 @@ import keyword
 import linecache
 import re
 from collections.abc import Callable
-from types import CodeType, SimpleNamespace
+from types import CodeType
 from typing import Any, Final, cast
 
 from torch import fx, nn
@@ -63,14 +64,17 @@ def source_of(graph: fx.Graph) -> str:
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph, to be rewritten."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
+    result = fx.Graph()
+    result.output(result.graph_copy(graph, {}))
+    return result
 
 
 def compile_graph(graph: fx.Graph, name: str) -> Callable[..., Any]:
     """A function from a graph; tracebacks show the generated lines under the segment's name."""
-    code = python_code(graph)
+    return _executed(python_code(graph), name)
+
+
+def _executed(code: PythonCode, name: str) -> Callable[..., Any]:
     namespace = dict(code.globals)
     exec(_byte_code(code.src, name), namespace)
     function: Any = namespace["forward"]
@@ -86,33 +90,52 @@ def _byte_code(source: str, name: str) -> CodeType:
     return compile(source, filename, "exec")
 
 
-def compile_with_modules(graph: fx.Graph, root: nn.Module, name: str) -> Callable[..., Any]:
-    """A function of a graph's inputs: modules are looked up in `root` once, parameters every time.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """A graph as a function of `(modules, *inputs)`, whose text names modules by position.
 
-    Looking up a module's members is slow (`nn.Module.__getattr__`), and the layers of a deep net
-    are nested in many modules. The caller of the function has to notice replaced modules.
+    Modules are looked up once, parameters at every call. Looking up a module's members is slow
+    (`nn.Module.__getattr__`), and the layers of a deep net are nested in many modules. The caller
+    has to notice replaced modules.
     """
-    flat, modules = copied(graph), SimpleNamespace()
-    for node in flat.nodes:
-        path = str(node.target)
-        if node.op not in ("call_module", "get_attr"):
-            continue
+
+    name: str
+    code: PythonCode
+    modules: tuple[nn.Module, ...]
+    run: Callable[..., Any]
+
+    @functools.cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for functions with the same text, which call the same functions."""
+        return self.code.src, *((name, id(value)) for name, value in self.code.globals.items())
+
+    @functools.cached_property
+    def parameter_sizes(self) -> tuple[Any, ...]:
+        """The sizes of the parameters that it reads."""
+        return tuple(p.shape for module in self.modules for p in module.parameters())
+
+    def fresh(self) -> Callable[..., Any]:
+        """The function again, with a code object of its own, which torch.compile counts by name."""
+        return _executed(self.code, f"{self.name} {next(_counter)}")
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.run(self.modules, *inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Function:  # the text refers to Python modules
+        return dataclasses.replace(self, modules=copy.deepcopy(self.modules, memo))
+
+
+def function_of(graph: fx.Graph, root: nn.Module, name: str) -> Function:
+    """The function of a graph that reads modules below `root`."""
+    positions: dict[nn.Module, int] = {}
+
+    def expression(path: str) -> str:
         owner, _, member = path.rpartition(".")
-        if member in root.get_submodule(owner)._modules:
-            node.target = _add(modules, root, path)
-        else:
-            node.target = f"{_add(modules, root, owner)}.{member}"
-    function = compile_graph(flat, name)
+        module: Any = root.get_submodule(owner)
+        called = module._modules.get(member)
+        read = module if called is None else called
+        found = f"self[{positions.setdefault(read, len(positions))}]"
+        return found if called is not None else path_expression(member, found)
 
-    def run(*inputs: Any) -> Any:
-        return function(modules, *inputs)
-
-    return run
-
-
-def _add(modules: SimpleNamespace, root: nn.Module, path: str) -> str:
-    """Make a module an attribute of `modules`; returns its name."""
-    module, name = root.get_submodule(path), path.replace(".", "_") or "root"
-    while vars(modules).setdefault(name, module) is not module:
-        name += "_"
-    return name
+    code = python_code(graph, expression)
+    return Function(name, code, tuple(positions), _executed(code, name))

@@ -79,7 +79,8 @@ class Change(NamedTuple):
 
     @property
     def where(self) -> str:
-        return child_path(self.path, self.name) if self.name else self.path or "the model"
+        is_member = self.name and self.kind is not Kind.FORWARD
+        return child_path(self.path, self.name) if is_member else self.path or "the model"
 
     def __str__(self) -> str:
         match self.kind:
@@ -93,7 +94,8 @@ class Change(NamedTuple):
             case Kind.CLASS:
                 return f"{self.where} was {_named(self.before)} and is {_named(self.now)} now"
             case Kind.FORWARD:
-                return f"{self.where} was given another forward"
+                what = "compiled" if self.name else "given another forward"
+                return f"{self.where} was {what}"
             case Kind.HOOK | Kind.GRADIENT_HOOK:
                 return f"a hook of {self.where} was registered or removed"
             case Kind.REQUIRES_GRAD | Kind.DIFFERENTIABLE:
@@ -392,8 +394,9 @@ def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:
         case _ if names is not None:
             return {}
         case Kind.FORWARD:
-            reading.entries.append((own, "forward", own.get("forward", Presence.ABSENT)))
-            return {"": own.get("forward")}
+            for name in ("forward", "_compiled_call_impl"):
+                reading.entries.append((own, name, own.get(name, Presence.ABSENT)))
+            return {"": own.get("forward"), "compiled": own.get("_compiled_call_impl")}
         case Kind.MEMBERS:
             tables = {name: own[name] for name in _TABLES.values()}
             reading.entries += [(own, name, table) for name, table in tables.items()]

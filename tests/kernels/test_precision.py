@@ -2,11 +2,9 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from helpers import cases, gradients
 from nets import Chain, module_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,8 +17,6 @@ from revcompile.ir.coupling_ops import minus, plus
 from revcompile.kernels import exact_sum as grid
 from revcompile.kernels import gradient_sum as sums
 from revcompile.kernels import triton_kernels as kernels
-from revcompile.runtime.reversible import block as chain_sums
-from revcompile.runtime.reversible.block import BlockWeights
 
 
 class _Widened(TorchDispatchMode):
@@ -65,42 +61,6 @@ def _copied(
     return total, torch.empty_like(total, dtype=torch.bfloat16).copy_(total)
 
 
-class _Turned(_Stack):
-    """Streams change their layout between the second block and the third."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third = self.blocks
-        x = x + first(x)
-        x = (x + second(x)).transpose(2, 3)
-        return x + third(x)
-
-
-@cases(
-    "model, overlap, casts",
-    (_Stack(), "off", 2 * 3 - 2 * 2),
-    (_Stack(), "on", 2 * 3 - 2 * 2),
-    (_Turned(), "off", 2 * 3 - 2 * 1),
-    (_Stack(_functional), "off", 2 * 3 - 2 * 2),
-    (_Stack(nn.ReLU), "off", 2 * 3),
-    ids=["in a row", "overlapped", "linked", "functions", "read otherwise"],
-)
-def test_a_sum_is_read_as_it_was_copied(
-    model: nn.Module, overlap: str, casts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All but a chain's first branch, and in backward its last, get copies of the sums before."""
-    net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
-    links = [coupling.rearrange is not None for coupling in net.rewired.couplings]
-    assert links == [False, False, isinstance(model, _Turned)]
-    results = []
-    for add_or_subtract in (chain_sums.add_or_subtract, _copied):  # type: ignore[attr-defined]
-        monkeypatch.setattr(chain_sums, "add_or_subtract", add_or_subtract)
-        with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
-            results.append(gradients(copy.deepcopy(net), X))
-    # Seeds of three backward passes are cast too.
-    assert seen.casts_down == casts + 3
-    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
-
-
 def _copied_gradient(
     wide: Tensor, narrow: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -108,29 +68,6 @@ def _copied_gradient(
     if dtype is None:
         return total, None
     return total, torch.empty_like(total, dtype=dtype).copy_(total)
-
-
-@cases(
-    "model, overlap, copies",
-    (_Stack(), "off", 2),
-    (_Stack(), "on", 2),
-    (_Turned(), "off", 2),
-    (_Stack(nn.ReLU), "off", 2),
-    ids=["in a row", "overlapped", "linked", "read otherwise"],
-)
-def test_a_gradient_is_read_as_it_was_copied(
-    model: nn.Module, overlap: str, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All branches but the chain's last begin with a copy of the gradient's sum before."""
-    net = revcompile.reversify(model, X, check="off", overlap=overlap).train()
-    results, casts = [], []
-    for added in (sums.add_gradients, _copied_gradient):
-        monkeypatch.setattr(sums, "add_gradients", added)
-        with torch.autocast("cpu", torch.bfloat16), _Widened(X.shape) as seen:
-            results.append(gradients(copy.deepcopy(net), X))
-        casts.append(seen.casts_down)
-    assert casts[0] - casts[1] == copies
-    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -192,42 +129,3 @@ def test_stages_read_copied_sums(
 
 
 # -- weights --------------------------------------------------------------------------------------
-
-
-class Twice(nn.Module):
-    """A block whose first layer is called twice, and whose other weights are converted together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.both, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.down.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.stem(x)
-        return x + self.down(torch.relu(self.up(self.both(torch.relu(self.both(x))))))
-
-
-def test_weights_are_converted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = revcompile.reversify(Twice(), torch.randn(2, 8), check="off").train()
-    x, found, counts = torch.randn(4, 8), [], []
-    converted = BlockWeights.converted
-
-    def counted(weights: BlockWeights, *given: Any) -> dict[int, Tensor]:
-        counts.append(len(copies := converted(weights, *given)))
-        return copies
-
-    for function in (counted, lambda *_: {}):
-        monkeypatch.setattr(BlockWeights, "converted", function)
-        net.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = net(x).square().sum()
-        loss.backward()
-        found.append({name: p.grad for name, p in net.named_parameters()})
-    assert counts == [4, 4], "of forward and of the rebuild"
-    together, by_autocast = found
-    assert together["down.weight"] is None
-    assert all(g.dtype == torch.float32 for g in together.values() if g is not None)
-    for name, gradient in by_autocast.items():
-        assert gradient is together[name] or torch.equal(gradient, together[name]), name
-    assert type(net.up.weight) is nn.Parameter, "the layers have their own weights again"

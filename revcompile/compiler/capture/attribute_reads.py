@@ -43,7 +43,7 @@ class AttributeReads:
         kinds: list[tuple[Any, type]] = []
         traced = {type(module) for module in root.modules() if not is_leaf(module)}
         modules = root.named_modules(remove_duplicate=False)
-        for path, module in () if any(asks_types(kind) for kind in traced) else modules:
+        for path, module in () if any(asks_types(kind) for kind in traced) else modules:  # type: ignore[arg-type]
             self._labels |= {} if is_leaf(module) else {path: module}
             for name, value in attributes_of(module).items():
                 self._labels |= objects_in(child_path(path, name), value)

@@ -183,6 +183,11 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 f"capture: {path} is scripted, and copies of scripted modules do not train; pass "
                 "the Python module it was made from"
             )
+        if vars(module).get("_compiled_call_impl") is not None:
+            raise InputError(
+                f"{path or 'the model'} has been compiled by .compile(), which a reversible module "
+                "would not follow; make it from the plain model, and call .compile() of the result"
+            )
         if isinstance(module._modules.get("_orig_mod"), nn.Module):  # torch.compile
             raise InputError(
                 f"capture: {path} is compiled ({type(module).__name__}); pass the plain module, "

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,9 +32,9 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError, ModifiedError
+from revcompile.ir.compiled import CANNOT_COMPILE, Compiler, may_compile
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, refusing_other_leaves, stream_leaf
 from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot
-from revcompile.kernels.autocast import is_autocasting
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.kernels.fixed_point import random_signs
 from revcompile.kernels.layout import alike, is_traced, with_strides
@@ -47,11 +48,13 @@ from revcompile.runtime.reversible.block import (
     Added,
     Averaged,
     Block,
+    Compiled,
     FixedAverage,
+    arranged,
     before_rearrange,
+    compiled_block,
     couple,
-    run_branch,
-    to_dtypes_of,
+    rebuild,
 )
 from revcompile.runtime.reversible.overlap import Overlap, TwoStreams
 from revcompile.runtime.reversible.reconstruction import (
@@ -107,20 +110,37 @@ class Chain:
         b: Tensor,
         sides: Sequence[Any],
         cast: torch.dtype | None = None,
+        compiler: Compiler | None = None,
         training: bool = True,
     ) -> tuple[Tensor, ...]:
         """The chain as ordinary operations (eval mode, `no_grad`, and the reference in tests)."""
         sums = self._sums(a, b, cast, training, not (is_transformed() or is_traced()))
         a, b = sums.enter(a, b)
         extras: tuple[Tensor, ...] = ()
+        compiler, signs = _compiler_for(compiler, a)
         for index, block in enumerate(self.blocks):
             (b,) = unshard(block.sharded, (b,))
-            a, b, _, extras, *_ = couple(block, index, a, b, sides, cast, sums, is_rebuilt=False)
+            a, b, _ = arranged(block, a, b, sides)
+            used = [sides[i] for i in block.sides]
+            run = partial(couple, *(block, index, a, b, used, cast, sums), is_rebuilt=False)
+            hooked = block.bindings.hooks.run_in_forward
+            compiled = None if hooked else compiled_block(block, compiler, signs, a, b, used)
+            try:
+                y, extras, *_ = run(compiled)
+            except CANNOT_COMPILE as error:
+                _note(compiler, block, compiled, error)
+                y, extras, *_ = run()
+            a, b = b, y
             (b,) = reshard(block.sharded, (b,))
         return a, b, *extras
 
     def reversible(
-        self, a: Tensor, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None = None
+        self,
+        a: Tensor,
+        b: Tensor,
+        sides: Sequence[Any],
+        cast: torch.dtype | None = None,
+        compiler: Compiler | None = None,
     ) -> tuple[Tensor, ...]:
         """The chain, which keeps only its output for the backward pass.
 
@@ -132,35 +152,44 @@ class Chain:
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
         sums = self._sums(a, b, cast)
-        # A global hook may look at the weights of any layer.
-        is_cast = cast is None and is_autocasting(a.device) and not _has_any_global_hook()
-        dtype = torch.get_autocast_dtype(a.device.type) if is_cast else None
-        call = _Call(self, cast, dtype, sums, Surroundings(a.device), overlaps)
+        around = Surroundings(a.device)
+        call = _Call(self, cast, sums, around, *_compiler_for(compiler, a), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
     def inspect(
-        self, a: Tensor, b: Tensor, sides: Sequence[Any], cast: torch.dtype | None = None
+        self,
+        a: Tensor,
+        b: Tensor,
+        sides: Sequence[Any],
+        cast: torch.dtype | None = None,
+        compiler: Compiler | None = None,
     ) -> tuple[tuple[Tensor, ...], list[tuple[str, float]]]:
         """Run forward and back; returns the outputs and each block's reconstruction error."""
         sums, around, past, errors = self._sums(a, b, cast), Surroundings(a.device), [], []
+        extras: tuple[Tensor, ...] = ()
+        compiler, signs = _compiler_for(compiler, a)
         with torch.no_grad():
             a, b = sums.enter(a, b)
             for index, block in enumerate(self.blocks):
                 replay, given = Replay(block.replay_context, around), (a, b)
                 unshard(block.sharded, (b,))
+                a, b, shapes = arranged(block, a, b, sides)
+                used = [sides[i] for i in block.sides]
+                compiled = compiled_block(block, compiler, signs, a, b, used)
                 with replay.record():
-                    a, b, shapes, extras, *_, lost = couple(block, index, a, b, sides, cast, sums)
+                    y, extras, _, lost = couple(block, index, a, b, used, cast, sums, compiled)
+                a, b = b, y
                 reshard(block.sharded, (b,))
-                past.append((index, block, replay, given, shapes, lost))
+                past.append((index, block, replay, given, shapes, lost, compiled))
             result = a, b, *extras
-            for index, block, replay, given, shapes, lost in reversed(past):
+            for index, block, replay, given, shapes, lost, compiled in reversed(past):
                 unshard(block.sharded, (b,))
-                with replay.again():
+                with replay.again(compiled is not None):
                     used = [sides[i] for i in block.sides]
-                    addend, _ = run_branch(block, a, used, cast)
-                    rebuilt = sums.undo(index, b, a, addend, lost, False)[0], a
-                a, b = before_rearrange(block, shapes, *rebuilt)
+                    x = stream_leaf(a, dtype=cast, is_viewed=False)
+                    rebuilt, _ = rebuild(block, index, b, x, a, used, cast, sums, lost, compiled)
+                a, b = before_rearrange(block, shapes, rebuilt.detach(), a)
                 reshard(block.sharded, (b,))
                 wrong = map(relative_error, given, (a, b))
                 errors.append((block.name, max(wrong)))
@@ -186,7 +215,7 @@ class Chain:
         signs = random_signs((len(self.blocks), samples), b.device, b.dtype)
         if not exact:
             return Averaged(signs, dims)
-        return FixedAverage(signs, dims, cast or b.dtype)
+        return FixedAverage(signs, dims)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -215,28 +244,41 @@ class _Call:
 
     chain: Chain
     cast: torch.dtype | None
-    autocast: torch.dtype | None
     sums: Added
     around: Surroundings
+    compiler: Compiler | None = None
+    """What compiles the blocks; None if they run eagerly."""
+    signs: tuple[Tensor, ...] = ()
+    """+1 and -1, for compiled blocks."""
     overlaps: bool = False
     """Whether backward rebuilds the previous block while it differentiates a block."""
     checked: int = -1
     """The first block that is differentiated, if the reconstruction is checked."""
     samples: StartedCheck | None = None
     """Samples of that block's input, after rounding to the chain's grid or units."""
-    cast_copy: Tensor | None = None
-    """In forward: the latest sum in the dtype of its reader, if a kernel wrote that too."""
     handed: _Handed | None = None
     """In backward: what the latest block passes to the previous one."""
 
-    def wants_cast(self, index: int, step: int) -> bool:
-        """Whether a block's sum is cast for its reader, the branch of block `index + step`."""
-        blocks, reader = self.chain.blocks, index + step
-        if not 0 <= reader < len(blocks) or blocks[max(index, reader)].rearrange is not None:
-            return False
-        if self.cast is not None:
-            return self.sums.casts_to_read
-        return self.sums.casts and blocks[reader].has_autocast_consumer
+
+def _compiler_for(
+    compiler: Compiler | None, stream: Tensor
+) -> tuple[Compiler | None, tuple[Tensor, ...]]:
+    """The compiler if compiled functions can run here and now, and +1 and -1 for them."""
+    if compiler is None or type(stream) is not Tensor or is_transformed():
+        return None, ()
+    if _has_any_global_hook() or not may_compile():
+        return None, ()
+    plus = torch.ones((), dtype=stream.dtype, device=stream.device)
+    return compiler, (plus, -plus)
+
+
+def _note(
+    compiler: Compiler | None, block: Block, compiled: Compiled | None, error: Exception
+) -> None:
+    """Note that a block cannot be compiled; raises the error if it was not compiled."""
+    if compiler is None or compiled is None:
+        raise error
+    compiler.failed(block.step.function, error)
 
 
 @dataclass(slots=True)
@@ -252,9 +294,7 @@ class _Rebuilt:
     parameters: Sequence[Tensor]
     """The parameters that require a gradient, as they are in the graph."""
     results: tuple[Tensor, ...]
-    """F(b) and the extras."""
-    cast_copy: Tensor | None
-    """`a` in the dtype of autocast, if a kernel wrote that too."""
+    """F(b), or the sum of a compiled step, and the extras."""
     stream: int
     """The number of the CUDA stream on which it was rebuilt (`TwoStreams`)."""
 
@@ -274,12 +314,10 @@ class _Handed:
     """With overlap: the block, already rebuilt."""
     gradients: tuple[Tensor, ...] = ()
     """The gradients returned to autograd, which nothing else needs: they may be overwritten."""
-    cast_gradient: Tensor | None = None
-    """The second gradient in the dtype of the block's branch, if a kernel wrote that too."""
 
 
-_Output = tuple[Tensor, Tensor, Tensor | None]
-"""A block's output `(b, y)`, and `b` in the dtype of autocast if a kernel wrote that too."""
+_Output = tuple[Tensor, Tensor]
+"""A block's output `(b, y)`."""
 _REST: Final = 6
 """Position of `rest` among the arguments of `_Reversible.forward`, without the context."""
 
@@ -303,17 +341,20 @@ class _Reversible(torch.autograd.Function):
         a, b = alike(a, b) if index else call.sums.enter(a, b)
         if index == call.checked:
             call.samples = call.chain.check.start({"a": samples_of(a), "b": samples_of(b)})
-        replay = Replay(block.replay_context, call.around, block.bindings.hooked)
-        cast_b, call.cast_copy = call.cast_copy, None
-        copies = block.weights.converted(bound.parameters, call.autocast)
-        with replay.record(), bound.running_hooks(), bound.replaced_by(copies):
-            b, y, ctx.shapes, extras, ctx.addend_dtype, call.cast_copy, lost = couple(
-                *(block, index, a, b, sides, call.cast, call.sums),
-                cast_b=cast_b,
-                with_cast=call.wants_cast(index, 1),
-            )
-        ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay
         used = [sides[i] for i in block.sides]
+        a, b, ctx.shapes = arranged(block, a, b, sides)
+        compiled = None
+        if not bound.has_hooks():
+            compiled = compiled_block(block, call.compiler, call.signs, a, b, used)
+        try:
+            replay, results = _first_run(call, index, bound, a, b, used, compiled)
+        except CANNOT_COMPILE as error:
+            _note(call.compiler, block, compiled, error)
+            call.around.random, compiled = None, None  # what it drew is drawn again
+            replay, results = _first_run(call, index, bound, a, b, used, None)
+        y, extras, ctx.addend_dtype, lost = results
+        ctx.compiled = compiled
+        ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
         count = ctx.plain_sides.count(None)
         ctx.parameters = rest[count:]
@@ -336,7 +377,7 @@ class _Reversible(torch.autograd.Function):
             grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
             # Hooks on saved tensors may return others.
             b, y = (with_strides(stream, ctx.strides) for stream in saved[:2])
-            handed = _Handed(ctx.index, output=(b, y, None))
+            handed = _Handed(ctx.index, output=(b, y))
             saved = saved[ctx.kept :]
             call.chain.check_repeatable()
         elif handed is None or handed.index != ctx.index:
@@ -359,12 +400,28 @@ class _Reversible(torch.autograd.Function):
             with streams.backward_on(rebuilt.stream):
                 results = _differentiate(ctx, rebuilt, handed, grad_b, grad_y, *grad_extras)
         if ctx.index == call.checked and call.samples is not None:
-            a, b, _ = _input_of(ctx, rebuilt)
+            a, b = _input_of(ctx, rebuilt)
             call.chain.check.finish(call.samples, {"a": samples_of(a), "b": samples_of(b)})
         if call.handed is not None:
             call.handed.rebuilt = ahead
             call.handed.output = _input_of(ctx, rebuilt) if ahead is None else None
         return None, None, None, None, *results
+
+
+def _first_run(
+    call: _Call,
+    index: int,
+    bound: Bound,
+    a: Tensor,
+    b: Tensor,
+    used: Sequence[Any],
+    compiled: Compiled | None,
+) -> tuple[Replay, tuple[Tensor, tuple[Tensor, ...], torch.dtype, tuple[Tensor, ...]]]:
+    """A block's sum in forward, and what repeats it."""
+    block = call.chain.blocks[index]
+    replay = Replay(block.replay_context, call.around, block.bindings.hooked)
+    with replay.record(), bound.running_hooks():
+        return replay, couple(block, index, a, b, used, call.cast, call.sums, compiled)
 
 
 # Skips the part of `apply` for `torch.func`, whose transforms never get here (`is_transformed`).
@@ -384,7 +441,7 @@ def _before_rearrange(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _input_of(node: Any, rebuilt: _Rebuilt) -> _Output:
     """The input of a rebuilt block: the output of the previous one."""
     b, y = _before_rearrange(node, rebuilt.a, rebuilt.b)
-    return b, y, rebuilt.cast_copy
+    return b, y
 
 
 def _rebuild(
@@ -397,28 +454,24 @@ def _rebuild(
     bound.check(block.name)
     lost, tensors = tuple(saved[: node.lost]), saved[node.lost :]
     assert output is not None
-    b, y, cast_b = output
+    b, y = output
     needs = node.needs_input_grad[_REST:]
     sides = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
     next_side = iter(sides)
     used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
     has_hooks = bound.has_hooks()
     others = bound.stand_ins()
-    if not has_hooks:
-        others |= block.weights.converted(bound.parameters, call.autocast)
     parameters: Sequence[Tensor] = node.parameters
     if others:
         parameters = [others.get(id(p), p).requires_grad_() for p in parameters]
-    with bound.restored(others, has_hooks), node.replay.again():
-        is_read_cast = call.cast is None and block.has_autocast_consumer
-        is_viewed = has_hooks or _has_any_global_hook()
-        read = b if cast_b is None else cast_b
-        x = stream_leaf(read, is_read_cast, None, call.cast, is_viewed=is_viewed)
-        with torch.enable_grad():
-            addend, extras = run_branch(block, x, used, call.cast)
-        wants_cast = call.wants_cast(node.index, -1)
-        a, copy = call.sums.undo(node.index, y, b, addend, lost, wants_cast)
-    return _Rebuilt(a, b, x, sides, parameters, (addend, *extras), copy, stream)
+    compiled: Compiled | None = node.compiled
+    with bound.restored(others, has_hooks), node.replay.again(compiled is not None):
+        is_viewed = compiled is None and (has_hooks or _has_any_global_hook())
+        x = stream_leaf(b, dtype=call.cast, is_viewed=is_viewed)
+        a, results = rebuild(
+            *(block, node.index, y, x, b, used, call.cast, call.sums, lost, compiled)
+        )
+    return _Rebuilt(a, b, x, sides, parameters, results, stream)
 
 
 def _differentiate(
@@ -436,24 +489,17 @@ def _differentiate(
     of_a, own, of_addend = call.sums.gradients(
         node.index, grad_b, grad_y, node.addend_dtype, is_own
     )
-    if of_addend is grad_y and handed.cast_gradient is not None and known[1] is grad_y:
-        of_addend = handed.cast_gradient
-    previous = _previous_block(node) if call.sums.casts else None
-    dtype = None if previous is None else previous.addend_dtype
     check: AbstractContextManager[None] = nullcontext()
     if not block.leaves_checked or node.bound.has_hooks():
         check = refusing_other_leaves(f"the reversible block {block.name}")
     with gradient_hooks_silenced(rebuilt.parameters), check:
-        of_b, cast_of_b, *others = branch_vjp(
+        of_b, _, *others = branch_vjp(
             *(rebuilt.x, own, rebuilt.results, (of_addend, *grad_extras)),
-            *(rebuilt.sides, rebuilt.parameters, dtype),
+            *(rebuilt.sides, rebuilt.parameters),
         )
     assert of_b is not None
     block.leaves_checked = True
-    if rebuilt.parameters is not node.parameters:
-        others[len(rebuilt.sides) :] = to_dtypes_of(node.parameters, others[len(rebuilt.sides) :])
     streams = _before_rearrange(node, of_a, of_b)
     if node.index:
-        cast = None if cast_of_b is None else _before_rearrange(node, cast_of_b)[0]
-        call.handed = _Handed(node.index - 1, gradients=streams, cast_gradient=cast)
+        call.handed = _Handed(node.index - 1, gradients=streams)
     return *streams, *others

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
+from revcompile.ir.compiled import (
+    CANNOT_COMPILE,
+    Compiler,
+    compiler_of_trace,
+    may_compile,
+    number_of_trace,
+    numbered,
+)
 from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.ops import attribute
 from revcompile.ir.policy import POLICY_MARK
-from revcompile.ir.precision_rewrites import fuse_bn_relu, match_dtypes
-from revcompile.ir.python_code import compile_with_modules
+from revcompile.ir.precision_rewrites import match_dtypes
+from revcompile.ir.python_code import Function, function_of
 from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot, read_by
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion, grow
@@ -48,13 +56,34 @@ from revcompile.runtime.reversible.reconstruction import Tolerance
 class _Step:
     """An opaque segment's code, or a chain."""
 
-    run: Callable[..., Any] | Chain
+    run: Function | Chain
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     drop: tuple[str, ...]
     """Values that are not read afterwards."""
     sharded: tuple[ShardedModule, ...] = ()
     """For an opaque segment: the FSDP2 modules that its layers belong to."""
+    shared: Callable[[], Function] | None = None
+    """For an opaque segment that computes something: makes the function that is compiled."""
+
+    @cached_property
+    def compilable(self) -> Function:
+        """The segment with the text of all segments of its structure."""
+        assert self.shared is not None
+        return self.shared()
+
+    def opaque(self, inputs: Sequence[Any], compiler: Compiler | None) -> Any:
+        """The outputs of an opaque segment."""
+        compiled = None
+        if compiler is not None and self.shared is not None and may_compile():
+            compiled = compiler.compiled(self.compilable, inputs, whole=False)
+        if compiled is not None:
+            assert compiler is not None
+            try:
+                return compiled(self.compilable.modules, *inputs)
+            except CANNOT_COMPILE as error:
+                compiler.failed(self.compilable, error)
+        return self.run(*inputs)  # type: ignore[operator]
 
 
 class _Plan(NamedTuple):
@@ -102,6 +131,7 @@ class Reversible(OriginalSurface):
         self.__dict__["tolerance"] = tolerance
         self.__dict__["reversible"] = True
         self.__dict__["overlap"] = overlap
+        self.__dict__["compiler"] = None
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, reserved)
         self.__dict__["_inlined"] = Inlined(rewired, self)
@@ -121,6 +151,8 @@ class Reversible(OriginalSurface):
     """Set to False to run chains as plain operations: the reference with stored activations."""
     overlap: Overlap
     """Whether a block is rebuilt while the next one is differentiated. Read at the first call."""
+    compiler: Compiler | None
+    """What compiles the couplings (`compile`); None: they run eagerly."""
     _plans: dict[int, _Plan]
     _inlined: Inlined
     _cases: Cases
@@ -130,6 +162,21 @@ class Reversible(OriginalSurface):
     @SignedForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with the original's calling convention."""
+        if torch.compiler.is_dynamo_compiling():
+            return _called_by_dynamo(self, number_of_trace(), args, kwargs)
+        return self._call(args, kwargs, self.compiler)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile couplings and other pieces by `torch.compile`, when they are first called.
+
+        Takes the options of `torch.compile`, and means the same as `torch.compile(net, ...)`.
+        Blocks of one structure share what is compiled. Modes that capture CUDA graphs, and
+        `fullgraph=True`, are refused; `disable=True` switches back.
+        """
+        options = dict(zip(("fullgraph", "dynamic", "backend"), args, strict=False)) | kwargs
+        self.__dict__["compiler"] = None if options.pop("disable", False) else Compiler(options)
+
+    def _call(self, args: Any, kwargs: Any, compiler: Compiler | None) -> Any:
         try:
             rewired, values = self._case(args, kwargs)
         except InputError as error:
@@ -142,7 +189,7 @@ class Reversible(OriginalSurface):
         body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
-        found = self._run(body, values)
+        found = self._run(body, values, compiler)
         if rewired.stored and self._stores_nothing:
             tap_stored(self, rewired.stored)
         flat = [found[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
@@ -153,7 +200,7 @@ class Reversible(OriginalSurface):
         errors: list[tuple[str, float]] = []
         rewired, values = self._case(args, kwargs)
         with torch.no_grad():
-            self._run(rewired.body, values, errors)
+            self._run(rewired.body, values, self.compiler, errors)
         return errors
 
     @property
@@ -212,12 +259,16 @@ class Reversible(OriginalSurface):
         # Capturing again needs the original's class, which pickle finds by its name or not at all.
         recapture = self._cases.recapture if self._original.importable_kind else None
         cases = self._cases.first_only(recapture)
-        state = {**self.__dict__, "_plans": {}, "_cases": cases}
+        state = {**self.__dict__, "_plans": {}, "_cases": cases, "compiler": None}
         state.pop("_compiled_call_impl", None)  # it would run this module, as in nn.Module
         return state
 
     def _run(
-        self, body: Body, values: dict[str, Any], errors: list[tuple[str, float]] | None = None
+        self,
+        body: Body,
+        values: dict[str, Any],
+        compiler: Compiler | None = None,
+        errors: list[tuple[str, float]] | None = None,
     ) -> dict[str, Any]:
         stores_nothing = self._stores_nothing
         for step in self._plan(body):
@@ -230,18 +281,18 @@ class Reversible(OriginalSurface):
                     a, b, cast = _float32_streams(a, b)
                 del inputs[:2]
                 if errors is not None:
-                    (a, b, *extras), of_blocks = step.run.inspect(a, b, inputs, cast)
+                    (a, b, *extras), of_blocks = step.run.inspect(a, b, inputs, cast, compiler)
                     errors += of_blocks
                 else:
                     plain = partial(step.run.plain, training=self.training)
                     run = step.run.reversible if stores_nothing else plain
-                    a, b, *extras = run(a, b, inputs, cast)
+                    a, b, *extras = run(a, b, inputs, cast, compiler)
                 if cast is not None:
                     a, b = a.to(cast), b.to(cast)
                 outputs: Sequence[Any] = (a, b, *extras)
             else:
                 inputs = list(unshard(step.sharded, tuple(inputs)))
-                outputs = reshard(step.sharded, tuple(step.run(*inputs)))
+                outputs = reshard(step.sharded, tuple(step.opaque(inputs, compiler)))
             del inputs
             values.update(zip(step.outputs, outputs, strict=True))
         return values
@@ -268,13 +319,15 @@ class Reversible(OriginalSurface):
             first = run[0]
             if isinstance(first, Opaque):
                 inputs, outputs = first.inputs, first.outputs
-                graph = fuse_bn_relu(match_dtypes(first.graph), self)
-                code: Callable[..., Any] | Chain = compile_with_modules(graph, self, first.name)
+                graph = match_dtypes(first.graph)
+                code: Function | Chain = function_of(graph, self, first.name)
+                is_plain = all(node.op in ("placeholder", "output") for node in graph.nodes)
+                shared = None if is_plain else partial(_shared, graph, self, first.name)
                 sharded = Bindings(first.graph, self).sharded
             else:
                 couplings = [s for s in run if isinstance(s, Coupling)]
                 sides = tuple(dict.fromkeys(n for c in couplings for n in c.all_sides))
-                inputs, sharded = (*first.streams_in, *sides), ()
+                inputs, sharded, shared = (*first.streams_in, *sides), (), None
                 outputs = couplings[-1].outputs
                 position = {name: i for i, name in enumerate(sides)}
                 types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
@@ -283,8 +336,19 @@ class Reversible(OriginalSurface):
             drop = tuple(
                 n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in body.returned
             )
-            steps.append(_Step(code, inputs, outputs, drop, sharded))
+            steps.append(_Step(code, inputs, outputs, drop, sharded, shared))
         return tuple(steps)
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="a reversible module runs Python around one compiled function per coupling"
+)
+def _called_by_dynamo(net: Reversible, number: int, args: Any, kwargs: Any) -> Any:
+    return net._call(args, kwargs, compiler_of_trace(number))
+
+
+def _shared(graph: fx.Graph, root: nn.Module, name: str) -> Function:
+    return function_of(numbered(graph), root, name)
 
 
 def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype | None]:

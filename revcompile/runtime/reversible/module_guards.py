@@ -82,6 +82,11 @@ def _refusal(change: Change) -> str:
             f"{path} has a hook that would never run: its forward is part of the captured graph. "
             f"Remove the hook and register it on a layer inside {path} (those are called), {advice}"
         )
+    if change.kind is Kind.FORWARD and change.name == "compiled":
+        return (
+            f"{path}.compile() would have no effect: its forward is part of the captured graph. "
+            "Write net.compile() for the whole reversible module: it compiles each coupling once"
+        )
     what = "members" if change.kind is Kind.MEMBERS else "a forward"
     return (
         f"{path} was given {what} of its own after reversify, but all it calls is part of the "

@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -248,6 +249,8 @@ class SignedForward:
             kind = next(kind for kind in others if issubclass(kind, nn.Module))
             is_plain = kind.forward is nn.Module.forward
             return self._run if is_plain else self._with(inspect.signature(kind.forward))
+        if torch.compiler.is_dynamo_compiling():  # it does not trace the making of methods
+            return functools.partial(self._run, module)
         original = module._original
         run = original.signed_forward
         if run is None:

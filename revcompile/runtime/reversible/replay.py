@@ -22,7 +22,6 @@ from revcompile.errors import InputError, ModifiedError
 from revcompile.ir import ops
 from revcompile.ir.random_numbers import RandomReads, random_reads
 from revcompile.ir.types import Coupling
-from revcompile.kernels.batch_norm import Statistics
 from revcompile.runtime.reversible.bindings import filled
 
 
@@ -200,6 +199,11 @@ class StatefulBuffers:
         self._changing: set[tuple[nn.Module, str]] = set()
         self._modes_seen: set[tuple[bool, ...]] = set()
 
+    @property
+    def has_candidates(self) -> bool:
+        """Whether the branch has any buffers besides those of batch norms."""
+        return bool(self._candidates)
+
     def snapshot(self) -> list[BufferSnapshot]:
         """Copies of the buffers that may change in the next run."""
         if not self._candidates:  # most branches have none
@@ -263,6 +267,23 @@ def _is_same(old: _Identity, new: _Identity) -> bool:
     return old[0] is new[0] and old[1] == new[1] and storages[0] == storages[1]
 
 
+_scratch: Final = dict[Any, Tensor]()
+
+
+def _scratch_statistics(norms: Sequence[_BatchNorm]) -> list[tuple[Any, Tensor]]:
+    """Tensors in place of the running statistics of norms, for values that nobody reads."""
+    found: list[tuple[Any, Tensor]] = []
+    for position, norm in enumerate(norms):
+        for name, buffer in norm._buffers.items():
+            if buffer is None:
+                continue
+            key = position, name, buffer.shape, buffer.dtype, buffer.device
+            if key not in _scratch or is_capturing(buffer.device):
+                _scratch[key] = torch.zeros_like(buffer)
+            found.append(((norm._buffers, name), _scratch[key]))
+    return found
+
+
 # -- autocast --------------------------------------------------------------------------------------
 
 
@@ -311,7 +332,6 @@ class Surroundings:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in kinds
         ]
-        self._caches = torch.is_autocast_cache_enabled()
         self.captures = is_capturing(device)
         self.is_observed = _has_any_global_hook() or bool(_len_torch_function_stack())
         """Whether global hooks or function modes run: they may draw random numbers, too."""
@@ -323,7 +343,7 @@ class Surroundings:
         """Contexts that restore autocast; none if it was off and is off."""
         if not any(on or torch.is_autocast_enabled(kind) for kind, _, on in self._autocast):
             return []
-        return [torch.autocast(*state, cache_enabled=self._caches) for state in self._autocast]
+        return [torch.autocast(*state, cache_enabled=False) for state in self._autocast]
 
 
 class Replay:
@@ -340,7 +360,6 @@ class Replay:
         self._masks = Masks() if around.captures else None
         self._random: tuple[RandomStates, RandomStates] | None = None
         self._buffers: list[BufferSnapshot] = []
-        self._statistics = Statistics() if branch.norms else None
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -349,10 +368,12 @@ class Replay:
         around, before = self._around, self._around.random
         if self._may_draw:
             before = before or random_states(around.generators)
+        recorded: AbstractContextManager[list[BufferSnapshot]] = nullcontext([])
+        if stateful.has_candidates:
+            recorded = stateful.recorded()
         with (
-            stateful.recorded() as self._buffers,
+            recorded as self._buffers,
             self._masks or nullcontext(),
-            self._statistics.record() if self._statistics else nullcontext(),
         ):
             yield
         if self._may_draw and before is not None:
@@ -360,8 +381,11 @@ class Replay:
             self._random = (before, after) if self._branch.draws.has_drawn(before, after) else None
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """A context for the second run."""
+    def again(self, is_compiled: bool = False) -> Iterator[None]:
+        """A context for the second run.
+
+        A compiled run is the same artifact only if batch norms update statistics: other ones.
+        """
         norms = [n for n in self._branch.norms if n.training and n.track_running_stats]
         contexts = self._around.autocast()
         if self._random is not None:
@@ -370,9 +394,11 @@ class Replay:
             contexts.append(self._masks.replay())
         if self._buffers:
             contexts.append(self._branch.stateful.replay(self._buffers))
-        if self._statistics is not None and self._statistics.is_needed:
-            contexts.append(self._statistics.replay())
-        if norms:
+        if is_compiled:  # as in forward: it is a guard
+            contexts.append(without_autocast_cache())
+        if norms and is_compiled:
+            contexts.append(filled(_scratch_statistics(norms)))
+        elif norms:
             contexts.append(filled([((vars(n), "track_running_stats"), False) for n in norms]))
         frozen = ops.statistics_frozen.set(True)
         try:

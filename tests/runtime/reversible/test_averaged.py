@@ -70,7 +70,7 @@ def test_the_mean_over_gamma_of_one_step_is_the_original() -> None:
     a, b, addend = torch.randn(3, 2, 5).double().unbind()
     signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]]).double()
     sums = Averaged(signs, (0, 0))
-    both = [sums.add(index, a, b, addend, False)[0] for index in range(2)]
+    both = [sums.add(index, a, b, addend)[0] for index in range(2)]
     assert torch.allclose((both[0] + both[1]) / 2, b + addend)
     assert torch.allclose(both[0], a / 2 + b / 2 + 1.5 * addend)
 

@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 from helpers import cases, refuses
-from nets import PreNorm
+from nets import PreNorm, module_of
 from timm.data import resolve_data_config  # type: ignore[attr-defined]
 from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 
 import revcompile
 from revcompile.errors import OriginalMethodError, RevcompileWarning
-from tests.support.nets import module_of
 
 
 class Base(nn.Module):
