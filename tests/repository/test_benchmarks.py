@@ -18,6 +18,7 @@ from PIL import Image
 STACK = ("--model", "conv-2x4", "--size", "8", "--batch", "2", "--stages", "2")
 SMALLEST: dict[str, tuple[str, ...]] = {
     "accounting": (),
+    "compiled": ("--device", "cpu", "--tiny", "--batch", "2", "--backend", "eager"),
     "coverage": ("test_resnet",),
     "engine": ("--device", "cpu", *STACK, "--steps", "1", "--rounds", "1", "--backends", "static"),
     "families": ("test_resnet", "--stages", "2"),
@@ -33,6 +34,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "whole": ("--model", "test_vit", "--batch", "2", "--rounds", "2", "--warmup", "1"),
 }
 MORE: dict[str, tuple[str, ...]] = {
+    "compiled": ("--models", "resnet152", "gpt", "--rounds", "1"),
     "late": ("--updates", "2", "--device", "cpu"),
     "learning": ("--only", "resnet34-backprop-k4", "--out", "out", "--device", "cpu"),
     "pipelines": ("--accumulation-steps", "2", "--rounds", "1", "--model", "device"),
@@ -72,6 +74,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_its_smallest_form_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(name, monkeypatch, *SMALLEST[name], *MORE.get(name, ()))
     assert found["rows"] and found["torch"] == torch.__version__
+    if name == "compiled":
+        assert not [row for row in found["rows"] if row.get("failed")]
     if name == "peers":
         losses = {row["variant"]: row["loss"] for row in found["rows"] if "loss" in row}
         assert losses["checkpoint"] == losses["plain"]
