@@ -147,13 +147,12 @@ def compare(name: str, device: str, steps: int, out: Path, patch: pytest.MonkeyP
     plain, model = build(name), build(name)
     net: Any = revcompile.reversify(model, example_kwargs=batch(), policy="pretrained").to(device)
     before = saved(net, batch())
-    assert before < saved(model.to(device), batch()) / 2
+    assert before < 0.6 * saved(model.to(device), batch())
     expected, at_first, plain_seconds = trained(plain, device, steps, out / "plain")
     with captures(patch) as found:
         losses, evaluated, seconds = trained(net, device, steps, out / "net")
     print(f"{name}, {device}: {seconds:.3f} s per step, plain {plain_seconds:.3f} s")
-    # One case more for `num_items_in_batch`, which only language models take.
-    assert found == ([] if name == "bert" else [len(net.rewired.couplings)])
+    assert found == [len(net.rewired.couplings)]  # one case more, for `num_items_in_batch`
     assert len(losses) == len(expected) == steps
     tail = max(1, steps // 10)
     last, wanted = (sum(each[-tail:]) / tail for each in (losses, expected))
