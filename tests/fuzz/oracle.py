@@ -342,6 +342,10 @@ class Examination:
         low = Examination(replace(self.net, precision=precision), self.methods)
         low.report = self.report
         call = low.call(self.sizes[0])
+        try:
+            observe(build(low.net), low.calls, precision)
+        except Exception:
+            return  # the original does not run under autocast
         with self.watched("autocast", stop=False):
             with autocasting(precision):
                 inside: Any = revcompile.reversify(
