@@ -144,6 +144,7 @@ class Recompiler:
             if path not in modules:
                 continue
             kept = self._computed.get(path, set()) | getattr(modules[path], "_own_names", set())
+            kept = {*kept, "inplace"}  # capture and rewiring switch it off where graphs have writes
             if is_leaf(module) and path in self._called:
                 if _shapes(module) != _shapes(modules[path]):  # rewiring has widened it
                     continue

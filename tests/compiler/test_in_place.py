@@ -236,3 +236,37 @@ def test_layers_inside_a_leaf_module_work_in_place_on_its_own_memory() -> None:
     x = torch.randn(5, 6)
     (output,) = run_graph(captured.graph, captured.root, [x])
     assert torch.equal(output, model(x))
+
+
+class _InPlaceBlock(nn.Module):
+    """Its shortcut is what the activation has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.layer = nn.ReLU(inplace=True), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.act(x))
+
+
+class _Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(3, 6), nn.ModuleList(_InPlaceBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x / (3 if len(x) > 5 else 2)
+
+
+def test_another_case_is_captured_with_the_writes_of_the_original() -> None:
+    """Layers whose `inplace` capture has switched off are traced as the model has them."""
+    torch.manual_seed(0)
+    model, small, large = _Sized().double(), torch.randn(3, 3).double(), torch.randn(7, 3).double()
+    nets = [
+        revcompile.reversify(model, x, policy="same_parameters", check="off")
+        for x in (small, large)
+    ]
+    assert torch.equal(*(net(large) for net in nets))
