@@ -167,13 +167,6 @@ def has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(inner, _BatchNorm) for inner in module.modules())
 
 
-def has_autocast_consumer(graph: fx.Graph, root: nn.Module) -> bool:
-    """Whether a graph's first input has a single reader, for which autocast casts it."""
-    first = next(iter(graph.nodes))
-    users = list(first.users)
-    return len(users) == 1 and casts_input(users[0], first, root)
-
-
 def casts_input(user: fx.Node, value: fx.Node, root: nn.Module) -> bool:
     """Whether `user`, which reads `value`, is a layer or product for which autocast casts it."""
     layer = called_module(user, root)
