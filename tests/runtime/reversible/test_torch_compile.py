@@ -162,12 +162,6 @@ def compare(name: str, way: str, backend: str, device: str, policy: str = "paper
         torch.testing.assert_close(found, want, **tolerance, msg=lambda m: f"call {index}: {m}")  # noqa: B023
 
 
-@pytest.mark.parametrize("way", ["function", "method"])
-@pytest.mark.parametrize("name", ["gpt", "vit"])
-def test_compiled_by_dynamo_alone(name: str, way: str) -> None:
-    compare(name, way, "aot_eager", "cpu")
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["function", "method"])
