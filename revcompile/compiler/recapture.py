@@ -144,7 +144,9 @@ class Recompiler:
             if path not in modules:
                 continue
             kept = self._computed.get(path, set()) | getattr(modules[path], "_own_names", set())
-            kept = {*kept, "inplace"}  # capture and rewiring switch it off where graphs have writes
+            switches = [getattr(each, "inplace", None) for each in (modules[path], module)]
+            if switches == [False, True]:  # capture switches it off where graphs have the writes
+                kept = {*kept, "inplace"}
             if is_leaf(module) and path in self._called:
                 if _shapes(module) != _shapes(modules[path]):  # rewiring has widened it
                     continue

@@ -264,3 +264,15 @@ def test_other_loops_in_bfloat16(loop: Callable[[nn.Module], None]) -> None:
     assert len(net._cases._cases) == cases == 2
     assert (saved(net, batch()), saved(net, batch(1))) == (full, single)
     assert single < full / 2
+
+
+@pytest.mark.nightly
+def test_torch_compile_of_the_trainer(tmp_path: Path) -> None:
+    options: Any = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    found = []
+    for way, given in (("eager", {}), ("compiled", options)):
+        net: Any = revcompile.reversify(
+            build("llama"), example_kwargs=batch(), policy="same_parameters"
+        )
+        found.append(trained(net, "cpu", 6, tmp_path / way, **given)[:2])
+    torch.testing.assert_close(found[0], found[1], atol=1e-3, rtol=0)

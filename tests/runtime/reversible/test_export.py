@@ -131,6 +131,7 @@ def test_a_program_covers_no_size_that_python_treats_otherwise() -> None:
     torch.testing.assert_close(program(x[:2]), net(x[:2]))
 
 
+@pytest.mark.filterwarnings("ignore:Padded was captured again")
 def test_another_capture_is_not_made_while_a_tracer_runs() -> None:
     net = revcompile.reversify(Padded(), torch.randn(3, 5, 4)).eval()
     long = torch.randn(4, 9, 4)
