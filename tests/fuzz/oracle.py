@@ -347,9 +347,10 @@ class Examination:
         except Exception:
             return  # the original does not run under autocast
         with self.watched("autocast", stop=False):
+            model = build(low.net)  # torch makes no orthogonal parametrization under autocast
             with autocasting(precision):
                 inside: Any = revcompile.reversify(
-                    build(low.net), call.args, call.kwargs, policy="paper", check="off"
+                    model, call.args, call.kwargs, policy="paper", check="off"
                 )
             counts = [len(each.rewired.couplings) for each in (inside, net)]
             if counts[0] != counts[1]:
