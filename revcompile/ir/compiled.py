@@ -243,5 +243,5 @@ CANNOT_COMPILE: Final = (TorchDynamoException, FailOnRecompileLimitHit)
 
 def may_compile() -> bool:
     """Whether compiled functions would run compiled here and now."""
-    stance = torch._dynamo.eval_frame._stance.stance
-    return stance in ("default", "eager_then_compile") and _get_current_dispatch_mode() is None
+    stance = torch._dynamo.eval_frame._stance.stance  # others may run forward and rebuild unlike
+    return stance == "default" and _get_current_dispatch_mode() is None
