@@ -3,6 +3,7 @@
     python -m tests.fuzz --count 10000 --jobs 16 --json findings.json
     python -m tests.fuzz --seed 7 --count 200
     python -m tests.fuzz --seed 7 --only 137            # one net again, with its source
+    python -m tests.fuzz --backend aot_eager --count 1000 --jobs 16     # couplings compiled
 
 Each net goes through capture, reversify and petrafy and is compared with the original, with stored
 activations and with autograd; so is what is compiled and run under autocast, and what deepcopy,
@@ -27,7 +28,7 @@ import torch
 
 from tests.fuzz.module import source
 from tests.fuzz.net import net_of
-from tests.fuzz.oracle import Finding, examine, shrink
+from tests.fuzz.oracle import PHASES, Finding, examine, shrink
 
 CHUNK: Final = 20
 """Nets that a worker process takes at a time."""
@@ -43,7 +44,11 @@ def _stop(*_: Any) -> None:
     raise TooLong
 
 
-def examine_net(seed: int, index: int, limit: int) -> dict[str, Any]:
+COMPILED: Final = tuple(phase for phase in PHASES if phase in ("reversify", "autocast"))
+"""What compiling couplings may change."""
+
+
+def examine_net(seed: int, index: int, limit: int, backend: str | None) -> dict[str, Any]:
     """Examine a net. Findings of one kind and check are made small once."""
     signal.signal(signal.SIGALRM, _stop)
     net = net_of(seed, index)
@@ -51,13 +56,15 @@ def examine_net(seed: int, index: int, limit: int) -> dict[str, Any]:
     row: dict[str, Any] = {"index": index, "compared": 0, "refused": []}
     signal.alarm(limit)
     try:
-        report = examine(net)
+        phases = PHASES if backend is None else COMPILED
+        report = examine(net, phases=phases, backend=backend)
         row |= {"compared": len(report.checks), "discarded": report.discarded}
         row["refused"] = [[refusal.check, refusal.reason] for refusal in report.refusals]
         findings = report.findings
         if any(f.kind == "bug" for f in findings) and net.precision != "float64":
             # What holds in float64 is no bug: blocks that amplify cannot be rebuilt in float32.
-            exact = {f.check for f in examine(replace(net, precision="float64")).findings}
+            twin = examine(replace(net, precision="float64"), phases=phases, backend=backend)
+            exact = {finding.check for finding in twin.findings}
             lost = [f for f in findings if f.kind == "bug" and f.check not in exact]
             row["refused"] += [[f.check, f"only in {net.precision}: {f.what}"] for f in lost]
             findings = [f for f in findings if f not in lost]
@@ -71,7 +78,7 @@ def examine_net(seed: int, index: int, limit: int) -> dict[str, Any]:
             found[key] = {"what": finding.what, "net": repr(net), "detail": finding.detail}
             signal.alarm(4 * limit)
             try:
-                found[key]["net"] = repr(shrink(net, finding))
+                found[key]["net"] = repr(shrink(net, finding, backend))
             except TooLong:
                 pass
             finally:
@@ -80,14 +87,17 @@ def examine_net(seed: int, index: int, limit: int) -> dict[str, Any]:
     return row
 
 
-def examine_chunk(seed: int, indices: Sequence[int], limit: int, deadline: float) -> list[Any]:
+def examine_chunk(
+    seed: int, indices: Sequence[int], limit: int, backend: str | None, deadline: float
+) -> list[Any]:
     """Some nets, in a worker process; none is begun after the deadline."""
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.CRITICAL)
-    return [examine_net(seed, index, limit) for index in indices if time.time() < deadline]
+    rest = limit, backend
+    return [examine_net(seed, index, *rest) for index in indices if time.time() < deadline]
 
 
-def _examine(task: tuple[int, Sequence[int], int, float]) -> list[Any]:
+def _examine(task: tuple[int, Sequence[int], int, str | None, float]) -> list[Any]:
     return examine_chunk(*task)
 
 
@@ -95,7 +105,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each net, in any order."""
     indices = [args.only] if args.only is not None else list(range(args.count))
     chunks = [indices[i : i + CHUNK] for i in range(0, len(indices), CHUNK)]
-    rest = args.limit, time.time() + args.seconds
+    rest = args.limit, args.backend, time.time() + args.seconds
     if args.jobs <= 1:
         for chunk in chunks:
             yield from examine_chunk(args.seed, chunk, *rest)
@@ -136,6 +146,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--jobs", type=int, default=1, help="worker processes of one thread each")
     add("--only", type=int, metavar="INDEX", help="examine this net alone")
+    add("--backend", help="compile couplings with this backend of torch.compile")
     add("--limit", type=int, default=60, help="seconds per net (default: 60)")
     add("--seconds", type=float, default=math.inf, help="begin no net after these")
     add("--json", type=Path, metavar="FILE", help="write summary and findings")

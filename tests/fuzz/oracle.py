@@ -112,8 +112,10 @@ class _Stop(Exception):
 class Examination:
     """One net on its way through the checks."""
 
-    def __init__(self, net: Net, methods: Sequence[str]) -> None:
+    def __init__(self, net: Net, methods: Sequence[str], backend: str | None = None) -> None:
         self.net, self.methods = net, methods
+        self.backend = backend
+        """Of `torch.compile`, for chains; if None, they run eagerly."""
         self.report = Report()
         self.sizes = [(batch, LENGTH) for batch in BATCHES[:2]]
         self.original: list[Seen] = []
@@ -253,7 +255,7 @@ class Examination:
                 net = revcompile.reversify(model, call.args, call.kwargs, policy="paper")
         self._same_modes(model, net)
         self._like_original(net)
-        stored, chained = copy_module(net), copy_module(net)
+        stored, chained = copy_module(net), self.compiled(copy_module(net))
         stored.reversible = False
         start = copy_module(stored)
 
@@ -268,6 +270,13 @@ class Examination:
                     _set_weights(chained, weights)
                     (got,) = observe(chained, [call], self.net.precision)
                     self.compare(f"reversify, step {step}", want, got, rounding=rounding)
+        return net
+
+    def compiled(self, net: nn.Module) -> nn.Module:
+        """The net with compiled couplings, if there is a backend."""
+        if self.backend is not None:
+            torch._dynamo.reset()
+            net.compile(backend=self.backend)
         return net
 
     def _same_modes(self, model: nn.Module, net: nn.Module) -> None:
@@ -339,7 +348,7 @@ class Examination:
     def autocast(self, net: nn.Module) -> None:
         """Chains against stored activations under autocast, where the net is compiled as well."""
         precision = "bfloat16"
-        low = Examination(replace(self.net, precision=precision), self.methods)
+        low = Examination(replace(self.net, precision=precision), self.methods, self.backend)
         low.report = self.report
         call = low.call(self.sizes[0])
         try:
@@ -360,6 +369,7 @@ class Examination:
                 return  # compared as all are
             stored, start = copy_module(inside), copy_module(inside)
             stored.reversible = start.reversible = False
+            self.compiled(inside)
             want, have = (observe(each, low.calls, precision) for each in (stored, inside))
             for expected, got in zip(want, have, strict=True):
                 low.compare(
@@ -590,9 +600,14 @@ def _ignore_warnings() -> None:
     warnings.filterwarnings("error", message=inexact, category=RevcompileWarning)
 
 
-def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = PHASES) -> Report:
-    """All checks of one net, or those of some phases."""
-    one = Examination(net, methods)
+def examine(
+    net: Net,
+    methods: Sequence[str] = METHODS,
+    phases: Sequence[str] = PHASES,
+    backend: str | None = None,
+) -> Report:
+    """All checks of one net, or those of some phases; with a backend, chains are compiled."""
+    one = Examination(net, methods, backend)
     with warnings.catch_warnings(), torch.random.fork_rng(), _no_fast_path():
         _ignore_warnings()
         try:
@@ -614,7 +629,7 @@ def examine(net: Net, methods: Sequence[str] = METHODS, phases: Sequence[str] = 
     return one.report
 
 
-def shrink(net: Net, finding: Finding, trials: int = 60) -> Net:
+def shrink(net: Net, finding: Finding, backend: str | None = None, trials: int = 60) -> Net:
     """The simplest net with this finding, one simplification after the other."""
     first, *rest = finding.check.replace(",", "").split()
     methods = [m for m in METHODS if m in rest]
@@ -622,7 +637,7 @@ def shrink(net: Net, finding: Finding, trials: int = 60) -> Net:
     while True:
         for smaller in simpler(net):
             trials -= 1
-            found = examine(smaller, methods, [phase]).findings
+            found = examine(smaller, methods, [phase], backend).findings
             if any((f.kind, f.check) == (finding.kind, finding.check) for f in found):
                 net = smaller
                 break
