@@ -50,7 +50,7 @@ from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel, original_model
-from revcompile.units import parse_memory_budget
+from revcompile.units import bytes_of
 
 
 class ReversibleModule(Reversible):
@@ -290,7 +290,7 @@ def petrafy(
             "for each stage"
         )
     check_cost(cost)
-    budget = None if memory_budget is None else parse_memory_budget(memory_budget)
+    budget = None if memory_budget is None else bytes_of(memory_budget)
     if microbatch_size is not None:
         whole_number("petrafy", "microbatch_size", microbatch_size, 1)
     check_optimizer_copies("petrafy", optimizer_copies)

@@ -49,7 +49,7 @@ from revcompile.runtime.stage.settings import Backend, Settings, Task, TrainerOp
 from revcompile.runtime.trainer.placement import Placement, RankPlacement
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Method, check_schedule, delay
-from revcompile.units import parse_memory_budget
+from revcompile.units import bytes_of
 
 
 def original_model(model: Reversible, weights: nn.Module) -> nn.Module:
@@ -314,7 +314,7 @@ class StagedModel(StageReport):
             if memory_budget == "auto":
                 budget = free_memory(self.model, target, options.timeout)
             else:
-                budget = parse_memory_budget(memory_budget)
+                budget = bytes_of(memory_budget)
             plan = plan_memory(self._partition, budget, workload, devices)
         programs = self._programs(chosen, plan.keeps if plan else None)
         fuse = Fusion().fuse if settings.backend is Backend.INDUCTOR else None

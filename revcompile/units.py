@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from numbers import Integral
 from typing import Final
 
@@ -34,35 +35,24 @@ def parse_quantity(text: str, units: Mapping[str, float], examples: str) -> floa
         raise InputError(f"{match[1]!r} is not a number") from None
 
 
-def parse_size(text: str) -> int:
-    """Parse a size in bytes.
+def bytes_of(size: int | str, name: str = "memory_budget") -> int:
+    """A number of bytes above 0 from a whole number or text; `name` is the argument's, for errors.
 
-    >>> parse_size("80GiB"), parse_size("141GB")
-    (85899345920, 141000000000)
-    >>> parse_size("80")
+    >>> bytes_of("80GiB"), bytes_of("8 GB"), bytes_of(1000)
+    (85899345920, 8000000000, 1000)
+    >>> bytes_of("80")
     Traceback (most recent call last):
-    revcompile.errors.InputError: '80' is not understood; write e.g. 80GiB, 141GB
+    revcompile.errors.InputError: memory_budget='80': expected bytes, such as "8GiB", ...
     """
-    units = {f"{prefix}B": scale for prefix, scale in (DECIMAL | BINARY).items()}
-    units |= {prefix: scale for prefix, scale in (DECIMAL | BINARY).items() if prefix}
-    return int(parse_quantity(text, units, "80GiB, 141GB"))
-
-
-def parse_memory_budget(memory_budget: int | str) -> int:
-    """Bytes a device may hold, from a number or from text.
-
-    >>> parse_memory_budget("2GiB"), parse_memory_budget(1000)
-    (2147483648, 1000)
-    """
-    try:
-        size = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
-    except InputError as error:
-        raise InputError(f"memory_budget={error}") from None
-    if not is_int(size) or size < 1:
-        raise InputError(
-            f'memory_budget={memory_budget!r}; give bytes above 0, or a size like "2GiB"'
-        )
-    return int(size)
+    count: object = size
+    if isinstance(size, str):
+        units = {f"{prefix}B": scale for prefix, scale in (DECIMAL | BINARY).items()}
+        units |= {prefix: scale for prefix, scale in (DECIMAL | BINARY).items() if prefix}
+        with suppress(InputError, OverflowError):
+            count = int(parse_quantity(size, units, "8GiB"))
+    if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
+        raise InputError(f'{name}={size!r}: expected bytes, such as "8GiB", "500MiB" or 8589934592')
+    return int(count)
 
 
 def format_size(count: int) -> str:

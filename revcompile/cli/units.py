@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from revcompile.errors import InputError
-from revcompile.units import BINARY, DECIMAL, parse_quantity, parse_size
+from revcompile.units import BINARY, DECIMAL, bytes_of, parse_quantity
 
 Number = TypeVar("Number", int, float)
 
@@ -45,7 +45,7 @@ def size(text: str) -> int:
     >>> size("80GiB"), size("141GB")
     (85899345920, 141000000000)
     """
-    return _as_argument_error(lambda: parse_size(text))
+    return _as_argument_error(lambda: bytes_of(text, "size"))
 
 
 def seconds(text: str) -> float:

@@ -29,7 +29,7 @@ from revcompile.ir.program import Partition, StageMemory, StageProgram
 from revcompile.plan.budget import MemoryPlan, plan_memory
 from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.schedule import Keep, Method, actions, choose, delay
-from revcompile.units import parse_memory_budget
+from revcompile.units import bytes_of
 
 Keeps = tuple[Keep, ...] | None
 """What each stage keeps of a micro-batch; None: what the method says."""
@@ -260,6 +260,4 @@ class StageReport:
             optimizer_copies,
             buffer_bytes(kept_input_dtype),
         )
-        return plan_memory(
-            self._partition, parse_memory_budget(memory_budget), workload, stage_to_rank
-        )
+        return plan_memory(self._partition, bytes_of(memory_budget), workload, stage_to_rank)

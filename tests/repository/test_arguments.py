@@ -94,7 +94,10 @@ def test_what_is_no_model(model: Any, said: str) -> None:
     ({"tolerance": X}, "tolerance=Tensor; use a number above 0, or None"),
     ({"leaf_modules": "f"}, r"expected a list .* got 'f'; write leaf_modules=\['f'\]"),
     ({"leaf_modules": nn.Linear}, r"got Linear; write leaf_modules=\[Linear\]"),
-    ({"memory_budget": 0}, 'memory_budget=0; give bytes above 0, or a size like "2GiB"'),
+    ({"memory_budget": 0}, 'memory_budget=0: expected bytes, such as "8GiB"'),
+    ({"memory_budget": True}, "memory_budget=True: expected bytes"),
+    ({"memory_budget": "8 gigs"}, "memory_budget='8 gigs': expected bytes"),
+    ({"memory_budget": "9e999GiB"}, "memory_budget='9e999GiB': expected bytes"),
     ({"microbatch_size": 0}, "microbatch_size=0; expected a whole number"),
     ({"example_kwargs": X}, "example_kwargs: expected a dict of keyword arguments, got Tensor"),
 )
