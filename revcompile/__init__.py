@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from revcompile.api import ReversibleModule, check_invertible, petrafy, reversify
     from revcompile.errors import NonFiniteError, RankError, RevcompileError, RevcompileWarning
-    from revcompile.runtime.stage.loss import LossScale
     from revcompile.runtime.stage.settings import TrainerOptions
     from revcompile.runtime.trainer.steps import Metrics
     from revcompile.runtime.trainer.trainer import Trainer
     from revcompile.staged import StagedModel
 
 __all__ = [
-    "LossScale",
     "Metrics",
     "NonFiniteError",
     "RankError",
@@ -33,7 +31,6 @@ __all__ = [
 __version__ = "0.3.0"
 
 _MODULES = {
-    "LossScale": "runtime.stage.loss",
     "Metrics": "runtime.trainer.steps",
     "NonFiniteError": "errors",
     "RankError": "errors",

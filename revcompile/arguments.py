@@ -49,7 +49,7 @@ PolicyName = Literal["paper", "pretrained", "same_parameters"]
 CheckName = Literal["full", "fast", "off"]
 CostName = Literal["analytic", "measured"]
 OverlapName = Literal["auto", "on", "off"]
-AutocastName = Literal["bf16", "bfloat16", "fp16", "float16"]
+AutocastName = Literal["bf16", "bfloat16"]
 
 
 def known_keywords(

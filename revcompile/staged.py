@@ -43,9 +43,9 @@ from revcompile.runtime.distributed.rank_weights import whole_model
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.module_guards import TreeGuard
 from revcompile.runtime.stage.activations import buffer_bytes
-from revcompile.runtime.stage.loss import Loss, loss_scale_of
+from revcompile.runtime.stage.loss import Loss
 from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups, ScheduleFactory
-from revcompile.runtime.stage.settings import Backend, Settings, Task, TrainerOptions
+from revcompile.runtime.stage.settings import NO_FLOAT16, Backend, Settings, Task, TrainerOptions
 from revcompile.runtime.trainer.placement import Placement, RankPlacement
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Method, check_schedule, delay
@@ -103,9 +103,12 @@ class StagedModel(StageReport):
             raise InputError(f"{caller}: {problem}")
 
     def _check_trainable(self, caller: str) -> None:
-        """Raise if training would change no parameter."""
+        """Raise if training would change no parameter, or one in float16."""
         rewired = self._partition.rewired
-        if trained_parameters(rewired):
+        if trained := trained_parameters(rewired):
+            for name in trained:
+                if rewired.root.get_parameter(name).dtype is torch.float16:
+                    raise InputError(f"{caller}: {name} is in float16: {NO_FLOAT16}")
             return
         if any(p.requires_grad for p in self.model.parameters()):
             why = "no parameter that requires a gradient has a path to the result (detach, no_grad)"
@@ -243,8 +246,8 @@ class StagedModel(StageReport):
                 groups.
             clip_grad_norm: The largest gradient norm: of each stage, or, with methods that drain,
                 of the whole model.
-            autocast: torch.bfloat16 ("bf16") or torch.float16 ("fp16"), for the branches; the
-                streams stay float32.
+            autocast: torch.bfloat16 ("bf16"), for the branches; the streams stay float32. float16
+                is refused: its gradients need a scaled loss. Use `reversify` and GradScaler.
             memory_budget: Memory of a device, as "2GiB" or in bytes; "auto": four fifths of what a
                 CUDA device has free (on ranks, the one with the least). Stages with enough memory
                 keep the autograd graphs of their micro-batches and compute nothing twice; backward
@@ -282,7 +285,6 @@ class StagedModel(StageReport):
             lr_schedule=lr_schedule,
             param_groups=param_groups,
             autocast=low_precision,
-            loss_scale=loss_scale_of(options.loss_scale, low_precision),
             clip_grad_norm=clip_grad_norm,
             seed=seed,
             backend=member_of(who, "backend", backend, Backend),

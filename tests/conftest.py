@@ -117,7 +117,6 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
         "skips-mixed-1-1",
         "words-all-2-3",
     ),
-    "runtime/stage/test_scaling.py::test_ranks_scale_as_one_process": (),
     "runtime/trainer/test_changes.py::test_on_two_ranks": (),
 }
 """Files and tests of the nightly run, with what of them is in the core: ids of cases, or tests."""

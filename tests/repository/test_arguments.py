@@ -24,8 +24,6 @@ from revcompile.compiler.capture.check import Check
 from revcompile.errors import InputError, RevcompileWarning
 from revcompile.ir.policy import Policy
 from revcompile.runtime.reversible.overlap import Overlap
-from revcompile.runtime.stage.activations import BUFFER_DTYPES
-from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.stage.settings import Backend
 from revcompile.schedule import METHODS, Keep
 
@@ -159,16 +157,14 @@ def raising(argument: Any) -> Any:
     ({"seed": "a"}, "seed='a'; use a whole number"),
     ({"lr_schedule": 3}, "lr_schedule: expected a function, called once a stage, got int"),
     ({"param_groups": 3}, "called once a stage, got int; write e.g. param_groups=lambda named"),
-    ({"autocast": torch.float64}, "use torch.bfloat16, torch.float16"),
+    ({"autocast": torch.float64}, "use torch.bfloat16 or None"),
+    ({"autocast": "fp16"}, r"float16: .* use torch\.bfloat16, or reversify\(.*GradScaler"),
     ({"method": "backprop", "in_flight_per_stage": 2}, "has a fixed order"),
     ({"lr_schedule": lambda o: 0.1}, "stage 0: expected .* torch.optim.lr_scheduler"),
     ({"lr_schedule": lambda o: StepLR(SGD(PARAMETERS), 1)}, "schedule of another optimizer"),
     ({"lr_schedule": ReduceLROnPlateau}, "needs a metric at every step"),
     ({"param_groups": lambda named: []}, "stage 0: .* empty parameter list; .* param_groups= "),
     ({"param_groups": lambda named: [{"params": [p for _, p in named[1:]]}]}, "it lacks 0.f.w"),
-    ({"loss_scale": "automatic"}, "loss_scale='automatic'"),
-    ({"loss_scale": 0}, r"init_scale=0\.0 cannot work"),
-    ({"loss_scale": "dynamic", "method": "dni"}, "'dni' predicts gradients"),
     ({"clip_grad_norm": 0.0}, "use a positive norm"),
     ({"method": 3}, "method=3; use the name of a method, e.g. method='petra'"),
     ({"method": "petar"}, "method 'petar' does not exist; did you mean 'petra'"),
@@ -217,6 +213,12 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
         staged.trainer(**settings_of(**given))
 
 
+def test_parameters_in_float16_are_refused_by_stages() -> None:
+    net = revcompile.petrafy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half(), 2, X.half())
+    with pytest.raises(InputError, match=r"0\.weight is in float16: .*GradScaler"):
+        net.trainer(SGD, nn.functional.mse_loss)
+
+
 @cases(
     "call, said",
     (lambda net: net(X), r"net\.trainer\(\.\.\.\) trains it.*net\.to_module\(\)\(x\)"),
@@ -245,7 +247,6 @@ def test_options_of_a_trainer(staged: StagedModel, options: dict[str, Any], said
         lambda net: revcompile.reversify(nn.Linear(4, 4, device="meta"), X),
         r"different devices, cpu and meta; move one of them: example_inputs=x\.to\('meta'\)",
     ),
-    (lambda net: LossScale(growth_interval=0), "LossScale: growth_interval="),
     (lambda net: net.to_pipeline_stages("gpu"), "device='gpu' does not exist"),
     (lambda net: net.to_pipeline_stages(None, "yes"), "reversible='yes'; use True or False"),
     (lambda net: revcompile.check_invertible(net, X), r"pass its module, net\.to_module\(\)"),
@@ -272,10 +273,9 @@ def test_nothing_to_train_is_refused(change: Callable[[nn.Module], Any], why: st
         net.trainer(SGD, nn.functional.mse_loss)
 
 
-def test_the_trainer_documents_every_backend_and_buffer() -> None:
+def test_the_trainer_documents_every_backend() -> None:
     text = StagedModel.trainer.__doc__ or ""
     assert all(f'"{name}"' in text for name in get_args(arguments.BackendName))
-    assert all(str(dtype) in text for dtype in BUFFER_DTYPES)
 
 
 @cases(

@@ -163,10 +163,9 @@ class Description:
             return torch.device("cpu") if torch.device(*parts).type == "cpu" else device
 
         special = {"tensor": next_tensor, "device": device_here}
-        values, gradients, scale, found_inf = decode(self._plain, special)
-        return header.message(
-            values=dict(values), gradients=dict(gradients), scale=scale, found_inf=found_inf
-        )
+        values, gradients, found_inf = decode(self._plain, special)
+        parts = {"values": dict(values), "gradients": dict(gradients), "found_inf": found_inf}
+        return header.message(**parts)
 
 
 class Describer:
@@ -215,7 +214,7 @@ class Describer:
 
         try:
             parts = [named(message.values), named(message.gradients)]
-            parts += [encode(value, special) for value in (message.scale, message.found_inf)]
+            parts.append(encode(message.found_inf, special))
         except InputError as error:
             raise InputError(
                 f"{error} crosses from one rank to another; only dense tensors and plain values "

@@ -119,7 +119,7 @@ class CapturedSteps:
         self._boundary.clear()
         self._inputs: StaticBuffers | None = None
         self._result: StaticBuffers | None = None
-        """The last step's loss and output, and the scale of the loss."""
+        """The last step's loss and output."""
         self._fixed: tuple[FixedSettings, TreeSnapshot] | None = None
 
     # -- whether the next step can be one of these ----------------------------------------------
@@ -341,7 +341,7 @@ class CapturedSteps:
             due[self._boundary.last + 1] = due[self._boundary.last]
         self._reports.stepped(self._flag_rows, entering % len(self._flag_rows), due)
         if self._result is not None:
-            self._loss_head.latest, self._loss_head.scale = self._result.cloned()
+            self._loss_head.latest = self._result.cloned()
 
     # -- what is captured -----------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ class CapturedSteps:
             self._scheduler.finish(rest, may_stop=bool(averages))
             if self._streams is not None:
                 self._streams.join()
-            self._statistics.restore_if(torch.cat([e.restored for e in self.executors]))
+            self._statistics.restore_if(torch.cat([e.updates.flag for e in self.executors]))
             for stage in averages:
                 self._by_stage[stage].updates.begin_mean()
 
@@ -454,8 +454,7 @@ class CapturedSteps:
         if not self._boundary.has_next:
             head = self._loss_head
             assert head.latest is not None
-            result = head.latest, head.scale
             if self._result is None:
-                self._result = StaticBuffers(result)
-            self._result.copy_(result)
+                self._result = StaticBuffers(head.latest)
+            self._result.copy_(head.latest)
             head.add(head.latest[0])

@@ -40,7 +40,7 @@ from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.updates import StageUpdates
 from revcompile.runtime.reversible.replay import BufferSnapshot, restore_buffers
 from revcompile.runtime.stage.gradient_predictor import GradientPredictor
-from revcompile.runtime.stage.loss import OVERFLOW, LossHead, scaling_of, unscaled
+from revcompile.runtime.stage.loss import LossHead
 from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.stage.stage import Backward, Stage
 from revcompile.runtime.stage.tensors import (
@@ -88,9 +88,7 @@ class StageExecutor:
     ) -> None:
         program, self.transport = task.programs[index], transport
         self.stage = stage = Stage(task, index, device, seed)
-        self.scaling = scaling_of(task.settings.loss_scale, program.method, device)
-        scaling = self.scaling if program.is_last else None
-        self.updates = updates = StageUpdates(task, stage, transport, scaling)
+        self.updates = updates = StageUpdates(task, stage, transport)
         self.updater = updates.updater
         self.loss_head = loss_head if program.is_last else None
         self.gradient_predictor: GradientPredictor | None = None
@@ -105,8 +103,6 @@ class StageExecutor:
         self.outgoing: dict[int, Message] = {}
         self.fingerprints: dict[int, Fingerprint] = {}
         """Sent on with the outputs, for a comparison on the rank of the last stage."""
-        self.restored = updates.flag
-        """A flag: running statistics have to be restored to before the last backward pass."""
         self.failures: list[NonFiniteError] = []
         """Errors of backward passes whose micro-batch was left out."""
         self.forward_errors: list[Exception] = []
@@ -209,8 +205,6 @@ class StageExecutor:
             self.check_data(action.index, message.fingerprint)
         elif not (self.program.is_last or message.void):
             self.fingerprints[action.index] = message.fingerprint
-        if self.scaling is not None:
-            self.scaling.record_overflow(message.scale)
         return True
 
     def _forward(self, action: Action) -> bool:
@@ -225,11 +219,8 @@ class StageExecutor:
         outputs = self.stage.forward(microbatch, inputs, measure=self.measures)
         if self.loss_head is not None:
             outputs = _apart(outputs, inputs)  # callers get the outputs, and may write to them
-            scale = None if self.scaling is None else self.scaling.next_scale()
-            gradients = self.loss_head(microbatch, outputs, scale, waits=not self.is_captured)
-            self.incoming[microbatch] = Message(
-                microbatch, {}, gradients, scale=scale, is_exact=True
-            )
+            gradients = self.loss_head(microbatch, outputs, waits=not self.is_captured)
+            self.incoming[microbatch] = Message(microbatch, {}, gradients, is_exact=True)
         else:
             self.outputs[microbatch] = outputs
 
@@ -299,7 +290,6 @@ class StageExecutor:
             action.index,
             outputs or {},
             void=outputs is None,
-            scale=None if self.scaling is None else self.scaling.take_overflow(),
             fingerprint=self.fingerprints.pop(action.index, NOT_COMPARED),
         )
         self._send(self.index + 1, MessageKind.X, message)
@@ -340,35 +330,27 @@ class StageExecutor:
         is_captured, stage, index = self.is_captured, self.stage, message.index
         message = message if is_captured else message.resolved()
         if message.void and not is_captured:
-            if message.scale is None:
-                self.undo(index)
-            else:  # its gradient overflowed, but its forward pass was right: buffers stay
-                stage.in_flight.pop(index, None)
+            self.undo(index)
             return message
         is_exact = not is_captured and message.is_exact and stage.rebuilds_exactly(index)
         if not (is_captured or self.stage.moves_statistics_early):
             self._statistics.snapshot()
         passed = stage.differentiate(index, message.values, message.gradients, is_exact)
-        scale = message.scale
-        if scale is not None:
-            scale = scale.to(self.updates.count.device)
-        gradients, flag = passed.gradients, self._found_inf(message, passed, scale)
+        gradients, flag = passed.gradients, self._found_inf(message, passed)
         if not is_captured:
-            if bad := float(flag):
-                return self._left_out(index, passed, scale, bad == OVERFLOW)
+            if bool(flag):
+                return self._left_out(index, passed)
             stage.finish(passed, is_exact)
         elif self.updates.is_counted or self.updates.shares_norm:
             gradients = zero_if(flag, gradients)
-        if scale is not None:
-            gradients = unscaled(gradients, scale)
         self._latest = gradients, passed.input_gradients
         if self.updates.is_counted or not is_captured:
             self.updates.count.add_((flag == 0).reshape(()))
         values, of_inputs = passed.values, passed.input_gradients
         known = flag if is_captured else None
-        return Message(index, values, of_inputs, scale=scale, found_inf=known, is_exact=is_exact)
+        return Message(index, values, of_inputs, found_inf=known, is_exact=is_exact)
 
-    def _found_inf(self, message: Message, passed: Backward, scale: Tensor | None) -> Tensor:
+    def _found_inf(self, message: Message, passed: Backward) -> Tensor:
         """The `found_inf` flag of a micro-batch."""
         before = message.found_inf
         if before is None:
@@ -379,24 +361,15 @@ class StageExecutor:
         # Input gradients are not checked, which saves a pass over memory: if one is not finite, the
         # stage before finds that in the gradients of its parameters.
         own = [gradient for gradient in passed.gradients.values() if gradient is not None]
-        flag = self.restored = found_inf(own, before)
-        if self.scaling is not None and scale is not None:
-            flag = self.scaling.overflowed(flag, before, scale)
-            # After an overflow the forward pass is still right: it moves running statistics.
-            self.restored = torch.where(flag == OVERFLOW, before, flag)
-        self.updates.flag = flag
+        flag = self.updates.flag = found_inf(own, before)
         return flag
 
-    def _left_out(
-        self, microbatch: int, passed: Backward, scale: Tensor | None, has_overflowed: bool
-    ) -> Message:
+    def _left_out(self, microbatch: int, passed: Backward) -> Message:
         """Leave out a micro-batch whose gradient is not finite; returns its void message."""
-        if has_overflowed:
-            return Message(microbatch, void=True, scale=scale)
         self.undo(microbatch)
         if not self.stage.moves_statistics_early:
             self._restore_statistics()
-        error = non_finite_error(self.index, microbatch, passed.gradients, scale)
+        error = non_finite_error(self.index, microbatch, passed.gradients)
         self.failures.append(error)
         return Message(microbatch, void=True)
 
@@ -419,8 +392,6 @@ class StageExecutor:
         self.clear()
         self.stage.reset(seed)
         self.failures, self.forward_errors = [], []
-        if self.scaling is not None:
-            self.scaling.load_state_dict(None)
         self.updates.load_copied(weights)
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
@@ -438,7 +409,6 @@ class StageExecutor:
                 [m, None if values is None else copy(dict(values))]
                 for m, values in self.outputs.items()
             ],
-            "scaling": None if self.scaling is None else self.scaling.state_dict(),
         }
         if self.gradient_predictor is not None:
             state["gradient_predictor"] = self.gradient_predictor.state_dict(copy)
@@ -452,8 +422,6 @@ class StageExecutor:
         messages = map(Message.from_state_dict, state["incoming"])
         self.incoming = {message.index: message for message in messages}
         self.outputs = {m: clone_tree(values) for m, values in state["outputs"]}
-        if self.scaling is not None:
-            self.scaling.load_state_dict(state.get("scaling"))
         if self.gradient_predictor is not None:
             self.gradient_predictor.load_state_dict(state["gradient_predictor"])
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from revcompile.errors import NonFiniteError
 from revcompile.runtime.executor.streams import current_stream
-from revcompile.runtime.stage.loss import OVERFLOW
 from revcompile.runtime.stage.tensors import copy_parts
 
 
@@ -149,7 +148,7 @@ class NonFiniteReports:
         for (stage, microbatch), flag in reversed(flagged):
             if flag and microbatch not in self._reported:
                 self._reported.add(microbatch)
-                if stage in self._stages and flag != OVERFLOW:
+                if stage in self._stages:
                     text = (
                         f"stage {stage}, micro-batch {microbatch}: the loss or the gradient of a "
                         "parameter is not finite. The micro-batch was left out of the updates of "

@@ -7,7 +7,6 @@ A message whose form differs from those before it (an odd batch) stays where it 
 from __future__ import annotations
 
 import enum
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,6 @@ from revcompile.errors import VerificationError
 from revcompile.kernels.autocast import widest_dtype
 from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint
 from revcompile.runtime.executor.streams import current_stream
-from revcompile.runtime.stage.loss import OVERFLOW
 from revcompile.runtime.stage.slots import Flat, Ring, StaticBuffers, free_cached
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
 
@@ -76,11 +74,7 @@ class Message:
     void: bool = False
     """The micro-batch was lost on the way, and there are no values."""
     found_inf: Tensor | None = None
-    """A flag on the device, 1 if a gradient so far was not finite, OVERFLOW if that was because of
-    the loss scale. None: known to be 0."""
-    scale: Tensor | None = None
-    """In a backward message, the loss scale of its gradients; in a forward message, the least scale
-    at which gradients have overflowed since the message before. On the device."""
+    """A flag on the device, 1 if a gradient so far was not finite. None: known to be 0."""
     fingerprint: Fingerprint = NOT_COMPARED
     """In a forward message to another rank: fingerprint of the data given to the first stage."""
     is_exact: bool = False
@@ -93,12 +87,12 @@ class Message:
     @property
     def payload(self) -> tuple[Any, ...]:
         """The part that slots hold."""
-        return dict(self.values), dict(self.gradients), self.scale, self.found_inf
+        return dict(self.values), dict(self.gradients), self.found_inf
 
     @classmethod
     def of_payload(cls, index: int, value: Flat, **others: Any) -> Message:
-        values, gradients, scale, found_inf = value.value
-        return cls(index, values, gradients, scale=scale, found_inf=found_inf, **others)
+        values, gradients, found_inf = value.value
+        return cls(index, values, gradients, found_inf=found_inf, **others)
 
     def ready(self, packed: bool = False) -> Message:
         """The message, once the current stream waits for it; unpacked unless `packed`."""
@@ -115,31 +109,25 @@ class Message:
 
     def resolved(self) -> Message:
         """The message, void if its flag is set; waits for the device."""
-        flag = 0.0 if self.void or self.found_inf is None else float(self.found_inf)
-        if not flag:
-            return self
-        return Message(self.index, void=True, scale=self.scale if flag == OVERFLOW else None)
+        is_known = self.void or self.found_inf is None
+        return self if is_known or not bool(self.found_inf) else Message(self.index, void=True)
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:
         message = self.ready().resolved()
-        scale = math.inf if message.scale is None else float(message.scale)
         return {
             "index": message.index,
             "values": {} if message.void else copy(dict(message.values)),
             "gradients": {} if message.void else copy(dict(message.gradients)),
             "void": message.void,
-            "scale": None if math.isinf(scale) else scale,
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Message:
-        scale = state.get("scale")
         return cls(
             state["index"],
             clone_tree(dict(state["values"])),
             clone_tree(dict(state["gradients"])),
             state["void"],
-            scale=None if scale is None else torch.tensor(scale, dtype=torch.float64),
         )
 
 
@@ -152,13 +140,13 @@ class MessageSlot:
 
     def __init__(self, buffers: Flat) -> None:
         self.buffers = buffers
-        self._values, self._gradients, self._scale, self.flag = buffers.value
+        self._values, self._gradients, self.flag = buffers.value
         self._form: Any = None
         """The form of packets that are laid out like the buffers."""
 
     def message(self, index: int, **others: Any) -> Message:
         """The message in these buffers."""
-        payload = {"scale": self._scale, "found_inf": self.flag, **others}
+        payload = {"found_inf": self.flag, **others}
         return Message(index, self._values, self._gradients, is_in_slot=True, **payload)
 
     def matches(self, message: Message) -> bool:
@@ -174,7 +162,7 @@ class MessageSlot:
         """Copy a message, or only the flag of a void one; False if they do not fit."""
         if message.void:
             if self.flag is not None:  # set, it makes the receiver ignore the other buffers
-                self.flag.fill_(1.0 if message.scale is None else OVERFLOW)
+                self.flag.fill_(1.0)
             return self.flag is not None
         packet = message.packet
         if packet is not None and self.matches(message) and packet.form is self._form:
@@ -230,8 +218,7 @@ class MessageSlots:
         if unread >= self.count or (message.void and not self.slots):
             return message
         if not self.slots:
-            scale = None if message.scale is None else message.scale.to(self._device)
-            self._allocate(replace(message, scale=scale).flagged(self._flag).payload)
+            self._allocate(message.flagged(self._flag).payload)
         slot = self.at(message.index)
         if self.ring is not None and self.ring.ends is not None:
             is_stored = self.ring.put(message.index, message.payload)

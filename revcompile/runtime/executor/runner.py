@@ -237,8 +237,6 @@ def why_not_capturable(
             return f"{method.name!r} on several ranks is not captured; use a method like 'petra'"
         if stages != list(range(stages[0], stages[-1] + 1)):
             return f"the stages of a rank must follow each other, but they are {stages}"
-        if any(executor.scaling is not None for executor in executors):
-            return "the loss is scaled on several ranks; bfloat16 needs no scale"
         if any(tie.owner in stages and tie.holder in stages for tie in schedule.ties):
             return "stages of one of several ranks share parameters; put them on different ranks"
     if method.order not in (Order.CONTINUOUS, Order.LOCKED):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from revcompile.runtime.executor.messages import Average, Message, MessageKind, Transport
-from revcompile.runtime.stage.loss import Scaling
 from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.stage.update import Updater
@@ -24,7 +23,6 @@ class StageUpdates:
 
     Args:
         task: Has the optimizer, and the parameters that stages share.
-        scaling: The loss scale, at the last stage; None if the loss is not scaled.
     """
 
     is_captured = False
@@ -34,11 +32,9 @@ class StageUpdates:
     _sums: dict[str, Tensor] | None = None
     """The sums from which the mean is computed, until then."""
 
-    def __init__(
-        self, task: Task, stage: Stage, transport: Transport, scaling: Scaling | None
-    ) -> None:
+    def __init__(self, task: Task, stage: Stage, transport: Transport) -> None:
         settings, self.index = task.settings, stage.program.index
-        self.stage, self.transport, self._scaling = stage, transport, scaling
+        self.stage, self.transport = stage, transport
         ties = task.partition.ties.items()
         ends = [(tie.owner, tie.holder, names) for tie, names in ties]
         self.tied = {b if a == self.index else a: n for a, b, n in ends if self.index in (a, b)}
@@ -113,8 +109,6 @@ class StageUpdates:
             self.updater.apply(gradients, factor)
         if not self.is_captured:
             self.updater.advance()
-        if self._scaling is not None:
-            self._scaling.updated(self.updater.found_inf)
         self.gradients = None
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,7 +15,7 @@ from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.activations import buffer_bytes
-from revcompile.runtime.stage.loss import Loss, LossScale
+from revcompile.runtime.stage.loss import Loss
 from revcompile.runtime.stage.optimizers import (
     EXAMPLES,
     OptimizerFactory,
@@ -32,6 +32,13 @@ Fuse = Callable[[fx.Graph, fx.Graph, nn.Module, bool], Sequence[fx.Graph]]
 """Returns faster versions of a stage's forward and backward graph.
 
 The other arguments: the root module, and whether kept values have the dtype that layers read."""
+
+
+NO_FLOAT16: Final = (
+    "gradients need a scaled loss, and stages do not scale it; use torch.bfloat16, or "
+    "reversify(...), whose result trains in float16 with torch.amp.GradScaler"
+)
+"""Why stages do not train in float16, and what does."""
 
 
 class Backend(enum.Enum):
@@ -66,9 +73,6 @@ class TrainerOptions:
     values hide the latency of links. Default: the method's."""
     synchronous_updates: int = 0
     """How many updates at the start have no delay: the pipeline drains before each ("1f1b")."""
-    loss_scale: LossScale | float | Literal["dynamic"] | None = None
-    """"dynamic" (as torch.amp.GradScaler, the default with float16), a fixed number, or a
-    `LossScale`. Micro-batches whose gradients overflow are skipped."""
     microbatch_size: int | None = None
     """Samples in a micro-batch, for `memory_budget`. Default: the example's."""
     kept_input_dtype: torch.dtype | None = None
@@ -114,7 +118,6 @@ class Settings:
     clip_grad_norm: float | None = None
     seed: int = 0
     backend: Backend = Backend.AUTO
-    loss_scale: LossScale | None = None
     options: TrainerOptions = field(default_factory=TrainerOptions)
 
     def __post_init__(self) -> None:
@@ -131,11 +134,10 @@ class Settings:
                     f"{name}: expected a function, called once a stage, got "
                     f"{type(given).__name__}; write e.g. {name}={example}"
                 )
-        if self.autocast not in (None, torch.bfloat16, torch.float16):
-            raise InputError(
-                f"autocast={self.autocast!r}; use torch.bfloat16, torch.float16 (with a scaled "
-                "loss) or None"
-            )
+        if self.autocast is torch.float16:
+            raise InputError(f"autocast={self.autocast}: {NO_FLOAT16}")
+        if self.autocast not in (None, torch.bfloat16):
+            raise InputError(f"autocast={self.autocast!r}; use torch.bfloat16 or None")
 
 
 @dataclass(frozen=True)

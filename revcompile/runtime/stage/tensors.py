@@ -206,20 +206,15 @@ def copy_parts(targets: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def non_finite_error(
-    stage: int, microbatch: int, gradients: Mapping[str, Tensor | None], scale: Tensor | None
+    stage: int, microbatch: int, gradients: Mapping[str, Tensor | None]
 ) -> NonFiniteError:
-    """The error that names a stage's non-finite gradients.
-
-    Args:
-        scale: The loss scale, if the loss is scaled.
-    """
+    """The error that names a stage's non-finite gradients."""
     bad = not_finite(gradients)
     more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-    lower = "the learning rate" if scale is None else f"the loss scale ({float(scale):g})"
     return NonFiniteError(
         f"stage {stage}, micro-batch {microbatch}: the gradient of parameter {bad[0]}{more} "
-        f"is not finite. The micro-batch was left out of the update; lower {lower}, clip "
-        "gradients, or look at this batch",
+        f"is not finite. The micro-batch was left out of the update; lower the learning rate, "
+        "clip gradients, or look at this batch",
         stage=stage,
         microbatch=microbatch,
     )

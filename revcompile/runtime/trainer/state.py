@@ -37,7 +37,7 @@ from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.steps import Steps
 from revcompile.schedule import Schedule
 
-_FORMAT: Final = 3
+_FORMAT: Final = 4
 
 
 class TrainerState:
@@ -184,8 +184,6 @@ class TrainerState:
             executor.updates.set_delay(self._schedule.updates[executor.index] - 1)
             if same:
                 executor.load_state_dict(state["stages"][executor.index])
-        if not same:
-            self._load_scaling(state)
 
     def _load_updaters(self, state: State, same: bool) -> None:
         """Load optimizers by parameter name; after a new cut all continue the first schedule."""
@@ -195,14 +193,6 @@ class TrainerState:
         for executor in self._executors:
             schedule = schedules[executor.index] if same else first
             executor.updater.load_state_dict(state["optimizer"], settings, schedule)
-
-    def _load_scaling(self, state: State) -> None:
-        """After a new cut: the last stage takes over the scale, and overflows not reported yet."""
-        *_, last = saved = [state["stages"][index]["scaling"] for index in sorted(state["stages"])]
-        for executor in self._executors:
-            if last and executor.scaling is not None and executor.loss_head is not None:
-                overflow = min(scaling["overflow"] for scaling in saved)
-                executor.scaling.load_state_dict(last | {"overflow": overflow})
 
     def _weights_loaded(self) -> None:
         """A state dict has been loaded into the model by other means than `load`."""

@@ -32,7 +32,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a step reports. Reading `loss`, `loss_scale` or `skipped` waits for the device."""
+    """What a step reports. Reading `loss` waits for the device."""
 
     microbatch: int
     samples: int
@@ -45,8 +45,6 @@ class Metrics:
     output: Any = field(default=None, repr=False)
     reconstruction: Mapping[int, float] = field(default_factory=dict)
     """Relative error of each stage's rebuilt input, when measured in this step."""
-    scale: float | Tensor | None = field(default=None, repr=False)
-    overflowed: int | Tensor = field(default=0, repr=False)
 
     @property
     def loss(self) -> float:
@@ -56,19 +54,9 @@ class Metrics:
         """
         return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
 
-    @property
-    def loss_scale(self) -> float | None:
-        """The factor by which the loss was scaled; None on ranks that do not know it."""
-        return None if self.scale is None else float(self.scale)
-
-    @property
-    def skipped(self) -> int:
-        """Micro-batches so far that a stage of this process skipped, because they overflowed."""
-        return int(self.overflowed)
-
     def scalars(self) -> dict[str, float]:
         """The numbers that this rank has, by name, for a logger. Waits for the device."""
-        found = {"loss": self.loss_tensor, "lr": self.lr, "loss_scale": self.loss_scale}
+        found = {"loss": self.loss_tensor, "lr": self.lr}
         numbers = {name: float(value) for name, value in found.items() if value is not None}
         stages = {f"reconstruction/{i}": error for i, error in self.reconstruction.items()}
         return numbers | {"throughput": self.throughput} | stages
@@ -257,7 +245,6 @@ class Steps:
             if executor.stage.reconstruction is not None:
                 errors[executor.index] = executor.stage.reconstruction
                 executor.stage.reconstruction = None
-        scalings = [executor.scaling for executor in self.executors if executor.scaling is not None]
         return Metrics(
             microbatch=microbatch,
             samples=samples,
@@ -268,8 +255,6 @@ class Steps:
             loss_tensor=self.placement.share_loss(loss),
             output=output,
             reconstruction=errors,
-            scale=self.loss_head.scale,
-            overflowed=sum(s.skipped for s in scalings),
         )
 
     def failure(self, microbatch: int, values: Values | None = None) -> Any:

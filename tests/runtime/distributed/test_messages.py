@@ -129,11 +129,10 @@ def test_what_is_no_tensor_arrives_too() -> None:
     ends = Ends()
     data = Fingerprint(target=5)
     found = ends.passed(Message(7, {"x": torch.ones(2)}, fingerprint=data))
-    assert (found.fingerprint, found.is_exact, found.scale) == (data, False, None)
-    found = ends.passed(Message(8, {}, {"dx": torch.ones(2)}, scale=1024.0, is_exact=True))
-    assert (found.fingerprint, found.is_exact, found.scale) == (Fingerprint(), True, 1024.0)
-    found = ends.passed(Message(9, void=True, scale=512.0))
-    assert (found.void, found.scale) == (True, 512.0)
+    assert (found.fingerprint, found.is_exact) == (data, False)
+    found = ends.passed(Message(8, {}, {"dx": torch.ones(2)}, is_exact=True))
+    assert (found.fingerprint, found.is_exact) == (Fingerprint(), True)
+    assert ends.passed(Message(9, void=True)).void
     found = ends.passed(Message(10, {}, {"dx": torch.ones(2)}, found_inf=torch.ones(())))
     assert float(found.found_inf) == 1.0 and not found.void
     ends.close(cause="rank 1 stopped: ZeroDivisionError: some bug")

@@ -27,7 +27,6 @@ from revcompile.runtime.executor.captured_steps import CapturedSteps
 from revcompile.runtime.executor.graphs import CaptureUnsupported, EagerReplay
 from revcompile.runtime.executor.messages import Message, MessageKind, MessageSlots, Transport
 from revcompile.runtime.stage import stage
-from revcompile.runtime.stage.loss import LossScale
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.staged import StagedModel
 
@@ -126,36 +125,6 @@ def test_the_same_training_to_the_bit(name: str) -> None:
     dtype = SETTINGS[name].get("dtype", torch.float64)
     data = [(x.to(dtype), y) for x, y in even(FULL + 8)]
     both(losses_on(data), **SETTINGS[name])
-
-
-SCALED: Final[dict[str, dict[str, Any]]] = {
-    "petra": {},
-    "accumulation_steps": {"accumulation_steps": 3},
-    "stashed, paper order": {"method": "petra_stashed", "in_flight_per_stage": 2},
-    "clipped": {"method": "reversible_backprop", "clip_grad_norm": 0.1},
-    "constant, an integer": {"loss_scale": LossScale(256, dynamic=False)},
-}
-
-
-def loud(output: Tensor, target: Tensor) -> Tensor:
-    return 1e3 * F.cross_entropy(output, target)
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_a_scaled_loss(name: str) -> None:
-    """A scale that overflows at one stage or another again and again."""
-    interval = 1 if "accumulation_steps" in SCALED[name] else 6
-    scale = LossScale(init_scale=2.0**122, growth_interval=interval)
-
-    def run(trainer: Trainer) -> Any:
-        steps = [trainer.step(x.float(), y) for x, y in even(4 * FULL)]
-        return [(metrics.loss, metrics.loss_scale, metrics.skipped) for metrics in steps]
-
-    settings = {"optimizer": adam, "loss_scale": scale, "loss": loud, **SCALED[name]}
-    look = lambda stages: stages[-1]["scaling"]  # noqa: E731
-    scales, *_ = both(run, look=look, dtype=torch.float32, **settings)
-    skipped = [count for _, _, count in scales]
-    assert (skipped[-1] > skipped[FULL] + 1) == ("constant" not in name)
 
 
 @cases("settings", {}, {"method": "petra_stashed"}, {"memory_budget": "1GiB"}, ids=str)

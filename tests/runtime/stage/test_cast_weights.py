@@ -41,8 +41,7 @@ CASES: Final = [
         for number, method in enumerate(training.METHODS)
     ),
     ("petra", 3, torch.bfloat16),
-    ("petra", 3, torch.float16),
-    ("dsp", 1, torch.float16),
+    ("dsp", 1, torch.bfloat16),
     ("dni", 1, torch.bfloat16),
 ]
 

@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": momentum},
     "clipped": {"optimizer": adam, "accumulation_steps": 3, "clip_grad_norm": 0.1},
     "stashed, delay-aware": {"optimizer": aware, "method": "petra_stashed"},
-    "backprop, float16": {"optimizer": adam, "method": "backprop", "autocast": torch.float16},
+    "backprop, bfloat16": {"optimizer": adam, "method": "backprop", "autocast": torch.bfloat16},
 }
 
 

@@ -20,9 +20,7 @@ from training import SCHEDULES, adam, batches, drained, feed, fresh, same, train
 import revcompile
 from revcompile.errors import InputError, NonFiniteError, TrainerStoppedError
 from revcompile.runtime.checkpoint.training import save_training
-from revcompile.runtime.stage.loss import LossScale
 
-SCALED: Final = {"autocast": torch.float16, "loss_scale": LossScale(2.0**20, growth_interval=3)}
 RESUMED: Final[dict[str, dict[str, Any]]] = {
     "petra": {"lr_schedule": SCHEDULES["one cycle"]},
     "petra, two in flight": {"in_flight_per_stage": 2, "lr_schedule": SCHEDULES["warm-up"]},
@@ -40,8 +38,7 @@ RESUMED: Final[dict[str, dict[str, Any]]] = {
     "synchronous before": {"synchronous_updates": 2, "accumulation_steps": 3},
     "several optimizers": {"optimizer": training.several, "lr_schedule": SCHEDULES["milestones"]},
     "inputs in bfloat16": {"dtype": torch.float32, "kept_input_dtype": torch.bfloat16},
-    "scaled": {"dtype": torch.float32, **SCALED},
-    "scaled, accumulated": {"dtype": torch.float32, "accumulation_steps": 3, **SCALED},
+    "autocast": {"dtype": torch.float32, "autocast": torch.bfloat16},
     "captured": {"backend": "static"},
     "captured, then not": {"backend": "static", "then": {"backend": "eager"}},
     "captured later": {"optimizer": adam, "then": {"backend": "static"}},
