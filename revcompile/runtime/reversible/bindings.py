@@ -30,7 +30,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -103,6 +103,7 @@ def _not_cast(path: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> tup
 
 FORWARD_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 """Attributes in which torch keeps a module's forward hooks, each a dict by handle."""
+_NOTHING: Final = nullcontext()
 
 HookTables = Sequence[tuple[Slot, "OrderedDict[int, Callable[..., Any]]"]]
 """The forward hooks of layers, where the layers keep them; empty if no layer has any."""
@@ -149,10 +150,6 @@ def _tapped(name: str, given: Any) -> Any:
         return pytree.tree_map_only(Tensor, tap, given)
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad and tensor.grad_fn is not None else tensor
-
-
 class LayerHooks:
     """The hooks of layers that run in forward, and perhaps again in backward."""
 
@@ -189,8 +186,14 @@ class LayerHooks:
             for owner, kind in self._slots
         ]
 
-    def first_run(self, tables: HookTables) -> AbstractContextManager[None]:
-        """A context for forward. Without a graph, hooks get tensors that a loss cannot use."""
+    def running(self, tables: HookTables) -> AbstractContextManager[Any]:
+        """A context for either run, in which these hooks run.
+
+        Where no graph is kept, hooks get tensors that a loss cannot use.
+        """
+        if not (tables or self.run_in_forward):
+            return _NOTHING
+        tables = tables or [(slot, OrderedDict()) for slot in self._slots]
         return filled(
             [
                 (slot, OrderedDict((i, self._tapping(hook)) for i, hook in hooks.items()))
@@ -215,15 +218,9 @@ class LayerHooks:
                 [t for t in pytree.tree_leaves([result, given, is_set]) if isinstance(t, Tensor)],
                 [_ANCHOR, *known],
             )
-            return pytree.tree_map_only(Tensor, _detached, result)
+            return pytree.tree_map_only(Tensor, Tensor.detach, result)
 
         return run
-
-    def second_run(self, tables: HookTables | None) -> AbstractContextManager[None]:
-        """A context for backward, in which these hooks run; if None, the current ones."""
-        if tables is None or not (tables or self.run_in_forward):
-            return nullcontext()
-        return filled(tables or [(slot, OrderedDict()) for slot in self._slots])
 
 
 @contextmanager
@@ -246,7 +243,6 @@ def gradient_hooks_silenced(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 _PLAIN: Final = (bool, int, float, str, tuple)
 """Types of settings that are restored."""
-_NOTHING: Final = nullcontext()
 
 
 class Bindings:
@@ -293,14 +289,12 @@ class Bindings:
         self.entries = (*slots, *others)
         """Parameters, then buffers and settings."""
         self.hooks = LayerHooks(list(self.modules))
-        self.hooked = self.hooks.run_in_forward
-        """Whether a module had forward hooks. If that changes, chains are planned again."""
 
 
 class Bound:
     """What one run of a branch read from the module tree, for its second run."""
 
-    __slots__ = ("_bindings", "_entries", "_hooks", "_versions", "parameters")
+    __slots__ = ("_bindings", "_entries", "_versions", "hooks", "parameters")
 
     def __init__(self, bindings: Bindings) -> None:
         self._bindings = bindings
@@ -308,20 +302,12 @@ class Bound:
         self.parameters: Sequence[Any] = self._entries[: len(bindings.labels)]
         """The parameters, in the order of `Bindings.labels`."""
         self._versions = _versions(self.parameters)
-        self._hooks: HookTables = bindings.hooks.now() if bindings.hooked else ()
+        self.hooks: HookTables = bindings.hooks.now()
 
     def differentiable(self) -> list[Tensor]:
         """The parameters that require a gradient, each once."""
         unique = {id(p): p for p in self.parameters if p is not None and p.requires_grad}
         return list(unique.values())
-
-    def running_hooks(self) -> AbstractContextManager[None]:
-        """A context for the first run."""
-        return self._bindings.hooks.first_run(self._hooks) if self._hooks else _NOTHING
-
-    def has_hooks(self) -> bool:
-        """Whether one of the modules has forward hooks, or had some in the first run."""
-        return bool(self._hooks) or self._bindings.hooks.run_in_forward
 
     def check(self, block: str) -> None:
         """Raise if the run cannot be repeated because a parameter has been written to since."""
@@ -356,26 +342,18 @@ class Bound:
         pairs = zip(self._bindings.slots, self.parameters, strict=True)
         return filled([(slot, others[id(p)]) for slot, p in pairs if id(p) in others])
 
-    def restored(
-        self, others: Mapping[int, Tensor], has_hooks: bool
-    ) -> AbstractContextManager[Any]:
-        """A context for the second run, with parameters, buffers, settings and hooks of the first.
+    def restored(self, others: Mapping[int, Tensor]) -> AbstractContextManager[Any]:
+        """A context for the second run, with parameters, buffers and settings of the first.
 
         Args:
             others: As in `replaced_by`.
-            has_hooks: Whether layers have hooks, or had some.
         """
         bindings, entries = self._bindings, self._entries
         if others:
             entries = [others.get(id(entry), entry) for entry in entries]
         pairs = zip(bindings.entries, entries, strict=True)
         replaced = [(slot, entry) for slot, entry in pairs if slot[0].get(slot[1]) is not entry]
-        if not replaced and not has_hooks:
-            return _NOTHING
-        stack = ExitStack()
-        stack.enter_context(filled(replaced))
-        stack.enter_context(bindings.hooks.second_run(self._hooks))
-        return stack
+        return filled(replaced) if replaced else _NOTHING
 
 
 def _versions(tensors: Sequence[Tensor | None]) -> list[int]:

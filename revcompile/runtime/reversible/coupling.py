@@ -344,7 +344,7 @@ class _Reversible(torch.autograd.Function):
         used = [sides[i] for i in block.sides]
         a, b, ctx.shapes = arranged(block, a, b, sides)
         compiled = None
-        if not bound.has_hooks():
+        if not bound.hooks:
             compiled = compiled_block(block, call.compiler, call.signs, a, b, used)
         try:
             replay, results = _first_run(call, index, bound, a, b, used, compiled)
@@ -419,8 +419,8 @@ def _first_run(
 ) -> tuple[Replay, tuple[Tensor, tuple[Tensor, ...], torch.dtype, tuple[Tensor, ...]]]:
     """A block's sum in forward, and what repeats it."""
     block = call.chain.blocks[index]
-    replay = Replay(block.replay_context, call.around, block.bindings.hooked)
-    with replay.record(), bound.running_hooks():
+    replay = Replay(block.replay_context, call.around, bool(bound.hooks))
+    with replay.record(), block.bindings.hooks.running(bound.hooks):
         return replay, couple(block, index, a, b, used, call.cast, call.sums, compiled)
 
 
@@ -459,14 +459,14 @@ def _rebuild(
     sides = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=False)]
     next_side = iter(sides)
     used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
-    has_hooks = bound.has_hooks()
     others = bound.stand_ins()
     parameters: Sequence[Tensor] = node.parameters
     if others:
         parameters = [others.get(id(p), p).requires_grad_() for p in parameters]
     compiled: Compiled | None = node.compiled
-    with bound.restored(others, has_hooks), node.replay.again(compiled is not None):
-        is_viewed = compiled is None and (has_hooks or _has_any_global_hook())
+    hooks = block.bindings.hooks.running(bound.hooks)
+    with bound.restored(others), hooks, node.replay.again(compiled is not None):
+        is_viewed = compiled is None and bool(bound.hooks or _has_any_global_hook())
         x = stream_leaf(b, dtype=call.cast, is_viewed=is_viewed)
         a, results = rebuild(
             *(block, node.index, y, x, b, used, call.cast, call.sums, lost, compiled)
@@ -490,7 +490,7 @@ def _differentiate(
         node.index, grad_b, grad_y, node.addend_dtype, is_own
     )
     check: AbstractContextManager[None] = nullcontext()
-    if not block.leaves_checked or node.bound.has_hooks():
+    if not block.leaves_checked or node.bound.hooks:
         check = refusing_other_leaves(f"the reversible block {block.name}")
     with gradient_hooks_silenced(rebuilt.parameters), check:
         of_b, _, *others = branch_vjp(

@@ -188,8 +188,8 @@ class InFlight:
     """Autograd versions of the parameters that its graph has saved by reference."""
     samples: StartedCheck | None = None
     """Samples of the streams that entered its couplings, to check their reconstruction."""
-    hooks: HookTables | None = ()
-    """Hooks that backward runs again; None, from a checkpoint: those that the layers have then."""
+    hooks: HookTables = ()
+    """Hooks that backward runs again."""
     ring: Ring | None = None
     """The ring whose slot holds the kept values, if they are in a slot."""
 

@@ -194,7 +194,7 @@ class Stage:
             recorded as saved,
             self._program_context(weights if saved is None else saved.leaves),
             self._draws.forward(microbatch, self.device),
-            self.hooks.first_run(hooks),
+            self.hooks.running(hooks),
             self._samples.collecting() as sampled,
         ):
             outputs, kept = self._functions[0](self.root, mix(self.seed, microbatch), *values)
@@ -362,7 +362,7 @@ class Stage:
             self._program_context(weights),
             self._draws.backward(microbatch, key, self.device),
             self.stateful.replay(held.buffers),
-            self.hooks.second_run(held.hooks),
+            self.hooks.running(held.hooks),
             self._naming_microbatch(microbatch),
             check,
             graphs,
@@ -466,7 +466,7 @@ class Stage:
             kept = self.activations.store(clone_tree(tuple(saved["kept"])))
             held = self._hold(microbatch, kept)
             held.used = self.weights.load_used(saved, state)
-            held.hooks = None
+            held.hooks = self.hooks.now()
             for place, contents in saved["buffers"]:
                 path, _, name = place.rpartition(":")
                 module = self.root.get_submodule(path)
