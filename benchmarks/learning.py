@@ -78,8 +78,6 @@ class Experiment:
     """Which weights backward uses; None: the method's."""
     policy: str = "paper"
     """The policy of `petrafy`."""
-    synchronous_updates: float = 0
-    """Epochs (not updates) without delay at the start."""
 
     @property
     def setting(self) -> str:
@@ -97,8 +95,7 @@ class Experiment:
         how += f"-{self.schedule}" if self.schedule != "steps" else ""
         weights = f"-{self.weights}" if self.weights else ""
         policy = f"-{self.policy}" if self.policy != "paper" else ""
-        start = f"-sync{self.synchronous_updates:g}" if self.synchronous_updates else ""
-        method = f"{self.method}{weights}{in_flight_per_stage}{start}"
+        method = f"{self.method}{weights}{in_flight_per_stage}"
         return f"{self.model}{policy}-{method}-k{self.accumulation_steps}{cut}{how}"
 
     @property
@@ -170,7 +167,6 @@ def _transformer(seeds: int, epochs: int) -> Iterator[Experiment]:
             backprop,
             replace(same, weights="latest"),
             stashed,
-            replace(stashed, synchronous_updates=1),
             replace(same, weights="predicted"),
             replace(stashed, policy="pretrained"),
             replace(backprop, policy="pretrained"),
@@ -278,12 +274,7 @@ class Staged:
             backend=backend,
             seed=experiment.seed,
             **weights,
-            options=TrainerOptions(
-                in_flight_per_stage=experiment.in_flight_per_stage,
-                synchronous_updates=round(
-                    experiment.synchronous_updates * recipe.updates / experiment.epochs
-                ),
-            ),
+            options=TrainerOptions(in_flight_per_stage=experiment.in_flight_per_stage),
         )
 
     def epoch(self, epoch: int) -> dict[str, float]:

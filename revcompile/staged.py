@@ -296,7 +296,7 @@ class StagedModel(StageReport):
             weights=weights,
         )
         count, ties = self.num_stages, self._partition.ties
-        check_schedule(chosen, count, accumulation_steps, ties, options.synchronous_updates)
+        check_schedule(chosen, count, accumulation_steps, ties)
         plan, assign = None, partial(assign_contiguous, self._partition)
         if memory_budget is not None:
             parameters = dict(self.model.named_parameters())

@@ -116,13 +116,11 @@ def check_schedule(
     stages: int,
     accumulation_steps: int = 1,
     ties: Iterable[Tie] = (),
-    synchronous_updates: int = 0,
 ) -> None:
     """Dry-run a schedule from filling to drain; ScheduleError if it could deadlock."""
     longest = max(window(method, stages, stage, accumulation_steps) for stage in range(stages))
-    first = min(synchronous_updates, 2)  # synchronous updates are all alike
-    count = longest + 2 + first * accumulation_steps
-    dry_run(actions(method, stages, count, accumulation_steps, ties, first), Costs.uniform(stages))
+    lists = actions(method, stages, longest + 2, accumulation_steps, ties)
+    dry_run(lists, Costs.uniform(stages))
 
 
 class _DryRun:

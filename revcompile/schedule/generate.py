@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from revcompile.errors import InputError
 from revcompile.schedule.action import Action, Op, Tie
 from revcompile.schedule.delay import check_sizes, delay, window
 from revcompile.schedule.methods import Keep, Method, Order, Weights, choose
@@ -64,8 +63,6 @@ class Schedule:
         stages: How many there are.
         accumulation_steps: Micro-batches per update.
         ties: Stages that share parameters.
-        synchronous_updates: Updates without delay at the start: the pipeline is drained before
-            each, in the 1F1B order. For methods that otherwise never drain.
 
     >>> schedule = Schedule("petra", stages=2)
     >>> for step in (schedule.inject(), schedule.inject(), schedule.drain()):
@@ -81,16 +78,9 @@ class Schedule:
         stages: int,
         accumulation_steps: int = 1,
         ties: Iterable[Tie] = (),
-        synchronous_updates: int = 0,
     ) -> None:
         check_sizes(stages, accumulation_steps)
         self.method = choose(method)
-        self.synchronous_updates = synchronous_updates
-        if synchronous_updates and self.method.order is not Order.CONTINUOUS:
-            raise InputError(
-                f"synchronous_updates: method {self.method.name!r} never applies late gradients; "
-                "leave it out"
-            )
         self.stages = stages
         self.accumulation_steps = accumulation_steps
         self.ties = tuple(sorted(set(ties), key=lambda tie: (tie.owner, tie.holder)))
@@ -101,10 +91,6 @@ class Schedule:
             delay(self.method, stages, j, accumulation_steps) for j in range(stages)
         )
         """How many updates late the gradients of each stage are."""
-        drained = dataclasses.replace(self.method, order=Order.ONE_F_ONE_B, weights=Weights.LATEST)
-        self._drained_windows = [
-            window(drained, stages, j, accumulation_steps) for j in range(stages)
-        ]
         self._progress = [_Progress() for _ in range(stages)]
         self._owners: list[list[int]] = [[] for _ in range(stages)]
         self._holders: list[list[int]] = [[] for _ in range(stages)]
@@ -143,12 +129,6 @@ class Schedule:
         return [update for owner, update in here.arriving if owner == source]
 
     @property
-    def is_synchronous(self) -> bool:
-        """Whether the pipeline is drained before the next update, as at the start of a training."""
-        # While synchronous, all stages have done as many updates; later, stage 0 the fewest.
-        return self._progress[0].updates < self.synchronous_updates
-
-    @property
     def idle(self) -> bool:
         """Whether a drain would do nothing: no stage has anything to finish, apply or receive."""
         return not any(
@@ -159,14 +139,11 @@ class Schedule:
         """What each stage does in the step in which one more micro-batch enters."""
         microbatch = self.injected
         self.injected += 1
-        order, windows = self.method.order, self.windows
-        if self.is_synchronous:
-            order, windows = Order.ONE_F_ONE_B, self._drained_windows
         lists = self._receive_tied()
         for stage, todo in enumerate(lists):
             todo += self._forward(stage, microbatch)
             todo += self._train(stage)
-            for _ in range(self._due(stage, order, windows[stage])):
+            for _ in range(self._due(stage)):
                 todo += self._backward(stage)
         return tuple(map(tuple, lists))
 
@@ -209,7 +186,6 @@ class Schedule:
             "stages": self.stages,
             "accumulation_steps": self.accumulation_steps,
             "ties": [[tie.owner, tie.holder] for tie in self.ties],
-            "synchronous_updates": self.synchronous_updates,
             "injected": self.injected,
             "progress": [dataclasses.asdict(at) for at in self._progress],
         }
@@ -221,7 +197,7 @@ class Schedule:
         method = Method(**(state["method"] | choices))
         ties = [Tie(*pair) for pair in state["ties"]]
         sizes = state["stages"], state["accumulation_steps"]
-        schedule = cls(method, *sizes, ties, state["synchronous_updates"])
+        schedule = cls(method, *sizes, ties)
         schedule.injected = state["injected"]
         # A copy: the lists inside belong to the caller.
         schedule._progress = [_Progress(**copy.deepcopy(at)) for at in state["progress"]]
@@ -255,14 +231,14 @@ class Schedule:
                 yield _action(Op.TRAIN, microbatch)
             at.untrained = list(at.outstanding)
 
-    def _due(self, stage: int, order: Order, window: int) -> int:
+    def _due(self, stage: int) -> int:
         """How many backward passes follow the forward pass just done."""
         at = self._progress[stage]
         in_flight = len(at.outstanding)
-        full = in_flight == window
+        full = in_flight == self.windows[stage]
         # No more forward passes before the next update: a pipeline that drains does so now.
         complete = at.accumulated + in_flight == self.accumulation_steps
-        match order:
+        match self.method.order:
             case Order.LOCKED | Order.SYNTHETIC | Order.CONTINUOUS:
                 return int(full)
             case Order.GPIPE:
@@ -312,7 +288,6 @@ def actions(
     microbatches: int,
     accumulation_steps: int = 1,
     ties: Iterable[Tie] = (),
-    synchronous_updates: int = 0,
 ) -> tuple[tuple[Action, ...], ...]:
     """Each stage's whole action list for `microbatches` micro-batches and a drain.
 
@@ -321,6 +296,6 @@ def actions(
     F0 SY0 F1 SY1 RDY0 B0 U0 F2 SY2 RDY1 B1 U1 RDY2 B2 U2
     RX0 F0 B0 SDX0 U0 RX1 F1 B1 SDX1 U1 RX2 F2 B2 SDX2 U2
     """
-    schedule = Schedule(method, stages, accumulation_steps, ties, synchronous_updates)
+    schedule = Schedule(method, stages, accumulation_steps, ties)
     steps = [*(schedule.inject() for _ in range(microbatches)), schedule.drain()]
     return tuple(tuple(itertools.chain(*stage)) for stage in zip(*steps, strict=True))

@@ -77,7 +77,6 @@ class Run:
     clip: float | None = None
     weights: str | None = None
     several: bool = False
-    synchronous_updates: int = 0
     stage_to_rank: tuple[int, ...] | None = None
     device: str = "cpu"
 
@@ -132,7 +131,6 @@ def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]
         **settings_of(
             **options,
             in_flight_per_stage=run.in_flight_per_stage,
-            synchronous_updates=run.synchronous_updates,
             stage_to_rank=run.stage_to_rank,
         ),
     )
@@ -200,11 +198,11 @@ def copies(rank: int, options: dict[str, Any]) -> Any:
 
 
 def report(rank: int, options: dict[str, Any]) -> Any:
-    """Losses of every step on every rank, and their mean. Ranks start with other weights.
+    """Losses of every step, and their mean. Ranks start with other weights.
 
     Rank 1 changes its model for one step and a flush; returns the errors of that, too.
     """
-    net, trainer = trainer_of(Run(steps=5), off=float(rank), loss_on_all_ranks=True)
+    net, trainer = trainer_of(Run(steps=5), off=float(rank))
     data = batches(Run(steps=5))
     losses = [fed(trainer, batch).loss for batch in data]
     mean, samples, refused = trainer.pop_mean_loss(), trainer.metrics.samples, []

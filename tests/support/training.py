@@ -18,6 +18,8 @@ import revcompile
 from revcompile import TrainerOptions
 from revcompile.errors import NonFiniteError
 from revcompile.optim import ErrorFeedback
+from revcompile.runtime.reversible.reconstruction import relative_error
+from revcompile.runtime.stage.stage import Stage
 from revcompile.runtime.trainer.trainer import Trainer
 
 METHODS: Final = ("petra", "pipedream", "ddg", "backprop", "reversible_backprop", "gpipe", "1f1b")
@@ -110,6 +112,32 @@ def fresh(
     net = type(made)(model, made._partition, made.method)
     net._lowered = made._lowered  # programs hold no weights
     return net
+
+
+def rebuilt_errors(trainer: Trainer) -> dict[int, list[float]]:
+    """By stage, the largest relative error of what each backward pass rebuilds from now on."""
+    return {executor.index: _watched(executor.stage) for executor in trainer._executors}
+
+
+def _watched(stage: Stage) -> list[float]:
+    forward, differentiate = stage.forward, stage.differentiate
+    inputs: dict[int, Any] = {}
+    errors: list[float] = []
+
+    def watched_forward(microbatch: int, values: Any) -> Any:
+        inputs[microbatch] = values
+        return forward(microbatch, values)
+
+    def watched_backward(microbatch: int, *given: Any) -> Any:
+        passed, expected = differentiate(microbatch, *given), inputs.pop(microbatch)
+        rebuilt = {n: v for n, v in passed.values.items() if isinstance(v, Tensor)}
+        floats = [n for n, v in rebuilt.items() if v.is_floating_point()]
+        found = [relative_error(expected[name], rebuilt[name]) for name in floats]
+        errors.append(max(found, default=0.0))
+        return passed
+
+    stage.forward, stage.differentiate = watched_forward, watched_backward  # type: ignore[method-assign]
+    return errors
 
 
 def batches(count: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> list[Batch]:

@@ -107,8 +107,6 @@ class StageExecutor:
         """Errors of backward passes whose micro-batch was left out."""
         self.forward_errors: list[Exception] = []
         """Errors of forward passes whose micro-batch was left out."""
-        self.measures = False
-        """Whether to measure the reconstruction error of the entering micro-batch."""
         self._statistics = RunningStatistics([stage.statistics])
 
     @property
@@ -216,7 +214,7 @@ class StageExecutor:
         return True
 
     def _run(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
-        outputs = self.stage.forward(microbatch, inputs, measure=self.measures)
+        outputs = self.stage.forward(microbatch, inputs)
         if self.loss_head is not None:
             outputs = _apart(outputs, inputs)  # callers get the outputs, and may write to them
             gradients = self.loss_head(microbatch, outputs, waits=not self.is_captured)

@@ -131,7 +131,7 @@ class GraphRunner:
             return False
         if not captured.is_active:
             # Wait for the first updates: they show what stages and optimizers do.
-            if min(schedule.updates) <= schedule.synchronous_updates:
+            if not min(schedule.updates):
                 return False
             if stateful := [e.index for e in self._executors if e.stage.stateful.have_changed]:
                 self._give_up(f"stage {stateful[0]} has layers whose buffers change in every call")

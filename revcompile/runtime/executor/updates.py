@@ -40,15 +40,13 @@ class StageUpdates:
         self.tied = {b if a == self.index else a: n for a, b, n in ends if self.index in (a, b)}
         """Names of the parameters that this stage shares with another one, by the other stage."""
         self.copied = task.copied(self.index)
-        self._delay = task.delay(self.index)
-        self._synchronous_updates = settings.options.synchronous_updates
         self.updater = Updater(
             f"stage {self.index}",
             {name: p for name, p in stage.parameters.items() if name not in self.copied},
             task.optimizer,
             groups=settings.param_groups,
             lr_schedule=settings.lr_schedule,
-            delay=0.0 if self._synchronous_updates else self._delay,
+            delay=task.delay(self.index),
             is_predicted=stage.weights.predicted is not None,
         )
         self._clip_grad_norm = settings.clip_grad_norm
@@ -96,29 +94,19 @@ class StageUpdates:
             if gradients:
                 norms = torch._foreach_norm(list(gradients.values()))
                 squared = torch.stack(norms).square().sum()
-            is_synchronous = action.index < self._synchronous_updates
-            if is_synchronous or not self._is_continuous:
+            if not self._is_continuous:
                 # All stages update with the same micro-batches: clip by the norm over all stages.
                 total = self.transport.sum_squared_norms(self.index, action.index, squared)
                 if total is None:
                     return False
                 squared = total
             factor = (self._clip_grad_norm / (squared.sqrt() + 1e-6)).clamp(max=1.0)
-        self.set_delay(action.index)
         with self.stage.updating(self.updater.parameters):
             self.updater.apply(gradients, factor)
         if not self.is_captured:
             self.updater.advance()
         self.gradients = None
         return True
-
-    def set_delay(self, update: int) -> None:
-        """Tell the optimizer and the weight prediction how many updates late this update is."""
-        if self._synchronous_updates:
-            delay = 0.0 if update < self._synchronous_updates else self._delay
-            if self.stage.weights.predicted is not None:
-                self.stage.weights.predicted.delay = delay
-            self.updater.set_delay(delay)
 
     def begin_mean(self) -> None:
         """Take the accumulated gradient; captured, with replicas: after all backward passes."""
@@ -200,7 +188,6 @@ class StageUpdates:
         message = self.transport.receive(route, action.index)
         if message is None:
             return False
-        self.set_delay(action.index)
         with torch.no_grad(), self.stage.updating(message.values):
             for name, value in message.values.items():
                 self.stage.parameters[name].copy_(value)

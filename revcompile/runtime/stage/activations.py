@@ -14,7 +14,7 @@ the first update, in the last stage, and where gradients are not late.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -182,8 +182,6 @@ class InFlight:
     used: Used = _UNKNOWN
     """The weights of its forward pass."""
     buffers: list[BufferSnapshot] = field(default_factory=list)
-    original: Mapping[str, Tensor] = field(default_factory=dict)
-    """The stage's inputs, if the reconstruction error is to be measured."""
     parameter_versions: tuple[int, ...] = ()
     """Autograd versions of the parameters that its graph has saved by reference."""
     samples: StartedCheck | None = None

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor, fx, nn
 
-from revcompile.arguments import flag, number, whole_number
+from revcompile.arguments import number, whole_number
 from revcompile.errors import InputError
 from revcompile.ir.program import Partition, StageProgram
 from revcompile.runtime.reversible.module import Reversible
@@ -63,7 +63,7 @@ class TrainerOptions:
     """Settings of `net.trainer(..., options=TrainerOptions(...))` that few runs need.
 
     >>> import revcompile
-    >>> revcompile.TrainerOptions(synchronous_updates=100).timeout
+    >>> revcompile.TrainerOptions(in_flight_per_stage=2).timeout
     600.0
     """
 
@@ -71,8 +71,6 @@ class TrainerOptions:
     """For methods that never drain: stage j of J has `1 + in_flight_per_stage * (J-1-j)`
     micro-batches in flight. 1: the least delay; 2: as in the PETRA paper, twice the delay. Larger
     values hide the latency of links. Default: the method's."""
-    synchronous_updates: int = 0
-    """How many updates at the start have no delay: the pipeline drains before each ("1f1b")."""
     microbatch_size: int | None = None
     """Samples in a micro-batch, for `memory_budget`. Default: the example's."""
     kept_input_dtype: torch.dtype | None = None
@@ -81,23 +79,17 @@ class TrainerOptions:
     gradient_message_dtype: torch.dtype | None = None
     """torch.bfloat16: stages send float32 gradients to the stage before in this dtype. Streams are
     sent unchanged, because inputs are rebuilt from them. Default: unchanged."""
-    measure_reconstruction_every: int | None = None
-    """Measure the reconstruction error of every n-th micro-batch."""
     stage_to_rank: Sequence[int] | None = None
     """The rank of each stage. Default: consecutive stages, balanced by work. If the job has a
     multiple of these ranks, the pipeline is replicated, and every update averages gradients."""
     timeout: float = 600.0
     """A rank gives up after this many seconds without an answer."""
-    loss_on_all_ranks: bool = False
-    """Send the loss of each step to every rank; else only the rank of the last stage has it."""
 
     def __post_init__(self) -> None:
         who = "TrainerOptions"
-        counts = {"synchronous_updates": 0, "microbatch_size": 1, "measure_reconstruction_every": 1}
-        for name, least in counts.items():
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole_number(who, name, given, least))
-        flag(who, "loss_on_all_ranks", self.loss_on_all_ranks)
+        if (given := self.microbatch_size) is not None:
+            given = whole_number(who, "microbatch_size", given, 1)
+            object.__setattr__(self, "microbatch_size", given)
         number(who, "timeout", self.timeout, "use a number of seconds above 0")
         buffer_bytes(self.kept_input_dtype)
         if self.gradient_message_dtype not in (None, torch.bfloat16):

@@ -21,7 +21,6 @@ from revcompile.ir.types import Coupling
 from revcompile.kernels.repeatable import Repeated, repeatable
 from revcompile.runtime.reversible.bindings import LayerHooks, filled
 from revcompile.runtime.reversible.module_guards import hooked
-from revcompile.runtime.reversible.reconstruction import relative_error
 from revcompile.runtime.reversible.replay import BufferSnapshot, StatefulBuffers, is_capturing
 from revcompile.runtime.stage.activations import (
     ActivationStore,
@@ -136,8 +135,6 @@ class Stage:
         self.in_flight: dict[int, InFlight] = {}
         self.gradients: dict[str, Tensor] = {}
         """Sums over micro-batches, for the parameters that have a gradient."""
-        self.reconstruction: float | None = None
-        """Relative error of the last rebuilt input for which `measure` was set."""
 
     def fuse(self, fuse: Fuse) -> None:
         """Let a pass make the programs that run while `runs_fused` is set.
@@ -175,9 +172,7 @@ class Stage:
 
     # -- forward ------------------------------------------------------------------------------
 
-    def forward(
-        self, microbatch: int, inputs: Mapping[str, Any], *, measure: bool = False
-    ) -> dict[str, Any]:
+    def forward(self, microbatch: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run a micro-batch, and store what its backward pass needs."""
         program = self.program
         weights = self.weights.forward()
@@ -201,8 +196,6 @@ class Stage:
             held = self._hold(microbatch, self.activations.store(kept), saved)
         held.used = self.weights.used(weights)
         held.buffers = changed
-        if measure:
-            held.original = {name: inputs[name] for name in program.sends_back}
         held.parameter_versions = tuple(p._version for p in latest.values())
         if sampled and not is_capturing(self.device):
             held.samples = self._samples.start(sampled)
@@ -258,7 +251,7 @@ class Stage:
     def is_in_slots(self) -> bool:
         """Whether all micro-batches in flight are in slots, where a captured step finds them."""
         return all(
-            held.ring is not None and held.ring is self.ring and not (held.buffers or held.original)
+            held.ring is not None and held.ring is self.ring and not held.buffers
             for held in self.in_flight.values()
         )
 
@@ -283,7 +276,7 @@ class Stage:
     # -- backward -----------------------------------------------------------------------------
 
     def finish(self, passed: Backward, is_exact: bool) -> None:
-        """After a backward pass with finite gradients: check, or measure, the rebuilt values.
+        """After a backward pass with finite gradients: check the rebuilt values.
 
         Args:
             is_exact: Whether they should equal those of the forward pass, up to rounding.
@@ -293,15 +286,6 @@ class Stage:
         """
         if is_exact and passed.held.samples is not None:
             self._samples.finish(passed.held.samples, passed.sampled)
-        if original := passed.held.original:
-            rebuilt = passed.values
-            errors = [
-                relative_error(original[name], rebuilt[name])
-                for name in original
-                if isinstance(rebuilt[name], Tensor)
-                and (rebuilt[name].is_floating_point() or rebuilt[name].is_complex())
-            ]
-            self.reconstruction = max(errors, default=0.0)
 
     def age(self, microbatch: int) -> int:
         """How many updates old the stashed weights of its backward pass are; 0: the latest."""
@@ -442,7 +426,6 @@ class Stage:
         self.clear()
         self._draws.clear()
         self.seed = mix(seed, self.program.index)
-        self.reconstruction = None
         self.weights.loaded()
 
     def state_dict(self, copy: TreeCopy) -> dict[str, Any]:

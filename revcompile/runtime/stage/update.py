@@ -58,7 +58,7 @@ class Updater:
         delay: float = 0.0,
         is_predicted: bool = False,
     ) -> None:
-        self.where, self.is_predicted = where, is_predicted
+        self.where = where
         self.parameters: dict[str, nn.Parameter] = {
             name: p  # type: ignore[misc]
             for name, p in parameters.items()
@@ -69,7 +69,11 @@ class Updater:
         """For a stage without parameters: an optimizer that does nothing."""
         if self.parameters:
             self.optimizer = build_optimizer(where, self.parameters, factory, groups)
-        self.set_delay(delay)
+        # Predicted weights compensate for the delay already: optimizers must not do so again.
+        name = "predicted_delay" if is_predicted else "delay"
+        for member in members(self.optimizer):
+            if hasattr(member, name):  # those of `revcompile.optim`
+                setattr(member, name, delay)
         self.lr_schedule = None
         self.has_updated = False
         """Whether the optimizer has taken a step."""
@@ -91,16 +95,6 @@ class Updater:
         """Each parameter's `COUNTERS`, from the second update on."""
         if lr_schedule is not None and self.parameters:
             self.lr_schedule = build_schedule(where, self.optimizer, lr_schedule)
-
-    def set_delay(self, delay: float) -> None:
-        """Tell optimizers that compensate for delay how many updates late gradients are.
-
-        Predicted weights compensate for the delay already: optimizers must not do so again.
-        """
-        name = "predicted_delay" if self.is_predicted else "delay"
-        for member in members(self.optimizer):
-            if hasattr(member, name):  # those of `revcompile.optim`
-                setattr(member, name, delay)
 
     def apply(self, gradients: Mapping[str, Tensor], factor: Tensor | None = None) -> None:
         """One update with the gradients times `factor`, unless `found_inf` is set.

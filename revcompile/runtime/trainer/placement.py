@@ -101,10 +101,6 @@ class Placement:
     def check_shared_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
         """Refuse changes in forward of a buffer that stages on several ranks share."""
 
-    def share_loss(self, loss: Tensor | None) -> Tensor | None:
-        """The loss of a step; with `loss_on_all_ranks`, sent from the rank that knows it."""
-        return loss
-
     # -- checkpoints --------------------------------------------------------------------------
 
     def own_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,17 +205,6 @@ class RankPlacement(Placement):
         for in_flight in (executor.stage.in_flight for executor in executors):
             if microbatch in in_flight:
                 self._shared_buffers.check_changed(in_flight[microbatch].buffers)
-
-    def share_loss(self, loss: Tensor | None) -> Tensor | None:
-        if not self._options.loss_on_all_ranks:
-            return loss
-        sent = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
-        if loss is not None:
-            sent.copy_(loss)
-        with self.transport.collective():
-            owner = self.ranks.owner(len(self._task.programs) - 1)
-            distributed.broadcast(sent, owner, group=self.ranks.pipeline)
-        return sent
 
     # -- checkpoints --------------------------------------------------------------------------
 

@@ -51,8 +51,7 @@ class TrainerState:
         """`replica`: which copy of the pipeline this is; each has its own part of the data."""
         self.replicas = placement.replicas
         row = programs[0].method, len(programs), task.settings.accumulation_steps
-        synchronous = task.settings.options.synchronous_updates
-        self._schedule = Schedule(*row, task.partition.ties, synchronous)
+        self._schedule = Schedule(*row, task.partition.ties)
         self._steps = steps = Steps(task, placement, self._schedule, self._stage_seed)
         self._executors, self._runner = steps.executors, steps.runner
         self._stop_reason: str | None = None
@@ -155,10 +154,6 @@ class TrainerState:
             return False
         if any(here[key] != saved[key] for key in ("method", "accumulation_steps", "ties")):
             return False
-        updates = min(progress["updates"] for progress in saved["progress"])
-        starts = here["synchronous_updates"], saved["synchronous_updates"]
-        if starts[0] != starts[1] and updates < max(starts):
-            return False
         needs = ((p.needed_in_flight, state["stages"][p.index]["needs"]) for p in self._programs)
         return all(needed == list(saved_needs) for needed, saved_needs in needs)
 
@@ -180,8 +175,6 @@ class TrainerState:
         weights = dict(self.model.named_parameters())
         for executor in self._executors:
             executor.reset(self._stage_seed, weights)
-            # The delay that the last update has set: captured steps hold it fixed.
-            executor.updates.set_delay(self._schedule.updates[executor.index] - 1)
             if same:
                 executor.load_state_dict(state["stages"][executor.index])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
@@ -43,14 +43,12 @@ class Metrics:
     """Samples per second so far, without the time of `evaluate`, `save`, `load` and capturing."""
     loss_tensor: Tensor | None = field(default=None, repr=False)
     output: Any = field(default=None, repr=False)
-    reconstruction: Mapping[int, float] = field(default_factory=dict)
-    """Relative error of each stage's rebuilt input, when measured in this step."""
 
     @property
     def loss(self) -> float:
         """The micro-batch's loss; nan except on the rank of the last stage.
 
-        `trainer.pop_mean_loss()` or `TrainerOptions(loss_on_all_ranks=True)` give it to all ranks.
+        `trainer.pop_mean_loss()` gives the mean to all ranks.
         """
         return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
 
@@ -58,8 +56,7 @@ class Metrics:
         """The numbers that this rank has, by name, for a logger. Waits for the device."""
         found = {"loss": self.loss_tensor, "lr": self.lr}
         numbers = {name: float(value) for name, value in found.items() if value is not None}
-        stages = {f"reconstruction/{i}": error for i, error in self.reconstruction.items()}
-        return numbers | {"throughput": self.throughput} | stages
+        return numbers | {"throughput": self.throughput}
 
     def __repr__(self) -> str:
         rate = "" if self.lr is None else f", lr {self.lr:g}"
@@ -125,8 +122,6 @@ class Steps:
         placement.attach(self.executors)
         self._given: tuple[Any, Any] = None, None
         """Inputs and target of the step, if the last stage is here."""
-        self._delays = schedule.delays
-        """How many updates late the gradients of the step are."""
         self._samples = 0
         """Samples in the micro-batch, if the first or the last stage is here."""
         if self.is_last and not self.is_first:
@@ -149,7 +144,6 @@ class Steps:
             The inputs, if they are needed here and can be used.
         """
         microbatch, head = schedule.injected, self.loss_head
-        self._delays = (0,) * schedule.stages if schedule.is_synchronous else schedule.delays
         for executor in self.executors:
             executor.refusal = refusal
         values, fingerprint, dense = None, NOT_COMPARED, self.runner.is_on
@@ -200,8 +194,6 @@ class Steps:
             first.fingerprints[microbatch] = fingerprint
         else:
             self._set_target(lambda: take(self.loss_head.target))
-        for executor in self.executors:
-            executor.measures = self._is_measured(microbatch)
         remaining = self.scheduler.forward(schedule.inject())
         self.placement.check_shared_buffers(self.executors, microbatch)
         self.scheduler.finish(remaining)
@@ -218,7 +210,7 @@ class Steps:
             fingerprint = message.fingerprint
         is_refused = any(executor.refusal is not None for executor in self.executors)
         is_traced = self.executors[0].observer is not None  # a trace shows single actions
-        allowed = not (values is None or is_refused or is_traced or self._is_measured(microbatch))
+        allowed = not (values is None or is_refused or is_traced)
         if allowed and self.is_last:
             self._check_data(microbatch, fingerprint)
         entering = StepInputs(values, self.loss_head.target, fingerprint)
@@ -226,10 +218,6 @@ class Steps:
         if not is_done and values is not None:
             self.runner.observe(entering)
         return is_done
-
-    def _is_measured(self, microbatch: int) -> bool:
-        every = self._settings.options.measure_reconstruction_every
-        return every is not None and microbatch % every == 0
 
     # -- what a step reports ------------------------------------------------------------------
 
@@ -240,21 +228,15 @@ class Steps:
         samples = 0 if values is None and loss is None else self._samples
         if loss is not None and not self.runner.is_active:  # captured steps add theirs themselves
             self.loss_head.add(loss)
-        errors = {}
-        for executor in self.executors:
-            if executor.stage.reconstruction is not None:
-                errors[executor.index] = executor.stage.reconstruction
-                executor.stage.reconstruction = None
         return Metrics(
             microbatch=microbatch,
             samples=samples,
-            delays=self._delays,
+            delays=schedule.delays,
             updates=schedule.updates,
             lr=next((lr for e in self.executors if (lr := e.updater.lr) is not None), None),
             throughput=self.throughput.add(samples, counts=not self.runner.is_capturing),
-            loss_tensor=self.placement.share_loss(loss),
+            loss_tensor=loss,
             output=output,
-            reconstruction=errors,
         )
 
     def failure(self, microbatch: int, values: Values | None = None) -> Any:

@@ -57,9 +57,9 @@ class Trainer(TrainerState):
     On several ranks every rank calls the same methods in the same order. `step` needs inputs on the
     rank of the first stage and targets on the rank of the last; other ranks may pass nothing. If
     the two ranks get different targets, all ranks stop (`loader` gives every rank the same
-    batches). The rank of the last stage has the loss; `pop_mean_loss` gives its mean to all ranks,
-    `loss_on_all_ranks` every loss. The rank that meets a bad micro-batch reports it. A rank holds
-    only the weights of its stages; `net.to_module()` collects all weights.
+    batches). The rank of the last stage has the loss; `pop_mean_loss` gives its mean to all ranks.
+    The rank that meets a bad micro-batch reports it. A rank holds only the weights of its stages;
+    `net.to_module()` collects all weights.
     """
 
     def __init__(self, task: Task, placement: Placement) -> None:

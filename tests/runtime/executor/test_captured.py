@@ -108,7 +108,6 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "backprop": {"method": "backprop"},
     "reversible": {"method": "reversible_backprop", "clip_grad_norm": 0.1},
     "predicted": {"weights": "predicted", "accumulation_steps": 4},
-    "synchronous": {"synchronous_updates": 3},
     "graphs kept": {"memory_budget": "1GiB"},
     "graphs kept, accumulated": {
         **{"memory_budget": "1GiB", "in_flight_per_stage": 2, "accumulation_steps": 3}

@@ -48,7 +48,7 @@ def off_by(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: settings for name, settings in ON_CPU.items() if "dtype" not in settings},
     "steps without updates": {"in_flight_per_stage": 2, "accumulation_steps": 2},
-    "predicted, after a start without delay": {"weights": "predicted", "synchronous_updates": 2},
+    "predicted": {"weights": "predicted"},
 }
 
 

@@ -52,7 +52,7 @@ class Steeper(Shared):
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "petra": {},
-    "adam, synchronous": {"optimizer": adam, "accumulation_steps": 2, "synchronous_updates": 2},
+    "adam, accumulated": {"optimizer": adam, "accumulation_steps": 2},
     "paper order": {"in_flight_per_stage": 2, "clip_grad_norm": 0.1, "accumulation_steps": 3},
     "stashed": {"weights": "stashed"},
     "predicted": {"weights": "predicted", "accumulation_steps": 3},

@@ -162,11 +162,11 @@ def gradient_of(net: revcompile.StagedModel, data: list[training.Batch], **setti
         return torch.optim.SGD(parameters, lr=1.0)
 
     trainer = trainer_of(net, optimizer, accumulation_steps=len(data), **settings)
-    found = [trainer.step(*batch) for batch in data]
-    trainer.flush()
+    errors = training.rebuilt_errors(trainer)
+    training.drained(trainer, data)
     after = dict(net.model.named_parameters())
     gradients = {name: (before[name] - after[name].detach()).float() for name in before}
-    return gradients, [error for metrics in found for error in metrics.reconstruction.values()]
+    return gradients, [error for of_stage in errors.values() for error in of_stage]
 
 
 def deep() -> nn.Module:
@@ -179,9 +179,7 @@ def test_autocast_reconstructs_exactly_with_standing_weights() -> None:
     data = batches(6, dtype=torch.float32)
     settings: dict[str, Any] = {"autocast": torch.bfloat16}
     expected, _ = gradient_of(fresh(deep, 4, torch.float32), data, method="backprop", **settings)
-    found, errors = gradient_of(
-        fresh(deep, 4, torch.float32), data, measure_reconstruction_every=1, **settings
-    )
+    found, errors = gradient_of(fresh(deep, 4, torch.float32), data, **settings)
     precise, _ = gradient_of(fresh(deep, 4, torch.float32), data, method="backprop")
     noise = worst(precise, expected)[0]
     assert noise > 1e-3  # autocast was on
@@ -189,22 +187,18 @@ def test_autocast_reconstructs_exactly_with_standing_weights() -> None:
     assert errors and max(errors) == 0.0
 
 
-def test_reconstruction_errors_are_measured_while_weights_move() -> None:
-    net = fresh(deep, 4, torch.float32)
-    trainer = trainer_of(net, autocast="bf16", measure_reconstruction_every=2)
+def test_streams_are_rebuilt_nearly_while_weights_move() -> None:
+    trainer = trainer_of(fresh(deep, 4, torch.float32), autocast="bf16")
     assert trainer._settings.autocast is torch.bfloat16
-    found = [trainer.step(*batch).reconstruction for batch in batches(10, dtype=torch.float32)]
-    seen = {stage: error for errors in found for stage, error in errors.items()}
-    assert sorted(seen) == [1, 2, 3]
-    assert seen[3] == 0.0  # no delay at the last stage
-    assert all(0.0 < seen[stage] < 0.2 for stage in (1, 2))
+    errors = training.rebuilt_errors(trainer)
+    feed(trainer, batches(10, dtype=torch.float32))
+    assert {*errors[0], *errors[3]} == {0.0}  # nothing to rebuild; no delay at the last stage
+    assert all(0.0 < errors[stage][-1] < 0.2 for stage in (1, 2))
 
 
 def test_a_model_in_bfloat16() -> None:
     data = batches(6, dtype=torch.bfloat16)
-    found, errors = gradient_of(
-        fresh(deep, 4, torch.bfloat16), data, measure_reconstruction_every=1
-    )
+    found, errors = gradient_of(fresh(deep, 4, torch.bfloat16), data)
     expected, _ = gradient_of(fresh(deep, 4, torch.bfloat16), data, method="backprop")
     precise = batches(6, dtype=torch.float32)
     reference, _ = gradient_of(fresh(deep, 4, torch.float32), precise, method="backprop")
