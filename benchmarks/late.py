@@ -48,7 +48,6 @@ from benchmarks.text import (
     updates_to,
 )
 from revcompile.optim import DelayAwareMuon
-from revcompile.optim.muon import _newton_schulz
 
 
 @dataclass(frozen=True)
@@ -356,6 +355,18 @@ class Simulation:
         mean.copy_(torch.lerp(gradient, mean, momentum))
         square.mul_(0.99).addcmul_(gradient, gradient, value=0.01)
         return (mean / (1 - momentum**step)) / ((square / (1 - 0.99**step)).sqrt() + 1e-8)
+
+
+def _newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """The iteration of `torch.optim.Muon` for a batch of matrices."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    is_tall = x.shape[-2] > x.shape[-1]
+    for _ in range(steps):
+        gram = x.mT @ x if is_tall else x @ x.mT
+        powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((x, powers) if is_tall else (powers, x)), beta=a)
+    return x
 
 
 def nesterov(

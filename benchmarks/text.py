@@ -36,7 +36,7 @@ import revcompile
 from benchmarks.harness import parser_of, save, show
 from benchmarks.trainings import OutOfTime, Result, add_options, gather, train
 from revcompile import TrainerOptions
-from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, muon_groups
+from revcompile.optim import DelayAwareMuon, ErrorFeedback, muon_groups
 
 MAX_DRIFT = 0.0075
 """The default of `DelayAwareMuon`; names of trainings leave it out."""
@@ -224,8 +224,8 @@ OPTIMIZERS: dict[str, Callable[[Any, Training, bool], torch.optim.Optimizer]] = 
     "adamw": lambda params, training, on_gpu: torch.optim.AdamW(
         params, lr=training.rate, betas=(0.9, 0.99), capturable=on_gpu
     ),
-    "delay-aware-adamw": lambda params, training, on_gpu: DelayAwareAdamW(
-        params, lr=training.rate, betas=(0.9, 0.99)
+    "delay-aware-adamw": lambda params, training, on_gpu: ErrorFeedback(
+        torch.optim.AdamW(params, lr=training.rate, betas=(0.9, 0.99), capturable=on_gpu)
     ),
     "muon": lambda params, training, on_gpu: DelayAwareMuon(
         params,

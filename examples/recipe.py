@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from revcompile.optim import DelayAwareAdamW, DelayAwareSGD
+from revcompile.optim import DelayAwareSGD, ErrorFeedback
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, momentum=0.9, nesterov=True),
     "adamw": AdamW,
     "delay-aware-sgd": DelayAwareSGD,
-    "delay-aware-adamw": DelayAwareAdamW,
+    "delay-aware-adamw": lambda parameters, **settings: ErrorFeedback(
+        AdamW(parameters, **settings)
+    ),
 }
 """The last two compensate for the delay of a stage's gradients."""

@@ -9,28 +9,17 @@ import torch
 from torch.optim import Optimizer
 
 from revcompile.optim.error_feedback import ErrorFeedback
-from revcompile.optim.late import LateOptimizer, load_precise, loss_of
+from revcompile.optim.late import loss_of
 
 
 class CombinedOptimizer(Optimizer):
-    """Steps several optimizers, each with its own parameters.
+    """What a trainer makes of the list of optimizers that `optimizer=` returns.
 
-    Its parameter groups are those of all, in their order, and its state holds theirs: schedules
-    and checkpoints treat it as one optimizer. A trainer makes one where `optimizer=` returns a
-    list; it can also be wrapped in an `ErrorFeedback`.
-
-    Args:
-        optimizers: the optimizers; no parameter may be in two of them.
-
-    >>> matrix, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.zeros(2))
-    >>> both = CombinedOptimizer([torch.optim.Muon([matrix], lr=0.02), torch.optim.AdamW([bias])])
-    >>> [group["lr"] for group in both.param_groups]
-    [0.02, 0.001]
+    Its parameter groups and its state are those of all, in their order: schedules and checkpoints
+    treat it as one optimizer.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        if not optimizers:
-            raise ValueError("CombinedOptimizer: no optimizers; give a list of one or more")
         first, *others = (optimizer.defaults for optimizer in optimizers)
         common = {k: v for k, v in first.items() if all(k in other for other in others)}
         # The groups themselves, not copies: whoever sets a learning rate sets it for both.
@@ -40,17 +29,13 @@ class CombinedOptimizer(Optimizer):
             self.state.update(optimizer.state)
         self._share()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"optimizers": self.optimizers}
-
     def _share(self) -> None:
         """Let the optimizers use this one's groups and state."""
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:
-            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
-            optimizer.state = self.state
-            if isinstance(optimizer, ErrorFeedback | CombinedOptimizer):
-                optimizer._share()
+            own = [next(groups) for _ in optimizer.param_groups]
+            for part in (optimizer, *_wrapped(optimizer)):
+                part.param_groups, part.state = own, self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -63,16 +48,13 @@ class CombinedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups after construction: they would belong to none of the optimizers."""
         if hasattr(self, "optimizers"):
-            raise ValueError("CombinedOptimizer: add parameter groups before combining optimizers")
+            raise ValueError("add parameter groups to the optimizers of the list, before training")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, for all optimizers."""
         super().load_state_dict(state_dict)
         self._share()
-        late = [part for part in elementary(self) if isinstance(part, LateOptimizer)]
-        groups = [group for part in late for group in part.param_groups]
-        load_precise(self, state_dict, [p for group in groups for p in group["params"]])
 
 
 def members(optimizer: Optimizer) -> list[Optimizer]:
@@ -82,10 +64,12 @@ def members(optimizer: Optimizer) -> list[Optimizer]:
 
 def elementary(optimizer: Optimizer) -> Iterator[Optimizer]:
     """The optimizers that compute updates, inside of combinations and wrappers."""
-    if isinstance(optimizer, CombinedOptimizer):
-        for member in optimizer.optimizers:
-            yield from elementary(member)
-    elif isinstance(optimizer, ErrorFeedback):
-        yield from elementary(optimizer.optimizer)
-    else:
+    for member in members(optimizer):
+        yield [member, *_wrapped(member)][-1]
+
+
+def _wrapped(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizers inside an `ErrorFeedback`, from the outside in."""
+    while isinstance(optimizer, ErrorFeedback):
+        optimizer = optimizer.optimizer
         yield optimizer

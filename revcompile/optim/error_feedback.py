@@ -81,13 +81,6 @@ class ErrorFeedback(LateOptimizer):
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
 
-    def _share(self) -> None:
-        """Let the wrapped optimizer use this one's groups and state, which were replaced."""
-        self.optimizer.param_groups, self.optimizer.state = self.param_groups, self.state
-        share = getattr(self.optimizer, "_share", None)
-        if share is not None:
-            share()
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of the wrapped optimizer, with error feedback."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, ClassVar, Final
 
@@ -51,20 +51,13 @@ class LateOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, in the precision of that state."""
         super().load_state_dict(state_dict)
-        load_precise(self, state_dict, chain.from_iterable(g["params"] for g in self.param_groups))
-
-
-def load_precise(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], params: Iterable[Tensor]
-) -> None:
-    """Load the state of some parameters once more, in the precision in which it was saved."""
-    low = {id(p) for p in params if p.dtype != wide(p)}
-    saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for key, p in zip(saved, own, strict=True):
-        for name, value in state_dict["state"].get(key, {}).items() if id(p) in low else ():
-            if isinstance(value, Tensor) and name != "step":
-                optimizer.state[p][name] = value.to(p.device)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, p in zip(saved, own, strict=True):
+            entries = state_dict["state"].get(key, {}) if p.dtype != wide(p) else {}
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and name != "step":
+                    self.state[p][name] = value.to(p.device)
 
 
 def wide(p: Tensor) -> torch.dtype:

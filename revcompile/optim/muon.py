@@ -21,24 +21,22 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
 
 from revcompile.errors import InputError
-from revcompile.optim.adamw import DelayAwareAdamW, with_decay
-from revcompile.optim.late import LateOptimizer, check_settings, is_number, wide
-
-_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic iteration, for the steepest slope at zero (Jordan et al.)."""
+from revcompile.optim.error_feedback import apply_with_feedback
+from revcompile.optim.late import LateOptimizer, check_settings, is_number, wide_gradient
 
 _LEAST_SPECTRAL_NORM: Final = 0.1
 """The least spectral norm assumed of a matrix that limits its update: it may start at zero."""
 
 
-class DelayAwareMuon(DelayAwareAdamW):
+class DelayAwareMuon(LateOptimizer):
     """Muon for weight matrices, AdamW for the rest, and error feedback for the delay of a stage.
 
     A trainer sets `delay` (in updates) for each stage's optimizer. With `delay` 0 matrices are
@@ -111,9 +109,24 @@ class DelayAwareMuon(DelayAwareAdamW):
         for group in groups:
             super().add_param_group(group)
 
-    def _updates(
-        self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
-    ) -> list[Tensor]:
+    def _update(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None and p.numel()]
+        if not params:
+            return
+        self._check_state(group, params)
+        # What torch's optimizers subtract from zeros at a learning rate of 1.
+        grads = [wide_gradient(p) for p in params]
+        updates = (self._muon if group["use_muon"] else self._adamw)(group, params, grads)
+        torch._foreach_mul_(updates, group["lr"])
+        if group["weight_decay"]:
+            decayed = torch._foreach_mul(params, group["lr"] * group["weight_decay"])
+            torch._foreach_add_(updates, decayed)
+        late = self.delay or self.predicted_delay
+        if group["use_muon"] and group["max_drift"] is not None and late:
+            _limit(updates, params, group["max_drift"] / late)
+        apply_with_feedback(params, updates, self.state, group["feedback"] * self.delay)
+
+    def _check_state(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
         use_muon = group["use_muon"]
         for p in params:
             if self.state[p] and ("momentum_buffer" in self.state[p]) != use_muon:
@@ -123,84 +136,51 @@ class DelayAwareMuon(DelayAwareAdamW):
                     f"{saved}, but is to be updated by {now}; load a state into the groups that it "
                     "was saved of"
                 )
-        if not use_muon:
-            return super()._updates(group, params, grads)
-        updates = with_decay(self._muon_updates(group, params, grads), group, params)
-        late = self.delay or self.predicted_delay
-        if group["max_drift"] is not None and late:
-            _limit(updates, params, group["max_drift"] / late)
-        return updates
 
-    def _muon_updates(
+    def _adamw(
         self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
     ) -> list[Tensor]:
-        momentum, count = group["momentum"], group["chunks"]
-        for p in params:
+        zeros = [torch.zeros_like(grad) for grad in grads]
+        settings = {name: group[name] for name in ("betas", "eps", "capturable")}
+        adamw = AdamW(zeros, 1.0, weight_decay=0.0, **settings)
+        # Capturable steps are taken outside of captures, too, with the same results.
+        adamw._warned_capturable_if_run_uncaptured = True
+        return _updates(adamw, zeros, grads, [self.state[p] for p in params], zeros)
+
+    def _muon(
+        self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
+        zeros = [torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device) for grad in grads]
+        for p, zero in zip(params, zeros, strict=True):
             if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p, dtype=wide(p))
+                self.state[p]["momentum_buffer"] = zero.clone()
         buffers = [self.state[p]["momentum_buffer"] for p in params]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        nesterov = torch._foreach_lerp(grads, buffers, momentum)
-        if count == 1:
-            return orthogonalise(nesterov, group["ns_steps"], group["lr"])
-        sides = [int(matrix.shape[1] > matrix.shape[0]) for matrix in nesterov]
-        parts = [m.chunk(count, side) for m, side in zip(nesterov, sides, strict=True)]
-        flat = orthogonalise(
-            [part for own in parts for part in own], group["ns_steps"], group["lr"]
-        )
-        return [
-            torch.cat(flat[count * index : count * (index + 1)], side)
-            for index, side in enumerate(sides)
-        ]
+
+        def parts(tensors: list[Tensor]) -> list[Tensor]:
+            """Matrices: those of convolutions, and those that are fused, one by one."""
+            flat = [tensor.view(len(tensor), -1) for tensor in tensors]
+            count = group["chunks"]
+            return [m for t in flat for m in t.chunk(count, int(t.shape[1] > t.shape[0]))]
+
+        matrices, settings = parts(zeros), {name: group[name] for name in ("momentum", "ns_steps")}
+        muon = Muon(matrices, 1.0, weight_decay=0.0, **settings)
+        states = [{"momentum_buffer": buffer} for buffer in parts(buffers)]
+        return _updates(muon, matrices, parts([g.contiguous() for g in grads]), states, zeros)
 
 
-def orthogonalise(
-    matrices: Sequence[Tensor], steps: int = 5, rate: float | Tensor | None = None
+def _updates(
+    optimizer: Optimizer,
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Any]],
+    whole: list[Tensor],
 ) -> list[Tensor]:
-    """Approximately the nearest semi-orthogonal matrix of each, by Newton-Schulz iterations.
-
-    Matrices of equal shapes are iterated in one batch. Tensors of more than two dimensions count as
-    matrices of their first dimension times all others.
-
-    Args:
-        matrices: The tensors.
-        steps: Iterations.
-        rate: Multiply each by this learning rate, and adjust it to its shape.
-
-    >>> torch.manual_seed(0) and None
-    >>> (result,) = orthogonalise([torch.randn(8, 3)], steps=10)
-    >>> singular = torch.linalg.svdvals(result)
-    >>> bool(singular.min() > 0.6) and bool(singular.max() < 1.3)
-    True
-    """
-    batches: dict[Any, list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        batches.setdefault((matrix.shape, matrix.device, matrix.dtype), []).append(index)
-    results: list[Tensor] = list(matrices)
-    for (shape, device, dtype), indices in batches.items():
-        rows, columns = shape[0], math.prod(shape[1:])
-        # On GPUs in bfloat16: the iteration corrects its own rounding errors.
-        low = torch.bfloat16 if device.type == "cuda" else dtype
-        batch = torch.empty((len(indices), *shape), dtype=low, device=device)
-        torch._foreach_copy_(list(batch.unbind()), [matrices[index] for index in indices])
-        iterated = _newton_schulz(batch.view(-1, rows, columns), steps).to(dtype)
-        if rate is not None:  # the default `adjust_lr_fn` of `torch.optim.Muon`
-            iterated.mul_(rate * math.sqrt(max(1.0, rows / columns)))
-        for index, result in zip(indices, iterated.unbind(), strict=True):
-            results[index] = result.view(shape)
-    return results
-
-
-def _newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Iterate a batch of matrices, with polynomials of the smaller of their two Gram matrices."""
-    a, b, c = _COEFFICIENTS
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    is_tall = x.shape[-2] > x.shape[-1]
-    for _ in range(steps):
-        gram = x.mT @ x if is_tall else x @ x.mT
-        powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, *((x, powers) if is_tall else (powers, x)), beta=a)
-    return x
+    """What an optimizer subtracts from its parameters, which are views of zeros."""
+    for p, grad, state in zip(params, grads, states, strict=True):
+        p.grad, optimizer.state[p] = grad, state
+    optimizer.step()
+    torch._foreach_neg_(whole)
+    return whole
 
 
 def _limit(updates: list[Tensor], matrices: list[Tensor], share: float) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import gradients, refuses, worst
+from helpers import gradients, worst
 from torch import Tensor
 
 import revcompile
-from revcompile.errors import InputError, OriginalMethodError, RevcompileWarning
-from revcompile.interop.huggingface import chunk_loss
+from revcompile.errors import OriginalMethodError, RevcompileWarning
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparing import TOLERANCE, examine_transformer
 
@@ -205,34 +204,3 @@ def test_a_net_that_accelerate_unwraps_runs_its_own_forward() -> None:
         assert torch.equal(again(**call).logits, want)
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_a_loss_in_chunks() -> None:
-    model, call = _grouped().double().train(), _call(2, 8, "attention_mask")
-    by_items = _call(2, 8, "num_items_in_batch")
-    want = model(**call).loss.item(), model(**by_items).loss.item()
-    expected = _gradients_of_loss(model, call)
-    kind = type(model)
-    assert chunk_loss(model) is model and isinstance(model, kind)
-    found = model(**call)
-    assert found.logits is None and model.eval()(**call).logits is not None
-    model.train()
-    # transformers compute the loss in float32
-    assert found.loss.item() == pytest.approx(want[0], rel=1e-6)
-    assert model(**by_items).loss.item() == pytest.approx(want[1], rel=1e-6)
-    assert worst(expected, _gradients_of_loss(model, call))[0] < 1e-6
-    net: Any = revcompile.reversify(model, None, call, policy="pretrained")
-    assert net.train()(**call).logits is None and net.eval()(**call).loss.item() == want[0]
-
-
-def _gradients_of_loss(model: Any, call: dict[str, Any]) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(**call).loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_loss_that_is_more_than_a_cross_entropy_is_not_chunked() -> None:
-    capped = ARCHITECTURES["gemma2"].build(1)
-    refuses(InputError, r"Gemma2ForCausalLM .* does something to its logits", chunk_loss, capped)
-    refuses(InputError, "Linear is not a language model", chunk_loss, torch.nn.Linear(2, 2))

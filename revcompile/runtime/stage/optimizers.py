@@ -26,12 +26,12 @@ from torch.optim import (
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from revcompile.errors import InputError
-from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD
+from revcompile.optim import DelayAwareMuon, DelayAwareSGD
 from revcompile.optim.combined import CombinedOptimizer, elementary
 
 FUSED: Final = (SGD, Adam, AdamW)
 """Optimizers whose fused kernels read a flag `found_inf`."""
-_OURS: Final = (DelayAwareSGD, DelayAwareAdamW, DelayAwareMuon)
+_OURS: Final = (DelayAwareSGD, DelayAwareMuon)
 _CAPTURABLE: Final = (NAdam, RAdam, Adamax, RMSprop, Adadelta, ASGD, Rprop, Muon, *_OURS)
 """Optimizers whose capturable steps do not wait for the device, but read no flag."""
 

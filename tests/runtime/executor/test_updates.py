@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 from training import SCHEDULES, Plain, Steep, batches, fresh, reported, same, settings_of, weights
 
-from revcompile.optim import DelayAwareAdamW, DelayAwareMuon, DelayAwareSGD, ErrorFeedback
+from revcompile.optim import DelayAwareMuon, DelayAwareSGD, ErrorFeedback
 from revcompile.runtime.stage.update import Updater
 
 
@@ -43,13 +43,12 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], Any]]] = {
     "asgd": lambda p: torch.optim.ASGD(p, 1e-1, t0=5, weight_decay=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, 1e-3),
     "delay-aware sgd": lambda p: DelayAwareSGD(p, 1e-2, weight_decay=0.1),
-    "delay-aware adamw": lambda p: DelayAwareAdamW(p, 1e-2, weight_decay=0.1),
     "delay-aware muon": lambda p: DelayAwareMuon(p, 1e-2, weight_decay=0.1),
     "delay-aware muon, three in one": lambda p: DelayAwareMuon(
         [{"params": p, "chunks": 3}], 1e-2, max_drift=0.01
     ),
     "error feedback, sgd": lambda p: ErrorFeedback(torch.optim.SGD(p, 1e-2, weight_decay=0.1)),
-    "error feedback, adamw": lambda p: ErrorFeedback(torch.optim.AdamW(p, 1e-2)),
+    "error feedback, adamw": lambda p: ErrorFeedback(torch.optim.AdamW(p, 1e-2, weight_decay=0.1)),
     "several": several,
 }
 """Those whose kernels no flag can stop."""
