@@ -5,11 +5,10 @@
     input      the stage's inputs, and the whole graph of one micro-batch  4N: forward, again, 2N
     graph      the whole graph of every micro-batch in flight              3N: forward, 2N
 
-What one stage keeps does not affect the others, so each device is a separate knapsack problem: find
-the least work whose memory fits. It is solved exactly, stage by stage, by extending a Pareto front
-of memory and work. Stages of a device take turns, so only the largest of their transient memories
-(needed only while they compute) counts; every value it can have is tried. Fronts of more than
-`_MAX_SUMS` sums are thinned out evenly, and the plan may then be slightly worse than the best.
+What one stage keeps does not affect the others. A stage that has a device for itself takes the
+first choice that fits, in order of work. Several stages of a device begin with the least memory;
+those that save the most work for a byte are first to take more. Stages of a device take turns, so
+only the largest of their transient memories (needed only while they compute) counts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
@@ -34,14 +33,11 @@ from revcompile.runtime.stage.update import COUNTERS, Updater
 from revcompile.schedule import Keep, Order, Weights
 from revcompile.units import format_size
 
-_MAX_SUMS: Final = 4096
-"""The most sums carried along from stage to stage."""
 _USED: Final = 0.8
 """Share of a device's free memory that "auto" uses; workspaces and fragmentation take some."""
 _EVEN: Final = 1.03
 """The largest ratio of a device's work to the mean that counts as balanced."""
 _KEEPS: Final = (Keep.NOTHING, Keep.INPUT, Keep.GRAPH)
-"""The choices, in order of preference among equals."""
 _KEEP_NAMES: Final = {
     Keep.NOTHING: "nothing but what cannot be rebuilt",
     Keep.INPUT: "its input",
@@ -155,12 +151,11 @@ def plan_memory(
     for number in sorted(set(devices)):
         own = [of for of, device in zip(options, devices, strict=True) if device == number]
         device = _Device(own, workload, is_only=len(own) == len(devices))
-        plans = device.plans(memory_budget)
-        if not plans:
-            raise _too_small(memory_budget, number, device)
-        chosen = min(plans, key=lambda plan: (plan.work, plan.memory)).choices
-        by_stage |= {choice.stage: choice for choice in chosen}
+        chosen = device.chosen(memory_budget)
         peaks.append(device.peak([choice.memory for choice in chosen]))
+        if peaks[-1] > memory_budget:
+            raise _too_small(memory_budget, number, peaks[-1], chosen, workload)
+        by_stage |= {choice.stage: choice for choice in chosen}
     recomputed = (work for part in partition.parts for work in partition.works(part, Keep.INPUT))
     return MemoryPlan(
         memory_budget,
@@ -236,17 +231,9 @@ def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...
 # -- one device -----------------------------------------------------------------------------------
 
 
-class _Sum(NamedTuple):
-    """Choices for the first stages of a device, with their total work and memory."""
-
-    work: float
-    memory: int
-    choices: tuple[Choice, ...] = ()
-
-
 @dataclass(frozen=True)
 class _Device:
-    """The stages of one device with their choices; finds the plans that fit."""
+    """The stages of one device with their choices."""
 
     options: Sequence[Sequence[Choice]]
     workload: Workload
@@ -273,52 +260,37 @@ class _Device:
         split = [self.split(memory) for memory in memories]
         return sum(lasting for lasting, _ in split) + max(transient for _, transient in split)
 
-    def plans(self, budget: float) -> list[_Sum]:
-        """Plans that fit the budget, including those of the least work and the least memory."""
-        limits = sorted({self.split(c.memory)[1] for of in self.options for c in of})
-        fronts = (self._front(limit, budget - limit) for limit in limits)
-        return [plan for front in fronts if front for plan in (front[0], front[-1])]
+    def chosen(self, budget: int) -> list[Choice]:
+        """What each stage keeps within the budget; the least of each if that is too much."""
+        chosen = [min(of, key=lambda choice: choice.memory.total) for of in self.options]
 
-    def _front(self, transient_limit: int, lasting_limit: float) -> list[_Sum]:
-        """The Pareto front of memory and work, from the least memory to the least work.
+        def by_gain(index: int) -> float:
+            """Bytes for each unit of work that keeping the graph saves."""
+            least, most = chosen[index], max(self.options[index], key=lambda c: c.memory.total)
+            saved = least.work - most.work
+            return (most.memory.total - least.memory.total) / saved if saved else math.inf
 
-        `transient_limit` bounds the transient memory of each stage, `lasting_limit` the sum of the
-        lasting memory of all.
-        """
-        front = [_Sum(0.0, 0)]
-        for of in self.options:
-            sizes = [(choice, *self.split(choice.memory)) for choice in of]
-            longer = [
-                _Sum(before.work + choice.work, before.memory + lasting, (*before.choices, choice))
-                for before in front
-                for choice, lasting, transient in sizes
-                if transient <= transient_limit and before.memory + lasting <= lasting_limit
-            ]
-            front = []
-            for total in sorted(longer, key=lambda total: (total.memory, total.work)):
-                if not front or total.work < front[-1].work:
-                    front.append(total)
-            if len(front) > _MAX_SUMS:
-                step = (len(front) - 1) / (_MAX_SUMS - 1)
-                front = [front[round(index * step)] for index in range(_MAX_SUMS)]
-        return front
+        for index in sorted(range(len(chosen)), key=by_gain):
+            for choice in sorted(self.options[index], key=lambda c: (c.work, c.memory.total)):
+                plan = [*chosen[:index], choice, *chosen[index + 1 :]]
+                if self.peak([each.memory for each in plan]) <= budget:
+                    chosen = plan
+                    break
+        return chosen
 
 
-def _too_small(memory_budget: int, number: int, device: _Device) -> InputError:
-    """Why not even the smallest plan fits: the largest stage, what it needs, and what to do."""
-    peaks = {
-        device.peak([choice.memory for choice in plan.choices]): plan.choices
-        for plan in device.plans(math.inf)
-    }
-    need = min(peaks)
-    largest = max(peaks[need], key=lambda choice: choice.memory.total)
-    memory, count = largest.memory, len(peaks[need])
+def _too_small(
+    memory_budget: int, number: int, need: int, least: Sequence[Choice], workload: Workload
+) -> InputError:
+    """Why the smallest plan does not fit: the largest stage, what it needs, and what to do."""
+    largest = max(least, key=lambda choice: choice.memory.total)
+    memory, count = largest.memory, len(least)
     stages = f"its {count} stages" if count > 1 else f"stage {largest.stage}"
     owned = memory.parameters + memory.gradients + memory.optimizer
     return InputError(
-        f"memory_budget={memory_budget}: at {device.workload.microbatch_size} samples per "
-        f"micro-batch device {number} needs {format_size(need)} ({need} bytes) for {stages}, "
-        f"however little is kept, but has {format_size(memory_budget)}. Stage {largest.stage} "
+        f"memory_budget={memory_budget}: at {workload.microbatch_size} samples per "
+        f"micro-batch device {number} needs {format_size(need)} ({need} bytes) for {stages} with "
+        f"as little kept as possible, but has {format_size(memory_budget)}. Stage {largest.stage} "
         f"needs the most, {format_size(memory.total)}: {format_size(owned)} for parameters, "
         f"gradients and optimizer, {format_size(memory.buffers)} for micro-batches in flight, "
         f"{format_size(memory.working)} while it computes. Use smaller micro-batches "
