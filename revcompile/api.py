@@ -17,7 +17,6 @@ from revcompile.arguments import (
     KeepName,
     OverlapName,
     PolicyName,
-    check_cost,
     check_leaf_modules,
     check_meta,
     check_model,
@@ -30,7 +29,7 @@ from revcompile.arguments import (
 from revcompile.compiler.capture import capture, make_example
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.capture.isolation import as_defined, preserve_model, preserve_rng
-from revcompile.compiler.cost import Workload, segment_costs
+from revcompile.compiler.cost import CostSource, Workload, segment_costs
 from revcompile.compiler.find import find
 from revcompile.compiler.partition import Pieces, partition
 from revcompile.compiler.recapture import Recompiler
@@ -247,7 +246,7 @@ def petrafy(
     check: CheckName = "fast",
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
-    cost: CostName | Mapping[str, float] = "analytic",
+    cost: CostName = "analytic",
     memory_budget: int | str | None = None,
     microbatch_size: int | None = None,
     optimizer_copies: int = 1,
@@ -260,8 +259,7 @@ def petrafy(
             `reversify`. Trainers train in train mode: see `StagedModel.trainer`.
         num_stages: How many stages to cut the model into.
         cost: How the work of a block is estimated. "analytic": FLOPs and bytes; "measured": timed
-            on the model's device, updates included; or a mapping from each segment's name to a
-            number.
+            on the model's device, updates included.
         memory_budget: Memory of a device that holds one stage, in bytes or as "2GiB". Cuts that
             need more are not considered.
         microbatch_size: Samples in a micro-batch, for the budget. Default: the example's.
@@ -289,7 +287,7 @@ def petrafy(
             f"petrafy: keep has {len(keeps)} items, num_stages={num_stages}; give one name, or one "
             "for each stage"
         )
-    check_cost(cost)
+    source = member_of("petrafy", "cost", cost, CostSource)
     budget = None if memory_budget is None else bytes_of(memory_budget)
     if microbatch_size is not None:
         whole_number("petrafy", "microbatch_size", microbatch_size, 1)
@@ -309,7 +307,7 @@ def petrafy(
     method = choose("petra_stashed" if net.rewired.policy.averaged else "petra")
     batch = microbatch_size or net.rewired.batch
     workload = Workload(method, batch, optimizer_copies=optimizer_copies)
-    pieces = Pieces.of(net.rewired, cost)
+    pieces = Pieces.of(net.rewired, source)
     cut = partition(pieces, num_stages, workload, memory_budget=budget, keeps=keeps)
     verify_partition(cut)
     staged = StagedModel(net, cut, method)

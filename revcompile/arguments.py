@@ -15,7 +15,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -273,16 +273,6 @@ def autocast_dtype(value: Any) -> Any:
     words = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
     words |= {"fp16": torch.float16, "float16": torch.float16}
     return words.get(value, value) if isinstance(value, str) else value
-
-
-def check_cost(cost: Any) -> None:
-    words = get_args(CostName)
-    if isinstance(cost, Mapping) or (isinstance(cost, str) and cost in words):
-        return
-    raise InputError(
-        'cost: expected "analytic", "measured", or a mapping of names to numbers, got '
-        f"{cost!r}; {nearest(cost, words, 'see help(petrafy)')}"
-    )
 
 
 def _shown(value: Any) -> str:

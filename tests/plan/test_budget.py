@@ -16,7 +16,6 @@ from helpers import cases, refuses
 from torch import nn
 from training import settings_of
 
-import revcompile
 import tests.plan.test_stage_memory as models
 from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError, NonFiniteError, RevcompileWarning
@@ -26,7 +25,7 @@ from revcompile.plan.budget import Choice, MemoryPlan, _Device, choices, plan_me
 from revcompile.runtime.trainer.trainer import Trainer
 from revcompile.schedule import Keep, choose
 from revcompile.staged import StagedModel
-from tests.compiler.test_partition import HEAVY_HEAD, Chain
+from tests.compiler.test_partition import HEAVY_HEAD, Chain, weighed
 from tests.support.measuring import LiveStorages
 from tests.support.stage_memory import Bytes, CpuMeter, Watch, images
 
@@ -139,17 +138,13 @@ def test_ranks_plan_with_the_least_of_all(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_plan_of_uneven_devices_says_how_to_even_them() -> None:
     x = torch.randn(2, 5)
-    made = {
-        keep: revcompile.petrafy(Chain(), 2, x, cost=HEAVY_HEAD, keep=keep, check="off")
-        for keep in ("nothing", "graph")
+    plans = {
+        keep: plan_memory(weighed(Chain(), 2, x, HEAVY_HEAD, keep=[keep] * 2), 2**30, PETRA)
+        for keep in (N, G)
     }
-    plans = {keep: net.memory_plan("1GiB", microbatch_size=8) for keep, net in made.items()}
-    assert {keep: round(plan.balance, 2) for keep, plan in plans.items()} == {
-        "nothing": 1.17,
-        "graph": 1.0,
-    }
-    assert "1.17x the mean work; petrafy(..., keep='graph')" in str(plans["nothing"])
-    assert "petrafy" not in str(plans["graph"])
+    assert {keep: round(plan.balance, 2) for keep, plan in plans.items()} == {N: 1.17, G: 1.0}
+    assert "1.17x the mean work; petrafy(..., keep='graph')" in str(plans[N])
+    assert "petrafy" not in str(plans[G])
 
 
 def test_a_micro_batch_larger_than_planned_is_said() -> None:

@@ -45,7 +45,7 @@ class Pieces:
     costs: tuple[Cost, ...]
 
     @classmethod
-    def of(cls, rewired: Rewired, cost: CostSource = "analytic") -> Pieces:
+    def of(cls, rewired: Rewired, cost: CostSource = CostSource.ANALYTIC) -> Pieces:
         """`cost`: where the work of a piece comes from."""
         whole = whole_pieces(rewired.body)
         groups, new_types = split_pieces(rewired, whole)

@@ -327,8 +327,8 @@ def check_ranks_agree(facts_of_ranks: Sequence[Mapping[str, Any]]) -> None:
             lines.append(f"  {name}: {shown}")
             if name.startswith("stage "):
                 advice = (
-                    ' Costs measured on each rank (cost="measured") cut differently: measure on '
-                    "one, and give its numbers as cost= to all."
+                    ' Costs measured on each rank (cost="measured") cut differently: use '
+                    'cost="analytic".'
                 )
     if lines:
         more = [f"  ... and {len(lines) - 5} more"] if len(lines) > 5 else []

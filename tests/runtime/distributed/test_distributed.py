@@ -237,7 +237,7 @@ def test_the_difference_names_the_ranks() -> None:
         check_ranks_agree(facts)
     assert "more: nothing on ranks 0, 1; a on rank 2" in str(error.value)
     assert "cost=" not in str(error.value)
-    with pytest.raises(InputError, match="measure on one, and give its numbers as cost= to all"):
+    with pytest.raises(InputError, match='use cost="analytic"'):
         check_ranks_agree([{"stage 0": "stem"}, {"stage 0": "stem, layer1"}])
 
 
