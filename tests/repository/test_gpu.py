@@ -39,7 +39,9 @@ def test_a_model_captured_on_the_cpu_moves_to_the_gpu() -> None:
     assert net.get_parameter("head.weight").grad.is_cuda
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:TensorFloat32 tensor cores:UserWarning", "ignore:The .grad attribute:UserWarning"
+)
 def test_compiled_training_step() -> None:
     net = revcompile.reversify(_vit(), torch.randn(2, 3, 64, 64)).cuda().train()
     x = torch.randn(4, 3, 64, 64, device="cuda")

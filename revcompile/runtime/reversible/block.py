@@ -219,7 +219,7 @@ def compiled_block(
     block: Block, compiler: Compiler | None, signs: Any, a: Tensor, b: Tensor, used: Sequence[Any]
 ) -> Compiled | None:
     """The compiled step for these inputs; None if the block runs eagerly."""
-    if compiler is None:
+    if compiler is None or not block.replay_context.stateful.may_compile:
         return None
     run = compiler.compiled(block.step.function, (a, b, *used))
     return None if run is None else Compiled(block.step, run, signs)

@@ -125,8 +125,11 @@ class Chain:
             run = partial(couple, *(block, index, a, b, used, cast, sums), is_rebuilt=False)
             hooked = block.bindings.hooks.run_in_forward
             compiled = None if hooked else compiled_block(block, compiler, signs, a, b, used)
+            stateful = block.replay_context.stateful
+            is_known = compiler is None or stateful.are_known
             try:
-                y, extras, *_ = run(compiled)
+                with nullcontext() if is_known else stateful.recorded():
+                    y, extras, *_ = run(compiled)
             except CANNOT_COMPILE as error:
                 _note(compiler, block, compiled, error)
                 y, extras, *_ = run()

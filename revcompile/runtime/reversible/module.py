@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -50,6 +50,7 @@ from revcompile.runtime.reversible.original import (
 )
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance
+from revcompile.runtime.reversible.replay import StatefulBuffers
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class _Step:
     """For an opaque segment: the FSDP2 modules that its layers belong to."""
     shared: Callable[[], Function] | None = None
     """For an opaque segment that computes something: makes the function that is compiled."""
+    stateful: StatefulBuffers = field(default_factory=lambda: StatefulBuffers([]))
+    """For an opaque segment: its buffers, which decide whether it can be compiled."""
 
     @cached_property
     def compilable(self) -> Function:
@@ -75,7 +78,11 @@ class _Step:
     def opaque(self, inputs: Sequence[Any], compiler: Compiler | None) -> Any:
         """The outputs of an opaque segment."""
         compiled = None
-        if compiler is not None and self.shared is not None and may_compile():
+        if compiler is not None and not self.stateful.are_known:
+            with self.stateful.recorded():
+                return self.run(*inputs)  # type: ignore[operator]
+        may = self.stateful.may_compile and self.shared is not None and may_compile()
+        if compiler is not None and may:
             compiled = compiler.compiled(self.compilable, inputs, whole=False)
         if compiled is not None:
             assert compiler is not None
@@ -323,11 +330,13 @@ class Reversible(OriginalSurface):
                 code: Function | Chain = function_of(graph, self, first.name)
                 is_plain = all(node.op in ("placeholder", "output") for node in graph.nodes)
                 shared = None if is_plain else partial(_shared, graph, self, first.name)
-                sharded = Bindings(first.graph, self).sharded
+                bindings = Bindings(first.graph, self)
+                sharded, stateful = bindings.sharded, StatefulBuffers.of(bindings.modules)
             else:
                 couplings = [s for s in run if isinstance(s, Coupling)]
                 sides = tuple(dict.fromkeys(n for c in couplings for n in c.all_sides))
                 inputs, sharded, shared = (*first.streams_in, *sides), (), None
+                stateful = StatefulBuffers([])
                 outputs = couplings[-1].outputs
                 position = {name: i for i, name in enumerate(sides)}
                 types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
@@ -336,7 +345,7 @@ class Reversible(OriginalSurface):
             drop = tuple(
                 n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in body.returned
             )
-            steps.append(_Step(code, inputs, outputs, drop, sharded, shared))
+            steps.append(_Step(code, inputs, outputs, drop, sharded, shared, stateful))
         return tuple(steps)
 
 

@@ -199,10 +199,30 @@ class StatefulBuffers:
         self._changing: set[tuple[nn.Module, str]] = set()
         self._modes_seen: set[tuple[bool, ...]] = set()
 
+    @staticmethod
+    def of(modules: Iterable[nn.Module]) -> StatefulBuffers:
+        """All buffers of these modules but those of batch norms."""
+        others = (module for module in modules if not isinstance(module, _BatchNorm))
+        present = ((m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None)
+        return StatefulBuffers(list(present))
+
     @property
     def has_candidates(self) -> bool:
         """Whether the branch has any buffers besides those of batch norms."""
         return bool(self._candidates)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether a run in the modes of now has shown which buffers change."""
+        return not self._candidates or self._modes() in self._modes_seen
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether a compiled run can be differentiated.
+
+        What torch.compile computes again in backward it computes from the changed buffers.
+        """
+        return self.are_known and not self._changing
 
     def snapshot(self) -> list[BufferSnapshot]:
         """Copies of the buffers that may change in the next run."""
@@ -313,10 +333,8 @@ class ReplayContext(NamedTuple):
     def of(coupling: Coupling, root: nn.Module, modules: Sequence[nn.Module]) -> ReplayContext:
         """The context of a coupling's branch, which runs these modules."""
         norms = [module for module in modules if isinstance(module, _BatchNorm)]
-        others = [module for module in modules if not isinstance(module, _BatchNorm)]
-        buffers = [(m, n) for m in others for n, buffer in m._buffers.items() if buffer is not None]
         random, draws = random_reads(coupling.branch, root), DrawCheck(f"block {coupling.name}")
-        return ReplayContext(norms, random, StatefulBuffers(buffers), draws)
+        return ReplayContext(norms, random, StatefulBuffers.of(modules), draws)
 
 
 class Surroundings:

@@ -163,6 +163,40 @@ def test_statistics_of_batch_norms_move_once() -> None:
     assert sum("stepped" in text for (text, *_), _ in compiled.compiler.artifacts) == 1
 
 
+class Counting(nn.Module):
+    """Reads the buffer that it changes, which torch.compile differentiates wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.layer(x).tanh() / self.count
+
+
+@cases("kind", "counter", "spectral norm")
+def test_pieces_that_change_their_buffers_run_eagerly(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(2, dropout=0.0).double()
+    for block in model.blocks:
+        if kind == "counter":
+            block.drop = Counting()
+            block.up, block.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        else:
+            parametrizations.spectral_norm(block.up)
+    model.double()
+    net = reversified(model, torch.randn(2, 5, 4).double())
+    twin = copy.deepcopy(net)
+    twin.compile(backend="aot_eager")
+    for batch in (2, 3, 3):
+        assert_same(net, twin, torch.randn(batch, 5, 4).double())
+    net.eval(), twin.eval()
+    assert_same(net, twin, torch.randn(3, 5, 4).double())
+    assert all(map(torch.equal, net.buffers(), twin.buffers()))
+
+
 def test_rates_of_stochastic_depth_share_an_artifact() -> None:
     torch.manual_seed(0)
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "num_heads": 2, "depth": 4}
