@@ -156,7 +156,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "",
         f"This table groups timm's {len(rows)} families by the share of forward FLOPs inside",
         "reversible blocks, in the smallest model of each family. Deeper models can have more.",
-        "`revcompile coverage MODEL` gives the share of your model and the reasons for the rest.",
+        "`revcompile inspect MODEL` gives the share of your model and the reasons for the rest.",
         "`python -m benchmarks.coverage` makes the table.",
         "",
         "| reversible FLOPs | families |",

@@ -31,10 +31,10 @@ command or input; 130 interrupted. Errors go to stderr, results to stdout.
 examples:
   revcompile inspect resnet50 --stages 18
   revcompile inspect resnet50 --explain layer3.0
-  revcompile coverage swin_tiny_patch4_window7_224
+  revcompile inspect swin_tiny_patch4_window7_224
   revcompile measure resnet50 --device cuda --batch-size 64
   revcompile inspect hf:gpt2 --stages 4
-  revcompile coverage hf:folder-with-config-json
+  revcompile inspect hf:folder-with-config-json
   revcompile draw vit_base_patch16_224 --stages 8 --out net.html
   revcompile plan vit_large_patch16_224 --devices 8 --link 100Gbps
   revcompile inspect my_package.models:make_net --stages 4 --input 3,64,64

@@ -76,9 +76,8 @@ def rewired(loaded: Loaded, args: argparse.Namespace) -> ReversibleModule:
 
 def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
     """The model cut into stages, for the method given on the command line."""
-    net = petrafy(
-        loaded.model, args.stages, loaded.example, loaded.kwargs, policy=args.policy, check="off"
-    )
+    count, example = args.stages or 1, (loaded.example, loaded.kwargs)
+    net = petrafy(loaded.model, count, *example, policy=args.policy, check="off")
     if args.method is not None:
         net.method = args.method
     net.method = choose(

@@ -10,7 +10,10 @@ from revcompile.schedule.methods import METHODS, Weights
 
 
 def inspect(parser: argparse.ArgumentParser) -> None:
-    """Show a model's stages: what each computes, sends and keeps, and why it is reversible or not.
+    """List which parts of a model become reversible, and why the rest does not.
+
+    With --stages, show the stages: what each computes, sends and keeps. Exit code 1 if there are
+    no --stages and nothing in the model can be made reversible.
 
     The model is built on the meta device and takes no memory. A model that reads values of tensors
     is built on the CPU instead.
@@ -21,14 +24,6 @@ def inspect(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--explain", metavar="PATH", help="how a module was rewired, where it runs")
     what.add_argument("--code", type=int, metavar="STAGE", help="a stage's generated Python")
     what.add_argument("--program", type=int, metavar="STAGE", help="a stage's list of actions")
-
-
-def coverage(parser: argparse.ArgumentParser) -> None:
-    """List which parts of a model become reversible, and why the rest does not.
-
-    Exit code 1 if nothing in the model can be made reversible.
-    """
-    _add_model(parser)
 
 
 def measure(parser: argparse.ArgumentParser) -> None:
@@ -155,9 +150,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_stages(parser: argparse.ArgumentParser) -> None:
     """Add the options for stages and method."""
-    parser.add_argument(
-        "--stages", type=count, default=1, metavar="N", help="how many stages to cut it into"
-    )
+    parser.add_argument("--stages", type=count, metavar="N", help="how many stages to cut it into")
     names = ", ".join(METHODS)
     parser.add_argument("--method", metavar="NAME", help=f"{names} (default: petra)")
     parser.add_argument(
@@ -177,5 +170,5 @@ def _add_stages(parser: argparse.ArgumentParser) -> None:
     )
 
 
-COMMANDS: Final = {add.__name__: add for add in (inspect, coverage, measure, draw, plan)}
+COMMANDS: Final = {add.__name__: add for add in (inspect, measure, draw, plan)}
 """Functions that add the options of a command; their docstrings are its help."""

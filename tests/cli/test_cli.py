@@ -85,7 +85,7 @@ def test_help_needs_no_torch() -> None:
     assert ended.returncode == 0 and "--devices" in ended.stdout
 
 
-@pytest.mark.parametrize("command", ["", "inspect", "coverage", "draw", "plan"])
+@pytest.mark.parametrize("command", ["", "inspect", "draw", "plan"])
 def test_help_fits_80_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +112,7 @@ def test_it_runs_as_a_module() -> None:
 def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
     code, out, _ = called("--help")
     assert code == 0 and "exit codes" in out
-    for command in ("inspect", "coverage", "measure", "draw", "plan"):
+    for command in ("inspect", "measure", "draw", "plan"):
         assert f"\n    {command}" in out
         assert "--json" in called(command, "--help")[1]
 
@@ -126,7 +126,7 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
     (["plan", MODEL, "--devices", "2", "--stages", "3"], "plan: --stages 3 on 2 devices"),
     (["measure", MODEL, "--device", "cuda:99"], "measure: --device cuda:99, but torch sees"),
     (["measure", MODEL, "--device", "cuda:99"], "or leave out --device"),
-    (["inspect", MODEL, "--method", "petraa"], "did you mean 'petra'"),
+    (["inspect", MODEL, "--stages", "2", "--method", "petraa"], "did you mean 'petra'"),
     (["inspect", "Qwen/Qwen3-0.6B"], "begin with hf: (hf:Qwen/Qwen3-0.6B)"),
     (["inspect", "hf:Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B config.json"),
     (["inspect", f"hf:{HERE}"], "is not the configuration of a model"),
@@ -147,7 +147,8 @@ def test_help_lists_every_command_and_the_exit_codes(called: Called) -> None:
     (["plan", MODEL, "--devices", "2", "--latency", "3"], "'3' is not understood"),
     (["draw", MODEL, "--stages", "2", "--out", "net.png"], "net.png"),
     (["plan", MODEL, "--devices", "4", "--link", "fast"], "'fast' is not understood"),
-    (["coverage", MODEL, "--depth", "3"], "unrecognized arguments: --depth 3"),
+    (["inspect", MODEL, "--method", "1f1b"], "inspect: --method is about stages"),
+    (["inspect", MODEL, "--depth", "3"], "unrecognized arguments: --depth 3"),
     (["plan", MODEL, "--devices", "2", "--link", "0Gbps"], "'0Gbps' is not above 0"),
     (["dance"], "invalid choice"),
     ([], "COMMAND"),
@@ -167,8 +168,8 @@ def test_ctrl_c_is_a_line(called: Called, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("revcompile.cli.coverage.run", interrupted)
-    assert called("coverage", MODEL) == (130, "", "revcompile coverage: stopped\n")
+    monkeypatch.setattr("revcompile.cli.inspect.run", interrupted)
+    assert called("inspect", MODEL) == (130, "", "revcompile inspect: stopped\n")
 
 
 # -- inspect --------------------------------------------------------------------------------------
@@ -192,9 +193,8 @@ def test_inspect_shows_one_stage_one_block_and_another_order(called: Called) -> 
     assert [stage["delay"] for stage in paper["stages"]] == [4, 2, 0]
 
 
-def test_a_model_can_be_inspected_without_stages(called: Called) -> None:
-    code, out, _ = called("inspect", MODEL)
-    assert code == 0 and "Sequential: 1 stage, petra" in out
+def test_a_block_and_code_can_be_shown_without_stages(called: Called) -> None:
+    assert "def backward(" in called("inspect", MODEL, "--code", "0")[1]
     assert "(a, b) -> (b, a + F(b))" in called("inspect", MODEL, "--explain", "1")[1]
 
 
@@ -204,12 +204,12 @@ def gated() -> tuple[nn.Module, Tensor]:
 
 
 def test_a_model_that_reads_contents_is_built_on_the_cpu(called: Called) -> None:
-    for argv in (("inspect",), ("coverage",), ("plan", "--devices", "2")):
+    for argv in (("inspect",), ("inspect", "--stages", "2"), ("plan", "--devices", "2")):
         code, out, err = called(*argv, "test_cli:gated")
         assert code == 0 and out, err
 
 
-# -- coverage -------------------------------------------------------------------------------------
+# -- without stages -------------------------------------------------------------------------------
 
 
 def dull() -> nn.Module:
@@ -217,16 +217,16 @@ def dull() -> nn.Module:
     return module_of(lambda self, x: self.left(x).tanh() + self.right(x).tanh(), **sides)
 
 
-def test_coverage_tells_what_was_found_and_what_refused(called: Called) -> None:
-    found = in_json(called, "coverage", MODEL)
+def test_inspect_tells_what_was_found_and_what_refused(called: Called) -> None:
+    found = in_json(called, "inspect", MODEL)
     assert [s["reversible"] for s in found["segments"]] == [False, True, True, False]
     assert [block["path"] for block in found["found"]] == ["1", "2"]
-    code, out, _ = called("coverage", MODEL)
+    code, out, _ = called("inspect", MODEL)
     assert code == 0 and "reversible: 2 blocks" in out
 
 
 def test_a_model_without_a_reversible_block_ends_in_1(called: Called) -> None:
-    code, out, _ = called("coverage", "test_cli:dull", "--input", "3")
+    code, out, _ = called("inspect", "test_cli:dull", "--input", "3")
     assert code == 1 and "not rewired" in out
 
 
@@ -308,13 +308,13 @@ def test_a_configuration_of_transformers_is_read_from_a_file_or_folder(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     for path in (file, tmp_path):
-        found = in_json(called, "coverage", f"hf:{path}", "--input", "16")
+        found = in_json(called, "inspect", f"hf:{path}", "--input", "16")
         assert found["model"] == "GPT2ForSequenceClassification"
         assert [block["path"] for block in found["found"]] == [
             "transformer.h.0",
             "transformer.h.0",
         ]
-    assert "did you mean" in called("coverage", "hf:gtp2")[2]
+    assert "did you mean" in called("inspect", "hf:gtp2")[2]
 
 
 @transformers
