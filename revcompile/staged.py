@@ -75,7 +75,7 @@ def original_model(model: Reversible, weights: nn.Module) -> nn.Module:
 class StagedModel(StageReport):
     """A model cut into balanced stages, each with generated code; trains with any method.
 
-    Attributes and methods of the original that do not run it (`config`, `no_weight_decay()`) are
+    Attributes of the original, and methods by which optimizers are made (`no_weight_decay()`), are
     available here as well.
 
     >>> import torch, revcompile

@@ -55,7 +55,7 @@ def adopt_class(net: Reversible) -> None:
 
     Trainers check for that class: they save only a `PreTrainedModel` with its configuration, and
     the signature of `forward` tells them which columns of a dataset it takes and what a label is.
-    Methods of the original are still checked as in `runtime/reversible/original.py`.
+    Methods of the original run as `runtime/reversible/original.py` says.
     """
     own: Any = type(net)
     kind: Any = net._original.kind

@@ -65,9 +65,9 @@ def test_what_a_pretrained_model_shows_is_shown() -> None:
     assert net.generation_config.to_dict() == model.generation_config.to_dict()
     with pytest.raises(OriginalMethodError, match="generate calls the model with arguments"):
         net.generate(inputs["input_ids"], max_new_tokens=2)
-    with pytest.warns(RevcompileWarning, match=r"sets model\.gradient_checkpointing"):
+    with pytest.warns(RevcompileWarning, match="gradient_checkpointing_enable has no effect"):
         net.gradient_checkpointing_enable()
-    with pytest.raises(OriginalMethodError, match="resize_token_embeddings: lm_head was"):
+    with pytest.raises(OriginalMethodError, match="resize_token_embeddings may compute"):
         net.resize_token_embeddings(60)
     assert net.config.vocab_size == 50
 

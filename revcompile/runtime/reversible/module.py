@@ -22,7 +22,6 @@ from revcompile.ir.compiled import (
     numbered,
 )
 from revcompile.ir.module_tree import TreeReads, device_of_model
-from revcompile.ir.ops import attribute
 from revcompile.ir.policy import POLICY_MARK
 from revcompile.ir.precision_rewrites import match_dtypes
 from revcompile.ir.python_code import Function, function_of
@@ -214,20 +213,6 @@ class Reversible(OriginalSurface):
     def _stores_nothing(self) -> bool:
         """Whether a call now keeps no graph of its chains, and rebuilds them in backward."""
         return self.reversible and self.training and torch.is_grad_enabled() and not is_traced()
-
-    def _rewired_tensors(self) -> dict[int, str]:
-        """Tensors that couplings read, and those that rewiring enlarged: id of a tensor -> name.
-
-        Empty while the module computes the original's function.
-        """
-        if self._computes_original:
-            return {}
-        bodies = [body for body in (self.rewired.body, self.rewired.eval_body) if body is not None]
-        branches = [s.branch for b in bodies for s in b.segments if isinstance(s, Coupling)]
-        names = {id(attribute(self, name)): name for name in self.rewired.weight_expansions}
-        for name, value in TreeReads(branches, self).tensors():
-            names.setdefault(id(value), name)
-        return names
 
     def _case(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -1,15 +1,15 @@
 """The original model's attributes and methods, on the module that was made from it.
 
 Plain attributes of the original (`config`, `pretrained_cfg`, `num_classes`) are attributes of the
-module itself. A method of the original (`no_weight_decay`, `get_classifier`) runs on a view, which
-is an instance of the original's class that shares the module's `__dict__`: it sees the module's
-parameters and sets the module's attributes, and `super()` works in it.
+module itself. A method of the original runs on a view, which is an instance of the original's class
+that shares the module's `__dict__`: it sees the module's parameters and sets the module's
+attributes, and `super()` works in it.
 
-A method must not apply rewired weights to data by another path than the module's `forward`: that
-would be another function than the trained one. While a method runs, every tensor operation is
-checked for this, whatever the method's name. The exception is policy="pretrained" in eval mode: the
-module then is the original's function, and all methods work. Nor may a method add, replace or
-remove modules and parameters, because the module's programs were made for those it has.
+A method may apply weights to data by another path than the module's `forward`, and blocks were
+rewired: that would be another function than the trained one. So only those methods run that are
+known not to (`get_classifier`, and methods of transformers itself), or all if the module computes
+the original's function (policy="pretrained" in eval mode). Others raise an error that says what to
+call instead. Properties, class methods and special methods always work.
 """
 
 from __future__ import annotations
@@ -19,147 +19,42 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from revcompile.errors import InputError, OriginalMethodError, warn
-from revcompile.ir.module_tree import Contents, child_path
-from revcompile.ir.snapshot import Kind, TreeSnapshot, below
-
-# -- what methods of the original may not do ------------------------------------------------------
-
-
-_LAYERS: Final = frozenset(
-    (
-        *("linear", "bilinear", "embedding", "embedding_bag", "multi_head_attention_forward"),
-        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
-        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "prelu"),
-    )
-)
-"""Functions that apply a weight to data."""
-
-_CHECKPOINTING_FLAGS: Final = ("gradient_checkpointing", "grad_checkpointing")
-"""Attributes by which transformers and timm switch activation checkpointing on."""
-
-_STRUCTURE: Final = (Kind.MODULE, Kind.PARAMETER, Kind.MEMBERS)
-"""What methods of the original may not change."""
-
-_suspended: ContextVar[bool] = ContextVar("suspended", default=False)
-"""True while the module itself runs: then every operation is allowed."""
-
-
-def in_method_of_original() -> bool:
-    """Whether the module runs because a method of the original has called it."""
-    return _suspended.get()
-
-
-class watched(TorchFunctionMode):
-    """Refuses operations that apply rewired weights to data.
-
-    Computing with the module's own parameters and buffers alone is allowed (norms, counts,
-    averages), and so are single numbers and operations in place, which optimizers and initialisers
-    use. All other tensors that a method is given, or makes itself, are data.
-    """
-
-    def __init__(self, call: str, module: OriginalSurface) -> None:
-        super().__init__()
-        self._call, self._module = call, module
-        self._rewired: dict[int, str] = {}
-        self._state: dict[int, Tensor] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if _suspended.get():
-            return func(*args, **kwargs)
-        if not self._state:
-            self._rewired = self._module._rewired_tensors()
-            tensors = (*self._module.parameters(), *self._module.buffers())
-            self._state = {id(tensor): tensor for tensor in tensors}
-        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        weights = [self._rewired[id(tensor)] for tensor in read if id(tensor) in self._rewired]
-        data = [t for t in read if id(t) not in self._state and t.dim() > 0]
-        name = str(getattr(func, "__name__", ""))
-        if weights and not _is_in_place(name) and (data or name in _LAYERS):
-            called = self._call.rpartition(".")[2]
-            raise OriginalMethodError(
-                f"{self._call} computes with {weights[0]} as the original model does, but the "
-                "block that weight is in was rewired: it has two streams now, and the result would "
-                "not be of the function that is trained. Call the model as a whole, net(...). If "
-                f"you need what {called} returns, write a module whose forward calls {called}, and "
-                "make that reversible"
-            )
-        result = func(*args, **kwargs)
-        # The result of weights alone counts as a weight (a transposed one, a slice).
-        for leaf in pytree.tree_leaves(result) if read and not data else ():
-            if isinstance(leaf, Tensor) and leaf.dim() > 0 and id(leaf) not in self._state:
-                self._state[id(leaf)] = leaf
-                if weights:
-                    self._rewired[id(leaf)] = weights[0]
-        return result
-
-
-def _is_in_place(name: str) -> bool:
-    """Whether a function of torch writes to its tensor: `add_`, `w[i] = x`, `w.data = x`."""
-    if name.endswith("__"):
-        return name in ("__setitem__", "__set__") or name.startswith("__i")
-    return name.endswith("_")
-
-
-# -- changes of the structure ---------------------------------------------------------------------
-
-
-@contextmanager
-def structure_unchanged(call: str, module: nn.Module) -> Iterator[None]:
-    """Undo and refuse changes of the modules and parameters; undo activation checkpointing."""
-    before, flags = TreeSnapshot(below(module), _STRUCTURE), _flags(module)
-    contents, problem, flag = Contents(module), None, None
-    try:
-        yield
-    finally:
-        if change := before.first_change():
-            problem = (
-                f"{call}: {change}, and the reversible model was made for the modules and "
-                "parameters the original had; they were restored. Call it on the original model, "
-                "and make the result reversible"
-            )
-        else:
-            flag = next((name for name in _flags(module) if name not in flags), None)
-        if problem is not None or flag is not None:
-            contents.restore(module)
-    if problem is not None:
-        raise OriginalMethodError(problem)
-    if flag is not None:
-        warn(
-            f"{call} sets {flag}, which has no effect and was undone: reversible blocks keep no "
-            "activations that checkpointing could save, and everything else runs as captured. "
-            "Leave the call out; summary() says which blocks are reversible"
-        )
-
-
-def _flags(module: nn.Module) -> list[str]:
-    return [
-        child_path(path, name)
-        for path, inner in module.named_modules()
-        for name in _CHECKPOINTING_FLAGS
-        if vars(inner).get(name) is True
-    ]
-
 
 # -- attributes and methods -----------------------------------------------------------------------
 
 
 _OWN: Final = frozenset(vars(nn.Module()))
 """What every module keeps in its `__dict__`."""
+_READING: Final = frozenset(
+    (
+        *("get_classifier", "get_input_embeddings", "get_output_embeddings"),
+        *("group_matcher", "no_weight_decay", "no_weight_decay_keywords"),
+        *("__getitem__", "__iter__", "__len__"),
+    )
+)
+"""Methods that find parts of a model, by which optimizers are made."""
+_GENERAL: Final = tuple(
+    f"transformers.{part}" for part in ("modeling", "generation", "integrations", "utils")
+)
+"""Where transformers has methods of all models, which call a model as a whole (`generate`)."""
+_CHECKPOINTING: Final = ("checkpointing_enable", "set_grad_checkpointing")
+"""Ends of the names of methods by which transformers and timm switch checkpointing on."""
+
+_in_method: ContextVar[bool] = ContextVar("in_method", default=False)
+
+
+def in_method_of_original() -> bool:
+    """Whether the module runs because a method of the original has called it."""
+    return _in_method.get()
 
 
 @dataclass(eq=False)
@@ -278,13 +173,13 @@ def _forward(view: Any, *args: Any, **kwargs: Any) -> Any:
         module = view._revcompile_module
     except AttributeError:  # a fresh instance, from `type(self)(...)` in a method
         return super(type(view), view).forward(*args, **kwargs)
-    token = _suspended.set(True)
+    token = _in_method.set(True)
     try:
         if module._computes_original:  # accepts arguments that were not captured, too: caches
             return super(type(view), view).forward(*args, **kwargs)
         return module.forward(*args, **kwargs)
     finally:
-        _suspended.reset(token)
+        _in_method.reset(token)
 
 
 def _hidden(name: str) -> property:
@@ -326,10 +221,6 @@ class OriginalSurface(nn.Module):
         """Whether it computes the original's function now: then all the original's methods work."""
         return self._keeps_function and not self.training
 
-    def _rewired_tensors(self) -> dict[int, str]:
-        """Parameters and buffers that are used differently than in the original: id -> name."""
-        raise NotImplementedError
-
     def _is_of_original(self, name: str) -> bool:
         """Whether a name is an attribute or method of the original that not every module has."""
         if name.startswith("_") or name in _OWN or hasattr(nn.Module, name):
@@ -363,21 +254,55 @@ class OriginalSurface(nn.Module):
         return self._of_original(name)
 
     def _of_original(self, name: str) -> Any:
-        """An attribute of the original's class; methods are watched."""
+        """An attribute of the original's class."""
         original, missing = self._original, object()
         assert original.kind is not None
-        view, call = original.view(self), f"{original.kind.__name__}.{name}"
+        view = original.view(self)
         member = inspect.getattr_static(type(view), name, missing)
         if member is missing and not original.overrides("__getattr__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if member is not missing and not hasattr(member, "__get__"):
-            return member
-        with watched(call, self):
-            if member is missing:
-                value = type(view).__getattr__(view, name)
-            else:
-                value = member.__get__(view, type(view))
-            return _for_user(self, view, call, value)
+        if member is missing:
+            value = type(view).__getattr__(view, name)
+        else:
+            value = member.__get__(view, type(view)) if hasattr(member, "__get__") else member
+        if isinstance(value, types.MethodType) and value.__self__ is view:
+            return self._method(view, name, value)
+        return self if value is view else value
+
+    def _method(self, view: nn.Module, name: str, method: Any) -> Any:
+        """A method of the view for the user."""
+        is_general = str(method.__module__).startswith(_GENERAL) and not name.startswith("resize_")
+        is_safe = is_general or name in _READING
+        call = f"{type(view).__name__}.{name}"
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if name.endswith(_CHECKPOINTING):
+                warn(
+                    f"{call} has no effect: reversible blocks keep no activations that "
+                    "checkpointing could save, and everything else runs as captured. Leave the "
+                    "call out; summary() says which blocks are reversible"
+                )
+                return None
+            hint = ", or call net.eval() first" if self._keeps_function else ""
+            if not (is_safe or self._computes_original):
+                raise OriginalMethodError(
+                    f"{call} may compute with weights of rewired blocks as the original does, "
+                    "which would be another function than the one that is trained. Call the "
+                    f"model as a whole, net(...){hint}. With policy='pretrained', the model that "
+                    f"net.to_original() returns has {name}, too. If {name} only reads the model, "
+                    f"write {call}(net, ...)"
+                )
+            try:
+                result = method(*args, **kwargs)
+            except InputError as error:
+                raise OriginalMethodError(
+                    f"{call} calls the model with arguments it was not captured for. {error}\n"
+                    f"Call net(...) with arguments like the example's instead of {name}{hint}"
+                ) from error
+            return self if result is view else result
+
+        return run
 
     __getitem__: Any = _special("__getitem__")
     __len__: Any = _special("__len__")
@@ -399,28 +324,3 @@ class OriginalSurface(nn.Module):
             return super().train(mode)
         original.view(self).train(mode)
         return self
-
-
-def _for_user(module: OriginalSurface, view: nn.Module, call: str, value: Any) -> Any:
-    """A result for the user: the module instead of the view, and watched methods of the view."""
-    if value is view:
-        return module
-    if isinstance(value, types.GeneratorType):
-        value = iter([_for_user(module, view, call, item) for item in value])
-    if not isinstance(value, types.MethodType) or value.__self__ is not view:
-        return value
-
-    @functools.wraps(value)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with structure_unchanged(call, module), watched(call, module):
-            try:
-                return _for_user(module, view, call, value(*args, **kwargs))
-            except InputError as error:
-                hint = ", or call net.eval() first" if module._keeps_function else ""
-                name = call.rpartition(".")[2]
-                raise OriginalMethodError(
-                    f"{call} calls the model with arguments it was not captured for. {error}\n"
-                    f"Call net(...) with arguments like the example's instead of {name}{hint}"
-                ) from error
-
-    return run
