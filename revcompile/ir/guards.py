@@ -68,10 +68,12 @@ class SizeGuards(StoresGraphs):
     contents: frozenset[int] = frozenset()
 
 
-FLAGS: Final = (
-    *("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype", "is_autocast_enabled"),
-    *("is_autocast_cpu_enabled", "get_autocast_dtype", "get_autocast_cpu_dtype"),
-    "get_autocast_gpu_dtype",
+FLAGS: Final = frozenset(
+    (
+        *("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype"),
+        *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype"),
+        *("get_autocast_cpu_dtype", "get_autocast_gpu_dtype"),
+    )
 )
 """Functions of torch that return flags."""
 

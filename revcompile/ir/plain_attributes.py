@@ -23,7 +23,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.snapshot import (
@@ -269,8 +268,8 @@ def objects_in(label: str, value: Any, depth: int = 0) -> Iterator[tuple[str, An
 class _Elements:
     """The elements of a tensor or an array; of a tensor that graphs copy, also `requires_grad`.
 
-    They are compared if the tensor or its version differs. Large tensors have a digest instead of a
-    copy to compare, because they may be moved to another device; large arrays have neither.
+    They are compared if the tensor or its version differs. There is no copy of large ones: another
+    one counts as another value, unless it is on another device, where the model may have moved.
     """
 
     def __init__(self, value: Any, is_copied: bool = False) -> None:
@@ -278,7 +277,7 @@ class _Elements:
         is_counted = is_tensor and not value.is_inference()
         self._value, self._version = value, value._version if is_counted else None
         self._requires_grad = is_copied and value.requires_grad
-        self._copy, self._digest = None, _digest(value) if is_counted else None
+        self._copy = None
         if (value.numel() if is_tensor else value.size) <= MOST_ELEMENTS:
             self._copy = value.detach().clone() if is_tensor else value.copy()
 
@@ -292,12 +291,10 @@ class _Elements:
             return False
         if is_same and self._version is not None and self._version == other._version:
             return True
-        if self._digest is not None and other._digest is not None:
-            return bool(self._digest == other._digest)
         a, b = self._copy, other._copy
         if a is None or b is None:
-            on_meta = any(getattr(each._value, "is_meta", False) for each in (self, other))
-            return on_meta or (is_same and self._version is None)
+            places = {getattr(each._value, "device", None) for each in (self, other)}
+            return len(places) > 1 or (is_same and self._version is None)
         if type(a) is not type(b) or (a.shape, a.dtype) != (b.shape, b.dtype):
             return False
         if not isinstance(a, Tensor):
@@ -311,22 +308,6 @@ class _Elements:
         shape = f"({', '.join(map(str, self._value.shape))})"
         text = text if is_short else f"{shape} elements of {self._value.dtype}"
         return f"{text}, which requires a gradient," if self._requires_grad else text
-
-
-_digests: Final = WeakIdKeyDictionary()
-"""The version and digest of each large tensor, because attributes are read often."""
-
-
-def _digest(value: Tensor) -> Any:
-    """The shape and dtype of a large tensor, and a digest of its elements; None for others."""
-    is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
-    if not is_plain or value.numel() <= MOST_ELEMENTS:
-        return None
-    version, found = _digests.get(value, (None, None))
-    if version != value._version:
-        found = digest(value)
-        _digests[value] = value._version, found
-    return found
 
 
 def _is_array(value: Any) -> bool:

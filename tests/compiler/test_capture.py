@@ -227,7 +227,7 @@ def tampered(name: str, tamper: Callable[[Any, Any], None]) -> Callable[[Check],
     specimen = zoo.ZOO[name]
     example = make_example(model, specimen.args(2), specimen.kwargs(2))
     wrong = dataclasses.replace(captured, graph=graph)
-    return lambda level: check_capture(model, wrong, example, level, {})
+    return lambda level: check_capture(model, wrong, example, level)
 
 
 def with_output(method: str, *args: Any) -> Callable[[Any, Any], None]:
@@ -277,7 +277,7 @@ def test_batch_size_at_which_the_original_fails_is_not_held_against_the_graph() 
     model, captured, _ = caught("OptionalMask")
     example = make_example(model, zoo.rows(2))
     broken = dataclasses.replace(example, grown=(torch.randn(3, 7),))
-    assert check_capture(model, captured, broken, Check.FULL, {}) is None
+    assert check_capture(model, captured, broken, Check.FULL) is None
 
 
 # -- errors --------------------------------------------------------------------------------------

@@ -20,10 +20,19 @@ def is_of_torch(function: Any) -> bool:
 @functools.cache
 def asks_types(kind: type) -> bool:
     """Whether `forward`, or a method that it calls, calls `type(...)`."""
-    codes = _codes_of(kind)
-    methods = (code for method in ("forward", *methods_of_forward(kind)) for code in codes[method])
-    loads = (each for code in methods for each in dis.get_instructions(code))
+    loads = (each for code in _codes_of_forward(kind) for each in dis.get_instructions(code))
     return any(each.opname == "LOAD_GLOBAL" and each.argval == "type" for each in loads)
+
+
+@functools.cache
+def names_in_forward(kind: type) -> frozenset[str]:
+    """Globals and attributes that `forward`, and methods that it calls, name."""
+    return frozenset(name for code in _codes_of_forward(kind) for name in code.co_names)
+
+
+def _codes_of_forward(kind: type) -> Iterator[types.CodeType]:
+    codes = _codes_of(kind)
+    return (code for method in ("forward", *methods_of_forward(kind)) for code in codes[method])
 
 
 def methods_of_forward(kind: type) -> frozenset[str]:

@@ -11,7 +11,9 @@ check_capture        the graph is run against the model                       ch
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,12 +21,13 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from revcompile.compiler.capture.check import Check, Flags, check_capture, why_it_fails
+from revcompile.compiler.capture.bytecode import names_in_forward
+from revcompile.compiler.capture.check import Check, check_capture, why_it_fails
 from revcompile.compiler.capture.example import (
     Example,
     make_example,
+    with_fixed_batch,
     with_other_batch_dims,
-    with_other_batch_sizes,
 )
 from revcompile.compiler.capture.fake_values import FakeMode, fake_copy
 from revcompile.compiler.capture.functional import (
@@ -43,16 +46,20 @@ from revcompile.compiler.capture.isolation import (
 )
 from revcompile.compiler.capture.leaf_modules import (
     innermost_module,
+    is_leaf,
     mode_dependent,
     requested_leaves,
 )
 from revcompile.compiler.capture.modes import merge_modes
-from revcompile.compiler.capture.random_draws import SuspectedDraw
-from revcompile.compiler.capture.trace_errors import BatchDependent, Rejected, Untraceable
+from revcompile.compiler.capture.trace_errors import (
+    BatchDependent,
+    DrawsElsewhere,
+    Rejected,
+    Untraceable,
+)
 from revcompile.compiler.capture.tracer import Tracer
-from revcompile.compiler.capture.unseen_calls import foreign_draws
 from revcompile.errors import CaptureError, InputError, ModelError
-from revcompile.ir.guards import flag
+from revcompile.ir.guards import FLAGS, flag
 from revcompile.ir.module_tree import child_path
 from revcompile.ir.types import SOURCE, Captured
 
@@ -112,22 +119,20 @@ def _checked(
 ) -> tuple[Captured, str | None]:
     """The graph of a model, and how it differs from the model, or None.
 
-    A module that reads flags of torch becomes a leaf module; the flags that the model itself reads
-    become guards.
+    A module whose forward names flags of torch is a leaf module, which reads them in each call; the
+    flags that the model itself names are guards.
     """
-    while True:
-        captured, example = capture_once(model, example, leaves)
-        flags: Flags = {}
-        problem = check_capture(model, captured, example, level, flags)
-        inside = tuple(f"{path}." for path in captured.leaf_modules)
-        known = {*captured.leaf_modules, ""}
-        readers = {path for path in flags if path not in known and not path.startswith(inside)}
-        if not readers:
-            break
-        leaves |= readers
+    readers = {
+        path: FLAGS & names_in_forward(type(module))  # type: ignore[arg-type]
+        for path, module in model.named_modules()
+        if not is_leaf(module)
+    }
+    leaves |= {path for path, names in readers.items() if path and names}
+    captured, example = capture_once(model, example, leaves)
     with torch.enable_grad():  # as it was traced
-        guards = {name: flag(name) for name in sorted(flags.get("", ()))}
-    return replace(captured, guards=replace(captured.guards, flags=guards)), problem
+        flags = {name: flag(name) for name in sorted(readers.get("", ()))}
+    captured = replace(captured, guards=replace(captured.guards, flags=flags))
+    return captured, check_capture(model, captured, example, level)
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -300,16 +305,18 @@ def trace(
         leaf_paths: modules that become single calls.
     """
     made = model, example, mode, frozenset(leaf_paths)
-    state = foreign_rng_state()
-    try:
-        return Tracer(*made).run(fake)
-    except SuspectedDraw:
-        with foreign_draws() as has_drawn:
-            try:
-                return Tracer(*made, has_drawn).run(fake)
-            finally:
-                if has_drawn():
-                    restore_foreign_rng(state)
+    state, attempts = foreign_rng_state(), 3
+    while True:
+        try:
+            return Tracer(*made).run(fake)
+        except Untraceable as error:
+            if not isinstance(error.error, DrawsElsewhere):
+                raise
+            attempts -= 1
+            if not attempts or threading.active_count() == 1:
+                restore_foreign_rng(state)
+                raise
+            # Else another thread may have drawn, and may be done.
 
 
 # -- other readings of the example ----------------------------------------------------------------
@@ -318,13 +325,11 @@ def trace(
 def _read_otherwise(
     run: Callable[[Example], Captured], model: nn.Module, example: Example, error: Untraceable
 ) -> tuple[Captured, Example]:
-    """Capture with another second batch size, or with another batch dimension."""
-    if isinstance(error.error, BatchDependent):
-        for reading in with_other_batch_sizes(example):
-            try:
-                return run(reading), reading
-            except Untraceable:
-                continue
+    """Capture with a fixed batch size, or with another batch dimension."""
+    if isinstance(error.error, BatchDependent) and example.grown is not example.leaves:
+        fixed = with_fixed_batch(example)
+        with suppress(Untraceable):
+            return run(fixed), fixed
     fitting = _fitting(model, example)
     if fitting is example:
         raise error

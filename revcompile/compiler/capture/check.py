@@ -21,7 +21,6 @@ from revcompile.compiler.capture.example import Example
 from revcompile.compiler.capture.isolation import copy_model, preserve_rng, seed_all, set_mode
 from revcompile.compiler.capture.memory import overwrites_unshared, tensors_in
 from revcompile.compiler.capture.random_draws import DrawsLeftOut
-from revcompile.compiler.capture.unseen_calls import flag_reads
 from revcompile.errors import InputError
 from revcompile.ir.ops import batch_norm, select
 from revcompile.ir.types import SOURCE, Captured
@@ -47,18 +46,10 @@ class _Trial:
     """Whether gradients are enabled although they are not compared."""
 
 
-Flags = dict[str, set[str]]
-"""Names of flags of torch by the path of the module that reads them."""
-
-
 def check_capture(
-    model: nn.Module,
-    captured: Captured,
-    example: Example,
-    level: Check,
-    flags: Flags,
+    model: nn.Module, captured: Captured, example: Example, level: Check
 ) -> str | None:
-    """How the capture differs from the model, or None. `flags` collects flags that were read."""
+    """How the capture differs from the model, or None."""
     on_meta = any(t.is_meta for t in (*model.parameters(), *example.tensors(0)))
     if level is Check.OFF or on_meta:
         return None
@@ -66,7 +57,7 @@ def check_capture(
         # In both runs: a leaf module may run such a line too, and its draw may decide something,
         # although in another instance of the class it decides nothing.
         with DrawsLeftOut(captured.draws):
-            problem = _compare_once(model, captured, example, trial, flags)
+            problem = _compare_once(model, captured, example, trial)
         if problem is not None:
             return problem
     return None
@@ -78,34 +69,33 @@ def _trials(captured: Captured, level: Check) -> list[_Trial]:
         return [_Trial(*case, deep=True) for case in cases]
     chooses = captured.graph.find_nodes(op="call_function", target=select)
     modes = (True, False) if chooses or captured.eval_graph is not None else (True,)
-    return [_Trial(1, 0, training, deep=False) for training in modes]
+    grad = bool(captured.guards.flags)  # the graph may equal the model only with gradients
+    return [_Trial(1, 0, training, deep=False, grad=grad) for training in modes]
 
 
 def why_it_fails(model: nn.Module, example: Example, which: int) -> Exception | None:
     """The exception the original raises in training mode on the example, if it does."""
     try:
-        _run_original(model, example, _Trial(which, 0, training=True, deep=False), {})
+        _run_original(model, example, _Trial(which, 0, training=True, deep=False))
     except Exception as error:
         return error
     return None
 
 
 def _compare_once(
-    model: nn.Module, captured: Captured, example: Example, trial: _Trial, flags: Flags
+    model: nn.Module, captured: Captured, example: Example, trial: _Trial
 ) -> str | None:
     mode = "train" if trial.training else "eval"
     where = f"{mode} mode, batch {example.batch[trial.which]}, seed {trial.seed}"
     try:
-        expected = _run_original(model, example, trial, flags)
+        expected = _run_original(model, example, trial)
     except Exception as error:
         if trial.which == 0:
             raise InputError(
                 f"capture: {type(model).__name__} fails on the example inputs themselves "
                 f"({example}) in {mode} mode: {error}"
             ) from error
-        return _compare_once(model, captured, example, replace(trial, which=0), flags)
-    if flags and not trial.grad:  # the graph may equal the model only with gradients
-        return _compare_once(model, captured, example, replace(trial, grad=True), flags)
+        return _compare_once(model, captured, example, replace(trial, which=0))
     try:
         actual = _run_captured(model, captured, example, trial)
     except Exception as error:
@@ -136,16 +126,10 @@ class _PureInterpreter(fx.Interpreter):
         return result
 
 
-def _run_original(
-    model: nn.Module, example: Example, trial: _Trial, flags: Flags
-) -> dict[str, Any]:
+def _run_original(model: nn.Module, example: Example, trial: _Trial) -> dict[str, Any]:
     def call(twin: nn.Module, inputs: list[torch.Tensor]) -> Any:
         args, kwargs = example.arguments(inputs)
-        with flag_reads(twin) as reads:
-            result = twin(*args, **kwargs)
-        for path, names in reads.items():
-            flags.setdefault(path, set()).update(names)
-        return result
+        return twin(*args, **kwargs)
 
     return _run(set_mode(copy_model(model), model, trial.training), call, example, trial)
 

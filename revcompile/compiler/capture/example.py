@@ -147,18 +147,11 @@ def with_other_batch_dims(example: Example) -> Iterator[Example]:
             chosen = [i for i in chosen if leaves[i].shape[dim] == size]
             grown = tuple(_resized(leaves, chosen, dim, size + 1))
             yield replace(example, grown=grown, batch=(size, size + 1))
-    yield replace(example, grown=leaves, batch=(example.batch[0], example.batch[0]))
+    yield with_fixed_batch(example)
 
 
-def with_other_batch_sizes(example: Example) -> Iterator[Example]:
-    """The example with another second batch size, at which control flow may be the same."""
-    size, leaves = example.batch[0], example.leaves
-    pairs = enumerate(zip(leaves, example.grown, strict=True))
-    chosen = [i for i, (a, b) in pairs if isinstance(a, torch.Tensor) and a.shape != b.shape]
-    for second in (size + 2, size - 1, size):
-        if second > 1 and chosen and all(leaves[i].shape[0] == size for i in chosen):
-            other = tuple(_resized(leaves, chosen, 0, second))
-            yield replace(example, grown=other, batch=(size, second))
+def with_fixed_batch(example: Example) -> Example:
+    return replace(example, grown=example.leaves, batch=(example.batch[0], example.batch[0]))
 
 
 def _resized(leaves: Sequence[Any], chosen: Sequence[int], dim: int, size: int) -> list[Any]:

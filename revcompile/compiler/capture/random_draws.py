@@ -54,10 +54,6 @@ def _compared(name: str, bound: float) -> bool:
     return least
 
 
-class SuspectedDraw(Exception):
-    """A generator of Python or NumPy has changed: the forward pass, or another thread, drew."""
-
-
 class NoDraws(TorchDispatchMode):
     """Raises if torch draws random numbers in this thread; other threads may draw."""
 

@@ -73,6 +73,10 @@ class Rejected(UntracedEffect):
     """An effect that is wrong even inside a leaf module."""
 
 
+class DrawsElsewhere(Rejected):
+    """A generator of Python or NumPy has changed."""
+
+
 def describe_failure(path: str, error: Exception) -> Untraceable:
     """Describe an error that was raised in the module at `path`."""
     return Untraceable(path, _reason(error), _source(error), error)
@@ -84,10 +88,6 @@ def is_torch_code() -> bool:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TRACERS):
         frame = frame.f_back
     return frame.f_code.co_filename.startswith(_TORCH)
-
-
-def is_users_file(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
 
 
 def user_line() -> str:

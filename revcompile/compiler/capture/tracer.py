@@ -63,7 +63,6 @@ from revcompile.compiler.capture.proxy import (
     custom_function,
     proxy_for,
 )
-from revcompile.compiler.capture.random_draws import SuspectedDraw
 from revcompile.compiler.capture.structures import (
     is_structure,
     refuse_hidden_tensors,
@@ -74,6 +73,7 @@ from revcompile.compiler.capture.structures import (
 from revcompile.compiler.capture.trace_errors import (
     AUTOCAST,
     BatchDependent,
+    DrawsElsewhere,
     PythonState,
     Rejected,
     Untraceable,
@@ -107,7 +107,6 @@ class Tracer(ShapedTracer):
         example: Example,
         mode: FakeTensorMode,
         leaf_paths: frozenset[str],
-        has_drawn: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
         self.failure: Untraceable | None = None
@@ -131,7 +130,7 @@ class Tracer(ShapedTracer):
         self._model, self._example, self._mode = model, example, mode
         self._leaf_paths = leaf_paths
         self._autocast = autocast_state()
-        self._foreign_rng, self._has_drawn = foreign_rng_state(), has_drawn
+        self._foreign_rng = foreign_rng_state()
         self._names: dict[int, str] = {}
         """Names of parameters and buffers, by id."""
         self._kept: dict[int, tuple[str, type[UntracedEffect]]] = {}
@@ -151,8 +150,6 @@ class Tracer(ShapedTracer):
         try:
             with torch.enable_grad():
                 graph = self.trace(fake)
-        except SuspectedDraw:
-            raise
         except Exception as error:
             raise (self.failure or describe_failure("", error)) from error
         remove_unused(graph)
@@ -305,7 +302,7 @@ class Tracer(ShapedTracer):
         path, mark = self._path, self._mark()
         try:
             return self._traced(module, args, kwargs)
-        except (Rejected, SuspectedDraw):
+        except Rejected:
             raise
         except Exception as error:
             failure = self.failure = self.failure or describe_failure(path, error)
@@ -439,12 +436,11 @@ class Tracer(ShapedTracer):
                 self.stored.add((path, name))
 
     def _refuse_foreign_rng(self) -> None:
-        if self._has_drawn is None and foreign_rng_state() != self._foreign_rng:
-            raise SuspectedDraw
-        if self._has_drawn is not None and self._has_drawn():
-            raise Rejected(
+        if foreign_rng_state() != self._foreign_rng:
+            raise DrawsElsewhere(
                 "the forward pass draws from the random module of Python or NumPy, which a graph "
-                "would freeze; draw from torch instead, in a submodule of its own",
+                "would freeze; draw from torch instead, in a submodule of its own (if it does not "
+                "draw, another thread does: let that use a generator of its own)",
                 self.root.get_submodule(self._path),
             )
 
