@@ -34,8 +34,6 @@ from revcompile.runtime.stage.tensors import TreeCopy, clone_tree, restore_if
 
 COUNTERS: Final = ("step", "mu_product")
 """Counters in an optimizer's state: on the CPU, unless `counts_on_device`."""
-_BY_GROUP: Final = ("max_lrs", "base_momentums", "max_momentums")
-"""Attributes of schedules with a value for each parameter group."""
 _OF_SCHEDULES: Final = frozenset(
     ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
 )
@@ -272,7 +270,8 @@ class Updater:
         self.optimizer.state.clear()
         names = self._names
         for group in self.optimizer.param_groups:
-            group.update(self._saved_settings(group, settings))
+            for saved in self._saved(group, settings)[:1]:
+                group.update(clone_tree({k: v for k, v in saved.items() if k != "params"}))
             for parameter in group["params"]:
                 if names[id(parameter)] in states:
                     self.optimizer.state[parameter] = {
@@ -280,49 +279,50 @@ class Updater:
                         for key, value in states[names[id(parameter)]].items()
                     }
         if self.lr_schedule is not None and schedule is not None:
-            self.lr_schedule.load_state_dict(_fitted(schedule, self.lr_schedule))
+            self.lr_schedule.load_state_dict(copy.deepcopy(dict(schedule)))
 
-    def misfits(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """Why saved groups do not fit: settings are missing, unknown, or differ within a group."""
-        for optimizer in elementary(self.optimizer):
-            for group in optimizer.param_groups:
-                saved = self._all_saved(group, settings)
-                for entry in saved:
-                    missing = optimizer.defaults.keys() - entry.keys()
-                    extra = entry.keys() - group.keys() - _OF_SCHEDULES
-                    if missing or extra:
-                        what = f"has no {min(missing)!r}" if missing else f"has {min(extra)!r}"
-                        yield (
-                            f"{self.where} has {kind_of(optimizer)}, but the state is of another "
-                            f"optimizer (it {what})"
-                        )
-                        return
-                if found := _contradiction(saved):
-                    key, one, other = found
-                    yield (
-                        f"{self.where} has a parameter group whose parameters were saved with "
-                        f"{key}={one!r} and with {key}={other!r}; group parameters as they were "
-                        "when the state was saved"
-                    )
-                    return
+    def misfits(self, settings: Mapping[str, Any], schedules: Sequence[Any]) -> Iterator[str]:
+        """Why a state does not fit the parameter groups.
 
-    def _saved_settings(
-        self, group: Mapping[str, Any], settings: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The settings with which the group's parameters were saved.
-
-        With another cut into stages they may come from several groups. Then the settings are those
-        of the group that has this group's initial learning rate.
+        Args:
+            settings: The saved group of each parameter, by name.
+            schedules: The states of learning rate schedules that must go on alike here.
         """
-        saved = self._all_saved(group, settings)
-        same_lr = [entry for entry in saved if _initial_lr(entry) == _initial_lr(group)]
-        chosen: Mapping[str, Any] = next(iter(same_lr or saved), {})
-        return {key: clone_tree(value) for key, value in chosen.items() if key != "params"}
+        groups: list[Mapping[str, Any]] = []
+        parts = elementary(self.optimizer)
+        pairs = ((optimizer, group) for optimizer in parts for group in optimizer.param_groups)
+        for optimizer, group in pairs:
+            first, *others = self._saved(group, settings) or [group]
+            groups.append(first)
+            missing, extra = group.keys() - first.keys(), first.keys() - group.keys()
+            if keys := (missing - _OF_SCHEDULES) or (extra - _OF_SCHEDULES):
+                what = f"has {'no ' if missing >= keys else ''}{min(keys)!r}"
+                yield (
+                    f"{self.where} has {kind_of(optimizer)}, but the state is of another optimizer "
+                    f"(it {what})"
+                )
+                return
+            different = (key for other in others for key in _differing(first, other))
+            if (key := next(different, None)) is not None:
+                yield (
+                    f"{self.where} has a parameter group whose parameters were saved with "
+                    f"different {key}; group parameters as they were when the state was saved"
+                )
+                return
+        rates = [group["lr"] for group in groups]
+        for state in schedules if self.lr_schedule is not None else ():
+            if state is not None and repr(state.get("_last_lr", rates)) != repr(rates):
+                yield (
+                    f"{self.where} has parameter groups with the learning rates {rates}, but the "
+                    f"state has a schedule for groups with {state['_last_lr']}; cut the model as "
+                    "it was when the state was saved, or load the weights alone (net.load_weights)"
+                )
+                return
 
-    def _all_saved(
+    def _saved(
         self, group: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> list[Mapping[str, Any]]:
-        """The saved settings of those of the group's parameters that were saved."""
+        """The saved groups of those of a group's parameters that were saved."""
         own = (self._names[id(p)] for p in group["params"])
         return [settings[n] for n in own if n in settings]
 
@@ -381,24 +381,14 @@ def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -
     return value.to(device, torch.float32 if group.get("fused") else value.dtype, copy=True)
 
 
-def _contradiction(saved: Sequence[Mapping[str, Any]]) -> tuple[str, Any, Any] | None:
-    """A setting that was saved with different values for the parameters of one group.
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """The settings in which two parameter groups differ.
 
-    Learning rates may differ: `_saved_settings` chooses by them.
-
-    >>> _contradiction([{"lr": 0.1, "chunks": 1}, {"lr": 0.1, "chunks": 3}])
-    ('chunks', 1, 3)
+    >>> list(_differing({"lr": 0.1, "chunks": 1}, {"lr": 0.1, "chunks": 3}))
+    ['chunks']
     """
-    for other in saved[1:]:
-        for key in sorted(saved[0].keys() - _OF_SCHEDULES - {"params", "lr"}):
-            one, two = saved[0][key], other.get(key)
-            if repr(one) != repr(two):  # some are tensors
-                return key, one, two
-    return None
-
-
-def _initial_lr(group: Mapping[str, Any]) -> Any:
-    return group.get("initial_lr", group.get("lr"))
+    keys = () if one is other else sorted(one.keys() - {"params"})
+    return (key for key in keys if repr(one[key]) != repr(other.get(key)))  # some are tensors
 
 
 def counts_on_device(group: Mapping[str, Any]) -> bool:
@@ -417,20 +407,6 @@ def _plain(value: Any) -> Any:
     if type(value) is not dict:
         return clone_tree(value)
     return {key: _plain(entry) for key, entry in value.items() if _is_plain(entry)}
-
-
-def _fitted(state: Mapping[str, Any], schedule: Any) -> dict[str, Any]:
-    """A saved schedule's state, adapted to this schedule's parameter groups."""
-    groups = schedule.optimizer.param_groups
-    own = {name: copy.copy(getattr(schedule, name, None)) for name in _BY_GROUP}
-    own["base_lrs"] = list(map(_initial_lr, groups))
-    if len(state.get("_last_lr", groups)) != len(groups):
-        own |= {"_last_lr": [group["lr"] for group in groups], "lr_lambdas": [None] * len(groups)}
-    fitted = {**copy.deepcopy(dict(state)), **{k: v for k, v in own.items() if k in state}}
-    if "_schedulers" in fitted:
-        pairs = zip(state["_schedulers"], schedule._schedulers, strict=True)
-        fitted["_schedulers"] = [_fitted(inner, own) for inner, own in pairs]
-    return fitted
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,7 +8,7 @@ continue raises when it is used again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
@@ -32,7 +32,6 @@ from revcompile.runtime.checkpoint.training import (
 from revcompile.runtime.checkpoint.tree import well_formed
 from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
-from revcompile.runtime.stage.update import Updater
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.steps import Steps
 from revcompile.schedule import Schedule
@@ -118,8 +117,7 @@ class TrainerState:
     def _check_fits(self, state: State) -> None:
         """Refuse a state that this trainer cannot continue from; nothing is changed."""
         with well_formed("what trainer.state_dict() returns"):
-            updaters = (executor.updater for executor in self._executors)
-            problems = list(_mismatches(state, self.model, updaters))
+            problems = list(_mismatches(state, self.model)) or list(self._misfits(state))
             policy = self._partition.rewired.policy.value
             if not problems and state["policy"] != policy:
                 problems = [
@@ -132,6 +130,14 @@ class TrainerState:
                     f"{first_few(problems)}"
                 )
             self._check_in_flight(state)
+
+    def _misfits(self, state: State) -> Iterator[str]:
+        """Why optimizers and schedules do not fit; in another cut all continue one schedule."""
+        settings = _group_settings(state)
+        is_same, stages = self._is_same_pipeline(state), state["stages"].values()
+        schedules = [] if is_same else [stage["lr_schedule"] for stage in stages]
+        for executor in self._executors:
+            yield from executor.updater.misfits(settings, schedules)
 
     def _check_in_flight(self, state: State) -> None:
         """Refuse micro-batches in flight from another pipeline: only an empty one can be recut."""
@@ -230,8 +236,8 @@ class TrainerState:
 # -- whether a state fits --------------------------------------------------------------------------
 
 
-def _mismatches(state: State, model: nn.Module, updaters: Iterable[Updater]) -> Iterator[str]:
-    """Why a state is not a trainer's state, or is from another model or optimizer."""
+def _mismatches(state: State, model: nn.Module) -> Iterator[str]:
+    """Why a state is not a trainer's state, or is from another model."""
     if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
         got = state.get("format") if isinstance(state, Mapping) else type(state).__name__
         yield f"expected what trainer.state_dict() returns (format {_FORMAT}), got {got!r}"
@@ -241,9 +247,6 @@ def _mismatches(state: State, model: nn.Module, updaters: Iterable[Updater]) -> 
         yield f"it lacks the entry {missing[0]!r}; load what trainer.state_dict() returned as it is"
         return
     yield from model_mismatches(model, state["model"])
-    settings = _group_settings(state)
-    for updater in updaters:
-        yield from updater.misfits(settings)
 
 
 def _segment_names(partition: Partition) -> list[list[str]]:

@@ -132,10 +132,9 @@ def test_a_flushed_state_moves_to_other_stages(stages: int, schedule: str) -> No
     """Locked methods do not depend on the cuts, so the run goes on as if nothing had moved."""
 
     def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        stem = [p for n, p in named if n.startswith("stem")]
-        others = [p for n, p in named if not n.startswith("stem")]
-        found = [{"params": stem, "weight_decay": 0.0, "lr": 0.02}, {"params": others}]
-        return [group for group in found if group["params"]]
+        biases = [p for n, p in named if n.endswith("bias")]
+        others = [p for n, p in named if not n.endswith("bias")]
+        return [{"params": biases, "weight_decay": 0.0, "lr": 0.02}, {"params": others}]
 
     settings = {
         "method": "backprop",
@@ -157,6 +156,26 @@ def test_a_flushed_state_moves_to_other_stages(stages: int, schedule: str) -> No
     assert again.metrics.updates == (6,) * stages
     assert again.metrics.lr == trainer.metrics.lr
     assert worst(weights(whole), weights(moved))[0] < 1e-12
+
+
+def test_a_state_of_other_groups_is_refused() -> None:
+    def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        stem = [p for n, p in named if n.startswith("stem")]
+        others = [p for n, p in named if not n.startswith("stem")]
+        found = [{"params": stem, "weight_decay": 0.1, "lr": 0.02}, {"params": others}]
+        return [group for group in found if group["params"]]
+
+    def made(stages: int, **settings: Any) -> Any:
+        return trainer_of(fresh(training.Plain, stages), adam, method="backprop", **settings)
+
+    saved = made(4, param_groups=groups).state_dict()
+    made(1, param_groups=groups).load_state_dict(saved)
+    said = r"stage 0 .* were saved with different lr; group parameters as they were"
+    refuses(InputError, said, made(1).load_state_dict, saved)
+    scheduled = {"param_groups": groups, "lr_schedule": SCHEDULES["cosine"]}
+    saved = made(4, **scheduled).state_dict()
+    said = r"stage 0 .* rates \[0\.02, .*\], but the state has a schedule for groups with \["
+    refuses(InputError, said, made(1, **scheduled).load_state_dict, saved)
 
 
 class Noted(nn.Linear):
