@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from revcompile.arguments import check_device
 from revcompile.cli import Answer
-from revcompile.cli.live_storages import LiveStorages
 from revcompile.cli.models import Loaded, load, rewired
+from revcompile.cli.step_memory import LiveStorages
 from revcompile.units import format_size
 
 _BAR = 30

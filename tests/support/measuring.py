@@ -2,54 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from revcompile.cli.live_storages import LiveStorages as LiveStorages
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes one training step takes on top of parameters, their gradients and the batch.
-
-    `held` is what the forward pass leaves behind for the backward pass, `peak` the most there is at
-    any moment of the two.
-    """
-
-    held: int
-    peak: int
-
-
-def measure_memory(forward: Callable[[], Tensor], device: torch.device) -> Memory:
-    """The memory of `forward().backward()`.
-
-    A step runs first, unmeasured: it creates the parameters' gradients (which then stay, and so do
-    not count) and the libraries' workspaces.
-    """
-    forward().backward()
-    if device.type == "cuda":
-        return _measure_cuda(forward, device)
-    with LiveStorages() as storages:
-        loss = forward()
-        held = storages.live
-        loss.backward()
-    return Memory(held, storages.peak)
-
-
-def _measure_cuda(forward: Callable[[], Tensor], device: torch.device) -> Memory:
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    loss = forward()
-    held = torch.cuda.memory_allocated(device) - before
-    loss.backward()
-    torch.cuda.synchronize(device)
-    return Memory(held, torch.cuda.max_memory_allocated(device) - before)
+from revcompile.cli.step_memory import LiveStorages as LiveStorages
+from revcompile.cli.step_memory import Memory as Memory
+from revcompile.cli.step_memory import measure_memory as measure_memory
+from revcompile.cli.step_memory import memory_of_step as memory_of_step
 
 
 def step_memory(

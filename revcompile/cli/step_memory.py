@@ -1,13 +1,57 @@
-"""Memory of a training step on devices whose allocator does not count bytes."""
+"""Activation memory of a training step: from the allocator of a GPU, or by counting storages."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes one training step takes on top of parameters, their gradients and the batch.
+
+    `held` is what the forward pass leaves behind for the backward pass, `peak` the most there is at
+    any moment of the two.
+    """
+
+    held: int
+    peak: int
+
+
+def measure_memory(forward: Callable[[], Tensor], device: torch.device) -> Memory:
+    """The memory of `forward().backward()`.
+
+    A step runs first, unmeasured: it creates the parameters' gradients (which then stay, and so do
+    not count) and the libraries' workspaces.
+    """
+    forward().backward()
+    return memory_of_step(forward, device)
+
+
+def memory_of_step(forward: Callable[[], Tensor], device: torch.device) -> Memory:
+    """The memory of a single `forward().backward()`; gradients that it creates count."""
+    if device.type != "cuda":
+        with LiveStorages() as storages:
+            loss = forward()
+            held = storages.live
+            loss.backward()
+        return Memory(held, storages.peak)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    loss = forward()
+    held = torch.cuda.memory_allocated(device) - before
+    loss.backward()
+    torch.cuda.synchronize(device)
+    return Memory(held, torch.cuda.max_memory_allocated(device) - before)
 
 
 class LiveStorages(TorchDispatchMode):
