@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Answer:
     if args.plot is not None:
         points = {row.method: (row.memory, row.throughput) for row in rows}
         curve = [(row.memory, row.throughput) for row in planner.frontier()]
-        drawn = partial(drawing.frontier_svg, title, assumed, points, curve)
+        drawn = partial(drawing.frontier_svg, title, assumed, drawing.Panel(points, curve))
         drawing.write("plan", args.plot, {".svg": drawn})
     idle = args.devices - planner.stages * planner.replicas
     notes = [f"idle: {plural(idle, 'device')}", ""] if idle else []

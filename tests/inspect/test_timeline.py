@@ -7,7 +7,7 @@ import pytest
 from drawn import groups, shown
 from paths import ROOT
 
-from revcompile.inspect.drawing.frontier import _overlap, frontier_svg
+from revcompile.inspect.drawing.frontier import Panel, _overlap, frontier_svg
 from revcompile.inspect.drawing.svg import SMALL, width_of
 from revcompile.inspect.drawing.timeline import METHODS, dry_runs, timeline_svg
 from revcompile.schedule import Costs, Op, actions, choose, dry_run
@@ -69,7 +69,7 @@ def test_labels_of_a_frontier_touch_neither_each_other_nor_points() -> None:
     names = ["data parallel", "gpipe", "1f1b", "interleaved", "zero-bubble", "petra"]
     points = {name: (2.0**30 * (1 + i / 20), 1000.0 + 3 * i) for i, name in enumerate(names)}
     curve = [(2.0**29, 900.0), points["petra"], (2.0**33, 1200.0)]
-    root = ET.fromstring(frontier_svg("title", "below", points, curve))
+    root = ET.fromstring(frontier_svg("title", "below", Panel(points, curve)))
     dots = [
         (float(c.get("cx", 0)), float(c.get("cy", 0)))
         for c in root.iter("{http://www.w3.org/2000/svg}circle")

@@ -5,7 +5,7 @@ stages.py    one stage, with the lines that pass it
 network.py   all stages as one SVG
 page.py      the same as one HTML file (graph.py: the graph of a stage)
 timeline.py  schedules side by side, from dry runs
-frontier.py  throughput over memory, of several methods
+frontier.py  speed over memory, of several methods
 svg.py       SVG as text; colours and fonts
 """
 
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from revcompile.errors import InputError
-from revcompile.inspect.drawing.frontier import frontier_svg
+from revcompile.inspect.drawing.frontier import Panel, frontier_svg
 from revcompile.inspect.drawing.network import network_svg
 from revcompile.inspect.drawing.page import page
 from revcompile.inspect.drawing.timeline import beside_others, timeline_svg
@@ -24,7 +24,16 @@ from revcompile.inspect.views import ModelView
 from revcompile.ir.program import Partition
 from revcompile.schedule import Costs
 
-__all__ = ["beside_others", "costs_of", "draw", "fragment", "frontier_svg", "timeline_svg", "write"]
+__all__ = [
+    "Panel",
+    "beside_others",
+    "costs_of",
+    "draw",
+    "fragment",
+    "frontier_svg",
+    "timeline_svg",
+    "write",
+]
 
 
 def write(caller: str, path: str | Path, drawings: Mapping[str, Callable[[], str]]) -> Path:
