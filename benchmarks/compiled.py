@@ -31,6 +31,7 @@ import revcompile
 from benchmarks.harness import Row, interleave, parser_of, ratio, save, show, synchronize
 from benchmarks.text import GPT, Sizes
 from benchmarks.whole import GIB, batch_for, has_convolutions
+from revcompile.cli.baselines import checkpointed, compile_blocks
 from tests.support.measuring import autocast, capture_step, measure_memory
 
 LARGE_GPT, TINY_GPT, VOCABULARY = Sizes(32, 1024, 16, 2048), Sizes(4, 32, 2, 16), 512
@@ -39,17 +40,24 @@ TIMM: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("vit_large_patch16_224", "test_vit", {}),
     "swin": ("swin_base_patch4_window7_224", "swin_tiny_patch4_window7_224", SMALL_SWIN),
     "convnext": ("convnext_base", "test_convnext", {}),
+    "resnet50": ("resnet50", "test_resnet", {}),
     "resnet152": ("resnet152", "test_resnet", {}),
 }
 """The model, its small stand-in, and the stand-in's options."""
+MODELS = ["vit", "swin", "convnext", "resnet152", "gpt"]
 COLUMNS = {"variant": "{}", "step": "{:.1f} ms", "time / plain": "{}", "activations": "{:.2f} GiB"}
 COLUMNS |= {"start": "{:.1f} s", "artifacts": "{}", "error": "{:.1e}", "loss": "{:.4f}"}
 POLICIES = dict.fromkeys(("reversible", "reversible compiled"), "same_parameters")
 POLICIES["pretrained compiled"] = "pretrained"
 
 
-def model_of(name: str, args: argparse.Namespace) -> tuple[nn.Module, Tensor, Tensor]:
-    """The plain model, inputs and labels; convolutions in channels_last."""
+def model_of(
+    name: str, args: argparse.Namespace, **settings: Any
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """The plain model, inputs and labels; convolutions in channels_last.
+
+    `settings` go to timm.
+    """
     device = torch.device(args.device)
     if name == "gpt":
         sizes = TINY_GPT if args.tiny else LARGE_GPT
@@ -57,9 +65,18 @@ def model_of(name: str, args: argparse.Namespace) -> tuple[nn.Module, Tensor, Te
         return GPT(VOCABULARY, sizes).to(device), tokens[:, :-1], tokens[:, 1:]
     large, small, options = TIMM[name]
     with device:
-        net = timm.create_model(small, **options) if args.tiny else timm.create_model(large)
+        name, options = (small, options) if args.tiny else (large, {})
+        net = timm.create_model(name, **options, **settings)
     layout = torch.channels_last if has_convolutions(net) else torch.preserve_format
     return net.to(memory_format=layout), *batch_for(net, args.batch, device)
+
+
+def checkpoint_blocks(net: nn.Module) -> None:
+    """Switch checkpointing on."""
+    if isinstance(net, GPT):
+        net.blocks.forward = partial(checkpoint_seq, list(net.blocks))  # type: ignore[method-assign]
+    else:
+        checkpointed(net)
 
 
 def variant_of(variant: str, plain: nn.Module, x: Tensor, backend: str) -> Any:
@@ -68,13 +85,8 @@ def variant_of(variant: str, plain: nn.Module, x: Tensor, backend: str) -> Any:
     if variant in POLICIES:
         net = revcompile.reversify(net, x[:2], policy=POLICIES[variant], check="off")
     if variant == "checkpointing":
-        for block in net.modules():
-            if type(block).__name__.endswith(("Block", "Bottleneck")):
-                block.compile(backend=backend)
-        if isinstance(net, GPT):
-            net.blocks.forward = partial(checkpoint_seq, list(net.blocks))  # type: ignore[method-assign]
-        else:
-            net.set_grad_checkpointing(True)
+        compile_blocks(net, backend)
+        checkpoint_blocks(net)
     elif variant != "reversible":
         net.compile(backend=backend)
     return net.train()
@@ -137,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--models", nargs="+", choices=(*TIMM, "gpt"), default=[*TIMM, "gpt"])
+    add("--models", nargs="+", choices=(*TIMM, "gpt"), default=MODELS)
     add("--batch", type=int, default=256, help="images; the GPT takes 8 sequences at most")
     add("--rounds", type=int, default=10)
     add("--device", default="cuda")

@@ -85,8 +85,11 @@ def interleave(
     rounds: int,
     warmup: int,
     device: torch.device,
+    prepare: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
     """Seconds of every variant in every round; each round starts with the next variant.
+
+    `prepare` is called with a variant's name before each of its timed runs.
 
     A single thread on the CPU is timed by its processor time, on which other load of the machine
     has less effect.
@@ -101,6 +104,7 @@ def interleave(
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
+            prepare(name)
             synchronize(device)
             start = clock()
             variants[name]()
@@ -187,3 +191,16 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -
     for row in rows:
         table.add_row(*map(str, row))
     Console(width=130, force_jupyter=False).print(table)
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """The same as Markdown.
+
+    >>> print(markdown(["way", "time"], [["plain", 1.0]]))
+    | way | time |
+    |---|---|
+    | plain | 1.0 |
+    """
+    lines = [columns, *rows]
+    head, *rest = ("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join([head, "|---" * len(columns) + "|", *rest])

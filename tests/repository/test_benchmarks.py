@@ -22,6 +22,8 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "coverage": ("test_resnet",),
     "engine": ("--device", "cpu", *STACK, "--steps", "1", "--rounds", "1", "--backends", "static"),
     "families": ("test_resnet", "--stages", "2"),
+    "finetune": ("--device", "cpu", "--tiny", "--backend", "eager", "--models", "1B"),
+    "frontier": ("--device", "cpu", "--tiny", "--batch", "2", "--models", "gpt", "--rounds", "1"),
     "huggingface": ("gpt2", "--stages", "2"),
     "late": ("--data", "text.txt", "--width", "8", "--context", "16", "--only", "stages=32"),
     "learning": ("deeper", "--data", "cifar", "--epochs", "1", "--seeds", "1", "--jobs", "1"),
@@ -35,6 +37,8 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 }
 MORE: dict[str, tuple[str, ...]] = {
     "compiled": ("--models", "resnet152", "gpt", "--rounds", "1"),
+    "finetune": ("--tokens", "32", "--gib", "1"),
+    "frontier": ("--backend", "aot_eager_decomp_partition", "--fractions", "0.5", "--points", "2"),
     "late": ("--updates", "2", "--device", "cpu"),
     "learning": ("--only", "resnet34-backprop-k4", "--out", "out", "--device", "cpu"),
     "pipelines": ("--accumulation-steps", "2", "--rounds", "1", "--model", "device"),
@@ -74,8 +78,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_its_smallest_form_runs(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(name, monkeypatch, *SMALLEST[name], *MORE.get(name, ()))
     assert found["rows"] and found["torch"] == torch.__version__
-    if name == "compiled":
+    if name in ("compiled", "finetune", "frontier"):
         assert not [row for row in found["rows"] if row.get("failed")]
+    if name == "frontier":
+        run(name, monkeypatch, "--table", "--plot", "frontier.svg")
+        assert "torch 0.5" in Path("frontier.svg").read_text()
+        rows = run(name, monkeypatch, *SMALLEST[name], *MORE[name], "--dropout", "0.1")["rows"]
+        bits = [
+            row["same bits"] for row in rows if "reversify" in row["variant"] and "dropout" in row
+        ]
+        assert len(bits) > 6 and all(bits)
     if name == "peers":
         losses = {row["variant"]: row["loss"] for row in found["rows"] if "loss" in row}
         assert losses["checkpoint"] == losses["plain"]
