@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"revcompile {args.command}: warning: {text}\n")
 
     try:
-        with warnings.catch_warnings(), _spinner(f"{args.command} {args.model}"):
+        with warnings.catch_warnings(), _spinner(args):
             warnings.showwarning = warn  # type: ignore[assignment]
             command = importlib.import_module(f"revcompile.cli.{args.command}")
             answer: Answer = command.run(args)
@@ -102,13 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _spinner(text: str) -> AbstractContextManager[Any]:
-    """A spinner that shows while a command runs, if stderr is a terminal."""
-    if not sys.stderr.isatty():
+def _spinner(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    """A spinner while a command runs, if stderr is a terminal; `measure` has a progress bar."""
+    if not sys.stderr.isatty() or args.command == "measure":
         return nullcontext()
     from rich.console import Console
 
-    return Console(stderr=True, force_jupyter=False).status(text)
+    return Console(stderr=True, force_jupyter=False).status(f"{args.command} {args.model}")
 
 
 _CALLER: Final = re.compile(r"^(?:\w+|net\.\w+|--[\w-]+): ")

@@ -51,8 +51,11 @@ def _is_layer_of_transformers(module: nn.Module) -> bool:
 
 
 def compile_blocks(model: nn.Module, backend: Backend = "inductor", dynamic: bool = False) -> None:
-    """Compile each block on its own; blocks of one structure share what is compiled."""
-    for block in blocks_of(model):
+    """Compile each block on its own; blocks of one structure share what is compiled.
+
+    A model without repeated blocks is compiled as a whole.
+    """
+    for block in blocks_of(model) or [model]:
         block.compile(backend=backend, dynamic=dynamic)
 
 

@@ -27,16 +27,32 @@ def inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(parser: argparse.ArgumentParser) -> None:
-    """Measure memory and time of a plain, a checkpointed and a reversible training step.
+    """Measure memory and time of plain, checkpointed and reversible training, eager and compiled.
 
-    A step is a forward and a backward pass. Memory is the peak of parameters, gradients and
-    activations together, without an optimizer. Checkpointing is that of timm or transformers; other
-    models have no row for it.
+    A step is a forward and a backward pass. Memory is the peak of activations, without parameters,
+    gradients and inputs. Checkpointing is that of timm or transformers; other models have no row
+    for it. Blocks of plain and checkpointed models are compiled one by one.
+
+    --plot adds reversible training with several values of memory_budget and, compiled, torch's
+    activation_memory_budget at 0.1, 0.2, 0.3, 0.5 and 0.7.
     """
     _add_model(parser)
     parser.add_argument("--batch-size", type=count, default=8, metavar="B", help="samples per step")
     parser.add_argument("--device", default="cpu", help="where to measure, e.g. cuda")
     parser.add_argument("--steps", type=count, default=3, help="number of timed steps")
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="bf16: autocast (default: bf16 on GPUs, else fp32)",
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="measure compiled steps, too (default: on GPUs)",
+    )
+    parser.add_argument(
+        "--plot", type=drawing("frontier.svg"), metavar="FILE.svg", help="draw time over memory"
+    )
 
 
 def draw(parser: argparse.ArgumentParser) -> None:
