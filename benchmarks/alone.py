@@ -238,7 +238,7 @@ def time_petra(trainer: Any, batch: tuple[Tensor, Tensor], microbatches: int) ->
     unawaited = Unawaited(executor.transport)
 
     def step() -> None:
-        trainer.step(inputs if trainer.is_first else None, targets if trainer.is_last else None)
+        trainer.step(inputs, targets)
 
     with unawaited.recording():
         step()

@@ -316,9 +316,7 @@ class PetraJob:
     def _steps(self, batches: Batches, count: int) -> list[float]:
         trainer, losses = self._trainer, []
         for inputs, targets in islice(batches, count):
-            metrics = trainer.step(
-                inputs if trainer.is_first else None, targets if trainer.is_last else None
-            )
+            metrics = trainer.step(inputs, targets)
             losses += [metrics.loss] if trainer.is_last else []
         return losses
 

@@ -110,8 +110,7 @@ class Variant:
             options=TrainerOptions(microbatch_size=case.batch),
         )
         self._reserved()
-        is_first, is_last = self.trainer.is_first, self.trainer.is_last
-        self._batches = [(x if is_first else None, y if is_last else None) for x, y in batches]
+        self._batches = batches if self.trainer.is_first else [(None, None)] * len(batches)
         self.found = Found(backend)
         warm_up = 2 * int(stages) + 12
         self.found.losses = [float(loss) for loss in self._turn(warm_up)]

@@ -138,11 +138,8 @@ def trainer_of(run: Run, *, off: float = 0.0, **options: Any) -> tuple[Any, Any]
 
 
 def fed(trainer: Trainer, batch: tuple[Any, Any]) -> Any:
-    """A step; of several ranks each is given only what it needs."""
-    x, y = batch
-    if trainer._placement.world > 1:
-        x, y = (x if trainer.is_first else None), (y if trainer.is_last else None)
-    return refilling(trainer.step, x, y)
+    """A step; of several ranks only the first of a pipeline is given data."""
+    return refilling(trainer.step, *(batch if trainer.is_first else (None, None)))
 
 
 def trained(run: Run, **options: Any) -> dict[str, Any]:

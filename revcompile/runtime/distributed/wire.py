@@ -1,6 +1,6 @@
 """Messages between ranks as bytes.
 
-    header        int64: number, kind, micro-batch, flags, sizes, fingerprint
+    header        int64: number, kind, micro-batch, flags, sizes
     description   JSON: names, dtypes, shapes, strides, plain values; sent only when it changes
     payload       all tensors in one buffer, each aligned as torch would have allocated it
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from revcompile.errors import InputError
 from revcompile.runtime.checkpoint.tree import decode, encode
-from revcompile.runtime.executor.fingerprints import Fingerprint
 from revcompile.runtime.executor.messages import Message, MessageKind
 from revcompile.runtime.stage.slots import Layout
 from revcompile.runtime.stage.tensors import aligned, overlap
@@ -44,9 +43,6 @@ class Header(NamedTuple):
     """Bytes of the text: the description, or the cause at the end."""
     size: int = 0
     """Bytes of the payload."""
-    inputs: int = 0
-    target: int = 0
-    samples: int = 0
 
     @classmethod
     def of(cls, message: Message, kind: MessageKind, **numbers: int) -> Header:
@@ -55,7 +51,6 @@ class Header(NamedTuple):
             microbatch=message.index,
             void=message.void,
             is_exact=message.is_exact,
-            **vars(message.fingerprint),
             **numbers,
         )
 
@@ -75,7 +70,6 @@ class Header(NamedTuple):
         return Message(
             self.microbatch,
             void=bool(self.void),
-            fingerprint=Fingerprint(self.inputs, self.target, self.samples),
             is_exact=bool(self.is_exact),
             **parts,
         )
@@ -120,13 +114,19 @@ def _core(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 def _form(tensor: Tensor, device: torch.device) -> list[Any]:
     """The arguments of `_Form` for a tensor; its stage is on `device`."""
-    if tensor.layout is not torch.strided:
-        raise InputError(f"a value of layout {tensor.layout}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise InputError(f"a value of layout {'nested' if tensor.is_nested else tensor.layout}")
     stride = tensor.stride()
     if overlap(_core(tensor.shape, stride), stride):
         stride = torch.empty(tensor.shape, device="meta").stride()
     on_host = tensor.device.type == "cpu" and device.type != "cpu"
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(stride), on_host]
+
+
+def check_sendable(value: Any) -> None:
+    """Raise an `InputError` that names the first part of a value that cannot go to another rank."""
+    device = torch.device("cpu")
+    encode(value, lambda v, _: {"tensor": _form(v, device)} if isinstance(v, Tensor) else None)
 
 
 class Description:

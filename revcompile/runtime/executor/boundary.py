@@ -22,7 +22,6 @@ from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.runtime.executor.executor import StageExecutor
-from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint
 from revcompile.runtime.executor.messages import (
     Message,
     MessageKind,
@@ -42,20 +41,18 @@ class StepInputs:
 
     Args:
         values: The inputs of this process's first stage, or the message that contains them.
-        target: The target, in the process of the last stage.
-        fingerprint: Fingerprint of the micro-batch's data, for the next rank.
     """
 
-    def __init__(self, values: Any, target: Any, fingerprint: Fingerprint) -> None:
-        self.values, self.target, self.fingerprint = values, target, fingerprint
-        self.local = Flat.of((None if isinstance(values, Message) else values, target))
+    def __init__(self, values: Any) -> None:
+        self.values = values
+        self.local = Flat.of(None if isinstance(values, Message) else values)
         """The part that does not come from another rank."""
 
     @property
     def all(self) -> Flat:
         if not isinstance(self.values, Message):
             return self.local
-        return Flat.of((dict(self.values.ready().values), self.target))
+        return Flat.of(dict(self.values.ready().values))
 
 
 def _slot(like: Message) -> MessageSlot:
@@ -204,11 +201,10 @@ class Boundary:
             if schedule.is_updating(route[0]):
                 self.send(route, schedule.updates[route[0]])
 
-    def send(self, route: Route, index: int, data: Fingerprint = NOT_COMPARED) -> None:
+    def send(self, route: Route, index: int) -> None:
         """Send the message that a section has copied to the route's buffers."""
         place = self.buffer_key, route
-        message = replace(self._outgoing[place], index=index, fingerprint=data)
-        wait = self._transport.send(route, message)
+        wait = self._transport.send(route, replace(self._outgoing[place], index=index))
         if wait is not None:
             self._sending[place] = wait
 

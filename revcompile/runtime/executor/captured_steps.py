@@ -294,7 +294,7 @@ class CapturedSteps:
         boundary.receive(before_forward)
         planned[0]()
         if boundary.has_next:
-            boundary.send(boundary.y, entering, batch.fingerprint)
+            boundary.send(boundary.y, entering)
             boundary.receive(before_backward)
             planned[1]()
         if boundary.has_previous:
@@ -362,8 +362,7 @@ class CapturedSteps:
         def forward() -> None:
             self._begin()
             assert self._inputs is not None
-            values, self._loss_head.target = self._inputs.value
-            if values is not None:
+            if (values := self._inputs.value) is not None:
                 self.executors[0].inputs[entering] = values
             self._statistics.snapshot()
             # A step that turns out not to be capturable must not advance the schedule.
@@ -419,7 +418,6 @@ class CapturedSteps:
         if self.is_active:
             self._note_messages()
         queues, head = self._transport.queues, self._loss_head
-        target = head.target
         # Only the queues between stages here: threads may add messages to the others meanwhile.
         here = [route for route in queues if {*route[:2]} <= {*self._stages}]
         waiting = {route: deque(queues[route]) for route in here}
@@ -429,7 +427,7 @@ class CapturedSteps:
             self._numbers.end_step()
             queues.update(waiting)
             self._transport.clear_norms()
-            head.target, head.latest = target, None
+            head.latest = None
 
         self._ends.callback(end)
         for executor in self.executors:

@@ -32,9 +32,8 @@ from torch import Tensor
 
 from revcompile.errors import InputError, NonFiniteError
 from revcompile.ir.program import StageProgram
-from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint
 from revcompile.runtime.executor.flags import RunningStatistics
-from revcompile.runtime.executor.messages import Message, MessageKind, Transport
+from revcompile.runtime.executor.messages import TARGET, Message, MessageKind, Transport
 from revcompile.runtime.executor.streams import StepStreams
 from revcompile.runtime.executor.trace import Trace
 from revcompile.runtime.executor.updates import StageUpdates
@@ -67,8 +66,6 @@ class StageExecutor:
 
     streams: StepStreams | None = None
     """CUDA streams on which actions of captured steps run concurrently."""
-    check_data: Callable[[int, Fingerprint], None] | None = None
-    """Raises if the target on this rank does not belong to the micro-batch's inputs."""
     refusal: str | None = None
     """If set: why micro-batches cannot run now. They are left out."""
     observer: Trace | None = None
@@ -101,8 +98,6 @@ class StageExecutor:
         self.outputs: dict[int, Mapping[str, Any] | None] = {}
         self.incoming: dict[int, Message] = {}
         self.outgoing: dict[int, Message] = {}
-        self.fingerprints: dict[int, Fingerprint] = {}
-        """Sent on with the outputs, for a comparison on the rank of the last stage."""
         self.failures: list[NonFiniteError] = []
         """Errors of backward passes whose micro-batch was left out."""
         self.forward_errors: list[Exception] = []
@@ -190,7 +185,7 @@ class StageExecutor:
         self._latest = self._last_forward = None
 
     def _messages(self) -> tuple[dict[int, Any], ...]:
-        return self.inputs, self.outputs, self.incoming, self.outgoing, self.fingerprints
+        return self.inputs, self.outputs, self.incoming, self.outgoing
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -199,10 +194,6 @@ class StageExecutor:
         if message is None:
             return False
         self.inputs[action.index] = None if message.void else message.values
-        if self.check_data is not None and not message.void:
-            self.check_data(action.index, message.fingerprint)
-        elif not (self.program.is_last or message.void):
-            self.fingerprints[action.index] = message.fingerprint
         return True
 
     def _forward(self, action: Action) -> bool:
@@ -217,10 +208,13 @@ class StageExecutor:
         outputs = self.stage.forward(microbatch, inputs)
         if self.loss_head is not None:
             outputs = _apart(outputs, inputs)  # callers get the outputs, and may write to them
-            gradients = self.loss_head(microbatch, outputs, waits=not self.is_captured)
+            target, samples = inputs[TARGET]
+            gradients = self.loss_head(
+                microbatch, outputs, target, samples, waits=not self.is_captured
+            )
             self.incoming[microbatch] = Message(microbatch, {}, gradients, is_exact=True)
         else:
-            self.outputs[microbatch] = outputs
+            self.outputs[microbatch] = {**outputs, TARGET: inputs[TARGET]}
 
     def _run_or_skip(self, microbatch: int, inputs: Mapping[str, Any]) -> None:
         """Run a micro-batch; if it fails, leave it out and restore the stage's state."""
@@ -282,14 +276,15 @@ class StageExecutor:
         self._statistics.restore_if(torch.ones_like(self.updates.flag))
 
     def _send_y(self, action: Action) -> bool:
-        keep = self.gradient_predictor is not None
-        outputs = self.outputs[action.index] if keep else self.outputs.pop(action.index)
+        outputs = self.outputs.pop(action.index)
         message = Message(
             action.index,
             outputs or {},
             void=outputs is None,
-            fingerprint=self.fingerprints.pop(action.index, NOT_COMPARED),
         )
+        if self.gradient_predictor is not None:  # which learns from them when gradients arrive
+            own = outputs and {n: value for n, value in outputs.items() if n != TARGET}
+            self.outputs[action.index] = own
         self._send(self.index + 1, MessageKind.X, message)
         return True
 

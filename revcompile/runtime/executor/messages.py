@@ -10,17 +10,21 @@ import enum
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from revcompile.errors import VerificationError
 from revcompile.kernels.autocast import widest_dtype
-from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint
 from revcompile.runtime.executor.streams import current_stream
 from revcompile.runtime.stage.slots import Flat, Ring, StaticBuffers, free_cached
 from revcompile.runtime.stage.tensors import TreeCopy, clone_tree
+
+TARGET: Final = "<target>"
+"""Names a micro-batch's target and number of samples among its values: `(target, samples)`.
+
+They enter with the inputs and go from stage to stage. No value of a model has such a name."""
 
 
 class MessageKind(enum.Enum):
@@ -75,8 +79,6 @@ class Message:
     """The micro-batch was lost on the way, and there are no values."""
     found_inf: Tensor | None = None
     """A flag on the device, 1 if a gradient so far was not finite. None: known to be 0."""
-    fingerprint: Fingerprint = NOT_COMPARED
-    """In a forward message to another rank: fingerprint of the data given to the first stage."""
     is_exact: bool = False
     """In a backward message: whether the values equal those of the forward pass, up to rounding."""
     packet: Packet | None = field(default=None, compare=False, repr=False)

@@ -55,25 +55,30 @@ class LossHead:
                 "of the model (let its forward return what the loss needs)"
             )
         self.loss, self.autocast, self.last = loss, autocast, last
-        self.target: Any = None
-        """The target of the next micro-batch."""
-        self.latest: tuple[Tensor, Any] | None = None
-        """The last micro-batch's loss, and the model's output, until a step has reported them."""
+        self.latest: tuple[Tensor, Any, int] | None = None
+        """The last micro-batch's loss, the model's output and the number of samples, until a step
+        has reported them."""
         self.totals: Tensor | None = None
         """The sum and the number of the losses that steps have reported, on the device."""
 
     def __call__(
-        self, microbatch: int, outputs: Mapping[str, Any], waits: bool = True
+        self,
+        microbatch: int,
+        outputs: Mapping[str, Any],
+        target: Any = None,
+        samples: int = 0,
+        *,
+        waits: bool = True,
     ) -> dict[str, Tensor | None]:
         """The gradients of the loss with respect to the outputs.
 
-        The loss itself and the output are stored in `latest`. With `waits` the host waits for the
-        loss, and raises `NonFiniteError` if it is not finite.
+        The loss itself, the output and `samples` are stored in `latest`. With `waits` the host
+        waits for the loss, and raises `NonFiniteError` if it is not finite.
         """
         leaves = {name: leaf(value) for name, value in outputs.items()}
         with torch.enable_grad():
             output = self.assembled(leaves)
-            loss = self.evaluate(output, self.target, f"micro-batch {microbatch}")
+            loss = self.evaluate(output, target, f"micro-batch {microbatch}")
             if waits and not bool(torch.isfinite(loss)):
                 raise NonFiniteError(
                     f"stage {self.last}, micro-batch {microbatch}: the loss is "
@@ -102,7 +107,8 @@ class LossHead:
                     "Return the loss without calling backward() on it, and compute it with "
                     "differentiable operations"
                 ) from error
-        self.latest = loss.detach(), pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
+        detached = pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
+        self.latest = loss.detach(), detached, samples
         return dict(zip(inputs, grads, strict=True))
 
     def add(self, loss: Tensor) -> None:
@@ -133,7 +139,10 @@ class LossHead:
         except Exception as error:
             remedy = "check that the target fits the output"
             if target is None:
-                remedy = "no target was given: call trainer.step(x, y), or use another loss"
+                remedy = (
+                    "no target was given: call trainer.step(x, y), on several ranks with the "
+                    "target where the inputs are, or use another loss"
+                )
             elif "in-place" in str(error):
                 remedy = (
                     "it changes the output in place, which is a leaf of autograd here; use "

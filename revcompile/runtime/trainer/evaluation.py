@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from revcompile.errors import InputError, RevcompileError
-from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint, compared
-from revcompile.runtime.executor.messages import Message, MessageKind, next_message
+from revcompile.runtime.executor.messages import TARGET, Message, MessageKind, next_message
 from revcompile.runtime.stage.loss import described
 from revcompile.runtime.trainer.inputs import split_batch, split_call
-from revcompile.runtime.trainer.steps import Steps
+from revcompile.runtime.trainer.steps import Steps, Values
 
 Found = TypeVar("Found")
-Batch = tuple[Any, Fingerprint]
-"""The inputs of a stage, and the fingerprint of the batch's data."""
-_ADVICE: Final = "give every rank a loader of the same batches"
 
 
 class Metric(Protocol):
@@ -42,8 +37,7 @@ class RunningMeans:
     """Loss and metrics summed over batches, each weighted by its samples."""
 
     def __init__(self, steps: Steps, metrics: Mapping[str, Metric] | None) -> None:
-        self._binder, self._head = steps.binder, steps.loss_head
-        self._gather = steps.placement.gather
+        self._head, self._gather = steps.loss_head, steps.placement.gather
         if metrics is not None and not isinstance(metrics, Mapping):
             raise InputError(
                 "trainer.evaluate: metrics= is a dict of names and functions of (output, target), "
@@ -58,8 +52,6 @@ class RunningMeans:
         self.samples = 0
 
     def add(self, where: str, output: Any, target: Any, samples: int) -> None:
-        self._binder.check_tensors(target, where)
-        target = self._binder.take(target, copy=False)
         self.sums["loss"] += float(self._head.evaluate(output, target, where)) * samples
         for name, metric in self._metrics.items():
             try:
@@ -109,9 +101,10 @@ def evaluate_model(steps: Steps, model: nn.Module, loader: Any, means: RunningMe
     for number, batch in enumerate(loader):
         inputs, target = split_batch(batch, steps.loss_head.has_target, "trainer.evaluate")
         where = f"evaluation, batch {number}"
-        binder.check_tensors(inputs, where)
+        for part in (inputs, target):
+            binder.check_tensors(part, where)
         samples = binder.count_samples(binder.bind(inputs, where))
-        inputs = binder.take(inputs, copy=False)
+        inputs, target = binder.take((inputs, target), copy=False)
         args, kwargs = split_call(inputs)
         with _explaining(where, inputs):
             output = model(*args, **kwargs)
@@ -128,7 +121,7 @@ class EvaluationPass:
 
     Args:
         steps: Has the stages of this rank.
-        loader: Batches for the first and the last stage; read once, even if both are here.
+        loader: Batches for the first stage, if it is here.
         means: Sums over the batches that reach the last stage, if it is here.
     """
 
@@ -137,14 +130,12 @@ class EvaluationPass:
         self._placement = placement = steps.placement
         self._binder, self._head = steps.binder, steps.loss_head
         has_target = self._head.has_target
-        given = () if loader is None else loader
-        # `for .. in (given,)` delays `iter(given)`, which may fail, to the first `next`.
-        batches = (
+        # `for .. in (loader,)` delays `iter(loader)`, which may fail, to the first `next`.
+        self._batches = (
             split_batch(batch, has_target, "trainer.evaluate")
-            for each in (given,)
-            for batch in each
+            for each in (loader,)
+            for batch in each or ()
         )
-        self._ends = itertools.tee(batches, steps.is_first + steps.is_last)
         self.error: Exception | None = None
         self._stages = {executor.index: executor.stage for executor in steps.executors}
         self._last = placement.transport.stages - 1
@@ -162,12 +153,6 @@ class EvaluationPass:
             self._binder.wait_copied()
             number += 1
 
-    def check_end(self) -> None:
-        """After a run without errors: the last rank's loader must have ended, too."""
-        if self._steps.is_last and next(self._ends[-1], None) is not None:
-            more = "the loader has more batches where targets are needed than where inputs are"
-            raise InputError(f"{more}; {_ADVICE}")
-
     def _tried(self, function: Callable[..., Found], *given: Any) -> Found | None:
         """What a function returns, or None if it fails."""
         try:
@@ -177,50 +162,38 @@ class EvaluationPass:
             return None
 
     def _run_batch(self, stage: int, number: int) -> None:
-        batch, outputs, has_ended = self._next(stage, number), None, stage in self._ended
-        if batch is not None and not has_ended:
-            outputs = self._tried(self._outputs, stage, number, *batch)
-        if batch is None or (outputs is None and stage == 0):
+        values, outputs, has_ended = self._next(stage, number), None, stage in self._ended
+        if values is not None and not has_ended:
+            outputs = self._tried(self._outputs, stage, number, values)
+        if values is None or (outputs is None and stage == 0):
             self._running.discard(stage)
         if outputs is None:
             self._ended.add(stage)
         if stage != self._last and not has_ended:
-            data = NOT_COMPARED if batch is None else batch[1]
-            message = Message(number, outputs or {}, void=outputs is None, fingerprint=data)
+            message = Message(number, outputs or {}, void=outputs is None)
             self._placement.transport.send((stage, stage + 1, MessageKind.EVALUATE), message)
 
-    def _next(self, stage: int, number: int) -> Batch | None:
+    def _next(self, stage: int, number: int) -> Mapping[str, Any] | None:
         if stage == 0:
             return self._tried(self._first, number)
         where = f"stage {stage} for batch {number} of an evaluation"
         route = stage - 1, stage, MessageKind.EVALUATE
         message = next_message(self._placement.transport, route, where)
-        return None if message.void else (message.values, message.fingerprint)
+        return None if message.void else message.values
 
-    def _first(self, number: int) -> Batch | None:
-        """The inputs of the model; None after the last batch."""
-        batch, where = next(self._ends[0], None), f"evaluation, batch {number}"
+    def _first(self, number: int) -> Values | None:
+        """The inputs of the model, and the target; None after the last batch."""
+        batch = next(self._batches, None)
         if batch is None:
             return None
-        values = self._binder.prepare(batch[0], where)
-        samples = self._binder.count_samples(values)
-        return self._binder.take(values), Fingerprint.of(
-            *batch, number, samples, self._steps.is_last
-        )
+        values = self._binder.prepare(*batch, f"evaluation, batch {number}")
+        return self._binder.take(values)  # type: ignore[no-any-return]
 
-    def _outputs(self, stage: int, number: int, inputs: Any, sent: Fingerprint) -> Any:
-        where = f"evaluation, batch {number}"
+    def _outputs(self, stage: int, number: int, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        where, inputs = f"evaluation, batch {number}", dict(values)
+        target, samples = inputs.pop(TARGET)
         with _explaining(where, inputs):
             outputs = self._stages[stage].evaluate(inputs)
-        if stage != self._last:
-            return outputs
-        batch = next(self._ends[-1], None)  # its target belongs to these outputs
-        if batch is None:
-            raise InputError(
-                f"the loader ends after {number} batches where targets are needed, but goes on "
-                f"where inputs are; {_ADVICE}"
-            )
-        if different := compared(sent, *batch, number):
-            raise self._placement.mixed_up(where, different)
-        self._means.add(where, self._head.assembled(outputs), batch[1], sent.samples)
-        return outputs
+        if stage == self._last:
+            self._means.add(where, self._head.assembled(outputs), target, samples)
+        return {**outputs, TARGET: (target, samples)}

@@ -1,24 +1,14 @@
-"""Micro-batches bound to the model's signature, moved to its device, and checked; and loaders.
-
-The order of a loader depends on a seed alone: the ranks of a pipeline read the same batches.
-"""
+"""Micro-batches bound to the model's signature, moved to its device, and checked; and loaders."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from revcompile.arguments import whole_number
 from revcompile.errors import InputError
@@ -26,25 +16,32 @@ from revcompile.ir.coupling_ops import mix
 from revcompile.ir.program import Partition
 from revcompile.ir.signature import bind
 from revcompile.ir.types import TensorType
+from revcompile.runtime.executor.messages import TARGET
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.stage.loss import described
 from revcompile.runtime.stage.slots import when_copied
+from revcompile.runtime.trainer.placement import Placement
 
 
 class InputBinder:
-    """Turns what `trainer.step` is given into the arguments of the model's stages."""
+    """Turns what `trainer.step` is given into the values that the first stage gets."""
 
-    def __init__(self, model: Reversible, partition: Partition, device: torch.device) -> None:
-        self._partition, self.device = partition, device
+    def __init__(self, model: Reversible, partition: Partition, placement: Placement) -> None:
+        self._partition, self._placement, self.device = partition, placement, placement.device
         self._guards = model._cases.first  # they compare the model with how it was captured
         self._copied: torch.cuda.Event | None = None
         """An event after which the device has read everything that is copied from the host."""
 
     def prepare(
-        self, inputs: Any, where: str = "trainer.step", dense: bool = False
+        self, inputs: Any, target: Any, where: str = "trainer.step", dense: bool = False
     ) -> dict[str, Any]:
-        """Inputs by argument name, if every guard holds; they are not copied (see `take`)."""
-        self.check_tensors(inputs, where, dense)
+        """Inputs by argument name, and the target, if every guard holds; see `TARGET`.
+
+        They are not copied (see `take`).
+        """
+        for part in (inputs, target):
+            self.check_tensors(part, where, dense)
+        self._placement.check_target(target, where)
         values, rewired = self.bind(inputs, where), self._partition.rewired
         problem = self._guards.failing(rewired.root, values)
         if problem is not None:
@@ -55,7 +52,7 @@ class InputBinder:
                 "the sizes of the example), undo the change, or call petrafy with an example of "
                 "this case.",
             )
-        return values
+        return {**values, TARGET: (target, self.count_samples(values))}
 
     def bind(self, inputs: Any, where: str = "trainer.step") -> dict[str, Any]:
         """Inputs by the names of the model's arguments, not moved to the device."""
@@ -93,8 +90,8 @@ class InputBinder:
             self._copied.synchronize()
             self._copied = None
 
-    def check_tensors(self, tree: Any, where: str = "trainer.step", dense: bool = False) -> Any:
-        """Return the values; refuse tensors on the meta device and, if `dense`, sparse ones."""
+    def check_tensors(self, tree: Any, where: str, dense: bool = False) -> None:
+        """Refuse tensors on the meta device and, if `dense`, sparse ones."""
         for tensor in (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)):
             if tensor.is_meta and self.device.type != "meta":
                 raise InputError(
@@ -106,7 +103,6 @@ class InputBinder:
                     f"{where}: got a tensor of layout {tensor.layout}, but captured steps take "
                     "dense ones; feed tensor.to_dense(), or pass backend='eager'"
                 )
-        return tree
 
     def count_samples(self, values: Mapping[str, Any]) -> int:
         """The size of the dimension that grows with the batch."""
@@ -172,23 +168,16 @@ def as_dict(value: Any) -> Any:
 
 Loader = DataLoader[Any] | list[tuple[None, None]]
 """A DataLoader; for ranks that need no data, as many empty batches."""
-_TAKEN_OVER: Final = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "drop_last"),
-    *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
-)
-_ADVICE: Final = (
-    "Or iterate over a DataLoader that yields the same batches on all ranks of a pipeline "
-    "(trainer.replica says which copy of it): trainer.step checks that inputs and targets fit"
-)
 
 
 def make_loader(
     data: Any,
-    batch_size: int | None,
+    batch_size: int,
     *,
     seed: int,
     epoch: int = 0,
     skip: int = 0,
+    shuffle: bool = True,
     replica: int = 0,
     replicas: int = 1,
     needed: bool = True,
@@ -204,57 +193,34 @@ def make_loader(
     >>> [len(x) for (x,) in one], all(x.equal(y) for (x,), (y,) in zip(one, other))
     ([4, 2], True)
     """
-    own = data if isinstance(data, DataLoader) else None
-    if own is not None:
-        options = {name: getattr(own, name) for name in _TAKEN_OVER} | options
-        batch_size = own.batch_size if batch_size is None else batch_size
-        data = own.dataset
-    elif batch_size is None:
-        raise InputError("trainer.loader: give batch_size= with a dataset")
     for name, value, least in (
         ("batch_size", batch_size, 1),
         ("skip", skip, 0),
         ("epoch", epoch, 0),
     ):
-        if value is not None:
-            whole_number("trainer.loader", name, value, least)
-    if fixed := sorted({"sampler", "batch_sampler", "shuffle", "generator"} & options.keys()):
-        raise InputError(
-            f"trainer.loader: {fixed[0]}= is what the trainer chooses, so that all ranks read one "
-            "order; for another than a shuffled one pass a DataLoader instead of a dataset"
-        )
+        whole_number("trainer.loader", name, value, least)
+    advice = (
+        "For another order iterate over a DataLoader of your own: only the rank of the first stage "
+        "reads its batches"
+    )
+    if fixed := sorted({"sampler", "batch_sampler", "generator"} & options.keys()):
+        raise InputError(f"trainer.loader: {fixed[0]}= is what the trainer chooses. {advice}")
     is_indexed = isinstance(data, Sized) and hasattr(data, "__getitem__")
     if not is_indexed or isinstance(data, IterableDataset):
         raise InputError(
-            "trainer.loader: expected a dataset with __len__ and __getitem__, or a DataLoader of "
-            f"one, got {type(data).__name__}. {_ADVICE}"
+            "trainer.loader: expected a dataset with __len__ and __getitem__, got "
+            f"{type(data).__name__}. {advice}"
         )
-    epoch_seed, shuffle = mix(seed, epoch) >> 1, own is None or _is_shuffled(own)
+    epoch_seed = mix(seed, epoch) >> 1
     order: DistributedSampler[Any] = DistributedSampler(
         data, replicas, replica, shuffle, seed=epoch_seed, drop_last=True
     )
     generator = torch.Generator().manual_seed(epoch_seed)
     try:
-        samples = list(order)[skip * (batch_size or 1) :]
+        samples = list(order)[skip * batch_size :]
         loader = DataLoader(data, batch_size, sampler=samples, generator=generator, **options)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"trainer.loader: torch's DataLoader refuses its options: {error}"
         ) from error
     return loader if needed else [(None, None)] * len(loader)
-
-
-def _is_shuffled(loader: DataLoader[Any]) -> bool:
-    """Whether a DataLoader shuffles its dataset or reads it in order; refuse other samplers."""
-    batches, sampler = loader.batch_sampler, loader.sampler
-    known = sampler if batches is None or type(batches) is BatchSampler else batches
-    if type(known) is SequentialSampler:
-        return False
-    is_random = type(known) is RandomSampler and not known.replacement
-    if is_random and len(known) == len(loader.dataset):  # type: ignore[arg-type]
-        return True
-    raise InputError(
-        f"trainer.loader: the DataLoader draws by a {type(known).__name__}, which may give ranks "
-        "of one pipeline different samples. Use shuffle=True or shuffle=False; trainer.loader "
-        f"itself gives each copy of the pipeline its share. {_ADVICE}"
-    )

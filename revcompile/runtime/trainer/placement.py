@@ -33,6 +33,7 @@ from revcompile.runtime.distributed.layout import (
 )
 from revcompile.runtime.distributed.rank_weights import SharedBuffers, distribute, last_device
 from revcompile.runtime.distributed.transport import DistributedTransport
+from revcompile.runtime.distributed.wire import check_sendable
 from revcompile.runtime.executor.executor import StageExecutor
 from revcompile.runtime.executor.messages import Transport
 from revcompile.runtime.stage.settings import Task
@@ -98,6 +99,9 @@ class Placement:
         if problem is not None:
             raise InputError(f"trainer.step: {problem}")
 
+    def check_target(self, target: Any, where: str) -> None:
+        """Refuse a target that cannot go to the rank of the last stage."""
+
     def check_shared_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
         """Refuse changes in forward of a buffer that stages on several ranks share."""
 
@@ -109,19 +113,6 @@ class Placement:
 
     def close(self) -> None:
         """End the training."""
-
-    def mixed_up(self, where: str, what: str) -> InputError:
-        """The error for targets that do not belong to the first stage's inputs."""
-        ranks = self.ranks
-        first, last = (ranks.named(ranks.owner(s)) for s in (0, len(self._task.programs) - 1))
-        return InputError(
-            f"{where}: {last} was given other {what} than {first}, which reads the inputs: the "
-            "model would see inputs with the targets of other samples. The ranks of one pipeline "
-            "need the same batches in the same order, but a DistributedSampler, or shuffle=True "
-            "without a seed, gives every rank its own. Write `for x, y in trainer.loader("
-            "dataset_or_dataloader, batch_size, epoch=epoch)`, which gives every rank the right "
-            "batches"
-        )
 
 
 class RankPlacement(Placement):
@@ -200,6 +191,17 @@ class RankPlacement(Placement):
 
     def refuse_step(self, problem: str | None) -> None:
         """Do not raise: others wait for this rank's messages, so it only skips the micro-batch."""
+
+    def check_target(self, target: Any, where: str) -> None:
+        if self.ranks.layout.width == 1:
+            return
+        try:
+            check_sendable(target)
+        except InputError as error:
+            raise InputError(
+                f"{where}: the target goes to the rank of the last stage, but it has {error}; give "
+                "nested tuples, lists and dicts of dense tensors, numbers and strings"
+            ) from None
 
     def check_shared_buffers(self, executors: Sequence[StageExecutor], microbatch: int) -> None:
         for in_flight in (executor.stage.in_flight for executor in executors):

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +15,17 @@ from torch.nn import functional as F
 from revcompile.errors import InputError, NonFiniteError, RevcompileError
 from revcompile.runtime.executor.boundary import StepInputs
 from revcompile.runtime.executor.executor import StageExecutor
-from revcompile.runtime.executor.fingerprints import NOT_COMPARED, Fingerprint, compared
-from revcompile.runtime.executor.messages import MessageKind, next_message
+from revcompile.runtime.executor.messages import TARGET, MessageKind, next_message
 from revcompile.runtime.executor.runner import GraphRunner
 from revcompile.runtime.executor.scheduler import LocalScheduler
 from revcompile.runtime.stage.loss import LossHead, described
 from revcompile.runtime.stage.settings import Task
-from revcompile.runtime.trainer.inputs import InputBinder
+from revcompile.runtime.trainer.inputs import InputBinder, as_dict
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.schedule import Order, Schedule
 
-Made = TypeVar("Made")
 Values = dict[str, Any]
-"""The model's inputs by argument name."""
+"""The model's inputs by argument name, and the target; see `TARGET`."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Steps:
 
     def __init__(self, task: Task, placement: Placement, schedule: Schedule, seed: int) -> None:
         self._programs, self._settings, self.placement = task.programs, task.settings, placement
-        self.binder = InputBinder(task.model, task.partition, placement.device)
+        self.binder = InputBinder(task.model, task.partition, placement)
         last = len(task.programs) - 1
         self.is_first, self.is_last = 0 in placement.stages, last in placement.stages
         with placement.all_or_none("net.trainer"):
@@ -120,12 +118,6 @@ class Steps:
             _choose_cpu_matmuls(task)
             self.executors = [StageExecutor(task, index, *given) for index in placement.stages]
         placement.attach(self.executors)
-        self._given: tuple[Any, Any] = None, None
-        """Inputs and target of the step, if the last stage is here."""
-        self._samples = 0
-        """Samples in the micro-batch, if the first or the last stage is here."""
-        if self.is_last and not self.is_first:
-            self.executors[-1].check_data = self._check_data
         self.scheduler = LocalScheduler(self.executors)
         self.runner = GraphRunner(task, self.executors, self.loss_head, schedule)
         self.throughput = Throughput(placement.device)
@@ -136,69 +128,42 @@ class Steps:
         """Run the step in which a micro-batch enters.
 
         Args:
-            inputs: The model's inputs, if they are needed here.
-            target: The target, if it is needed here.
+            inputs: The model's inputs; only read where the first stage is.
+            target: The target; only read where the first stage is.
             refusal: Why no micro-batch can enter now.
 
         Returns:
-            The inputs, if they are needed here and can be used.
+            What enters, if the first stage is here and it can be used.
         """
-        microbatch, head = schedule.injected, self.loss_head
         for executor in self.executors:
             executor.refusal = refusal
-        values, fingerprint, dense = None, NOT_COMPARED, self.runner.is_on
+        values, microbatch = None, schedule.injected
         if self.is_first:
-            values = self._inputs(lambda: self.binder.prepare(inputs, dense=dense))
-            self._samples = 0 if values is None else self.binder.count_samples(values)
-            fingerprint = Fingerprint.of(inputs, target, microbatch, self._samples, self.is_last)
-        if self.is_last:
-            self._given = inputs, target
-            self._set_target(lambda: self.binder.check_tensors(target, dense=dense))
-        if not self._run_captured(schedule, values, fingerprint):
-            self._run_eagerly(schedule, values, fingerprint)
-        self._given, head.target = (None, None), None
+            prepare, dense = self.binder.prepare, self.runner.is_on
+            values = self._entering(lambda: prepare(as_dict(inputs), as_dict(target), dense=dense))
+        if not self._run_captured(schedule, values):
+            self._run_eagerly(schedule, values)
         self.placement.transport.completed = microbatch
         return values
 
-    def _check_data(self, microbatch: int, sent: Fingerprint) -> None:
-        """At the last stage: refuse a target that does not belong to the first stage's inputs."""
-        self._samples = sent.samples
-        different = compared(sent, *self._given, microbatch)
-        if different is not None:
-            where = f"trainer.step, micro-batch {microbatch}"
-            raise self.placement.mixed_up(where, different)
-
-    def _inputs(self, prepare: Callable[[], Made]) -> Made | None:
-        """Inputs of the first stage; None if they cannot be used."""
+    def _entering(self, prepare: Callable[[], Values]) -> Values | None:
+        """What enters at the first stage; None if it cannot be used."""
         try:
             return prepare()
         except Exception as error:
             self.executors[0].forward_errors.append(error)
             return None
 
-    def _set_target(self, prepare: Callable[[], Any]) -> None:
-        """Give the last stage its target, or the reason why it cannot be used."""
-        try:
-            self.loss_head.target = prepare()
-        except Exception as error:
-            self.executors[-1].refusal, self.loss_head.target = str(error), None
-
-    def _run_eagerly(
-        self, schedule: Schedule, values: Values | None, fingerprint: Fingerprint
-    ) -> None:
+    def _run_eagerly(self, schedule: Schedule, values: Values | None) -> None:
         """Run the step action by action."""
-        microbatch, take, first = schedule.injected, self.binder.take, self.executors[0]
+        microbatch, take = schedule.injected, self.binder.take
         if self.is_first:
-            first.inputs[microbatch] = self._inputs(lambda: take(values))
-        if not self.is_last:
-            first.fingerprints[microbatch] = fingerprint
-        else:
-            self._set_target(lambda: take(self.loss_head.target))
+            self.executors[0].inputs[microbatch] = self._entering(lambda: take(values))
         remaining = self.scheduler.forward(schedule.inject())
         self.placement.check_shared_buffers(self.executors, microbatch)
         self.scheduler.finish(remaining)
 
-    def _run_captured(self, schedule: Schedule, values: Any, fingerprint: Fingerprint) -> bool:
+    def _run_captured(self, schedule: Schedule, values: Any) -> bool:
         """Run the step as captured sections; False if it has to be run action by action."""
         if not self.runner.is_on:
             return False
@@ -207,13 +172,10 @@ class Steps:
             route, where = (first - 1, first, MessageKind.X), f"stage {first} for x of {microbatch}"
             message = next_message(self.placement.transport, route, where, keep=True, packed=True)
             values = None if message.void else message
-            fingerprint = message.fingerprint
         is_refused = any(executor.refusal is not None for executor in self.executors)
         is_traced = self.executors[0].observer is not None  # a trace shows single actions
         allowed = not (values is None or is_refused or is_traced)
-        if allowed and self.is_last:
-            self._check_data(microbatch, fingerprint)
-        entering = StepInputs(values, self.loss_head.target, fingerprint)
+        entering = StepInputs(values)
         is_done = self.runner.step(schedule, entering, allowed)
         if not is_done and values is not None:
             self.runner.observe(entering)
@@ -223,9 +185,10 @@ class Steps:
 
     def metrics(self, schedule: Schedule, microbatch: int, values: Values | None) -> Metrics:
         """The metrics of the step that has ended, for which `run` returned `values`."""
-        loss, output = self.loss_head.latest or (None, None)
+        loss, output, samples = self.loss_head.latest or (None, None, 0)
         self.loss_head.latest = None
-        samples = 0 if values is None and loss is None else self._samples
+        if values is not None:
+            _, samples = values[TARGET]
         if loss is not None and not self.runner.is_active:  # captured steps add theirs themselves
             self.loss_head.add(loss)
         return Metrics(
@@ -269,7 +232,8 @@ class Steps:
     def _explained(self, cause: Exception, microbatch: int, values: Values | None) -> InputError:
         text = f"  captured with: {', '.join(map(str, self._programs[0].inputs))}\n"
         if values is not None:
-            got = ", ".join(f"{name}: {described(value)}" for name, value in values.items())
+            inputs = {name: value for name, value in values.items() if name != TARGET}
+            got = ", ".join(f"{name}: {described(value)}" for name, value in inputs.items())
             text += f"  got:           {got}\n"
         error = InputError(
             f"trainer.step: the model failed on micro-batch {microbatch}: "

@@ -32,7 +32,7 @@ from revcompile.runtime.trainer.evaluation import (
     evaluate_model,
     loader_problem,
 )
-from revcompile.runtime.trainer.inputs import Loader, as_dict, make_loader, split_batch
+from revcompile.runtime.trainer.inputs import Loader, make_loader, split_batch
 from revcompile.runtime.trainer.placement import Placement
 from revcompile.runtime.trainer.state import TrainerState, check_latest, make_latest
 from revcompile.runtime.trainer.steps import Metrics
@@ -54,12 +54,11 @@ class Trainer(TrainerState):
     names it, and training can continue; captured steps report it some steps later. Other errors in
     a step stop the trainer.
 
-    On several ranks every rank calls the same methods in the same order. `step` needs inputs on the
-    rank of the first stage and targets on the rank of the last; other ranks may pass nothing. If
-    the two ranks get different targets, all ranks stop (`loader` gives every rank the same
-    batches). The rank of the last stage has the loss; `pop_mean_loss` gives its mean to all ranks.
-    The rank that meets a bad micro-batch reports it. A rank holds only the weights of its stages;
-    `net.to_module()` collects all weights.
+    On several ranks every rank calls the same methods in the same order. Only the rank of the first
+    stage needs data (`is_first`): the target goes to the last stage with the micro-batch, and what
+    other ranks pass is ignored. The rank of the last stage has the loss; `pop_mean_loss` gives its
+    mean to all ranks. The rank that meets a bad micro-batch reports it. A rank holds only the
+    weights of its stages; `net.to_module()` collects all weights.
     """
 
     def __init__(self, task: Task, placement: Placement) -> None:
@@ -67,9 +66,9 @@ class Trainer(TrainerState):
         self.delays, steps = self._schedule.delays, self._steps
         self._loss_head, self._throughput = steps.loss_head, steps.throughput
         self.is_first = steps.is_first
-        """Whether this process needs inputs."""
+        """Whether this process needs data: the first stage is here."""
         self.is_last = steps.is_last
-        """Whether this process needs targets, and knows the loss."""
+        """Whether this process knows the loss: the last stage is here."""
         self.memory_plan: Any = None
         """A `MemoryPlan`: what each stage keeps under a memory budget, if there is one."""
         self.metrics: Metrics | None = None
@@ -113,7 +112,8 @@ class Trainer(TrainerState):
                 dict, what a tokenizer returns).
             target: the second argument of the loss; nothing with `loss=None`.
 
-        Both are copied: their memory may be refilled as soon as `step` returns.
+        Both are copied: their memory may be refilled as soon as `step` returns. On several ranks
+        they are ignored except on the rank of the first stage.
 
         Returns:
             The metrics of this micro-batch.
@@ -130,7 +130,7 @@ class Trainer(TrainerState):
         # Micro-batches in flight still run backward, with the settings of their forward pass.
         with nullcontext() if problem is None else self._guard.settings.restored():
             try:
-                return self._step(as_dict(inputs), as_dict(target), problem)
+                return self._step(inputs, target, problem)
             finally:
                 if not self._runner.is_replaying:
                     self._follow_settings()  # layers may change their own settings as they run
@@ -139,10 +139,14 @@ class Trainer(TrainerState):
         """Train on batches and yield their metrics.
 
         A batch is `(inputs, target)`, with inputs as in `step`; `(a, b, target)` is short for
-        `((a, b), target)`. With `loss=None` it is inputs alone.
+        `((a, b), target)`. With `loss=None` it is inputs alone. Ranks without the first stage
+        ignore what is in their batches, and take as many steps as there are.
         """
         for batch in batches:
-            yield self.step(*split_batch(batch, self._loss_head.has_target, "trainer.steps"))
+            given: Any = (None, None)
+            if self.is_first:
+                given = split_batch(batch, self._loss_head.has_target, "trainer.steps")
+            yield self.step(*given)
 
     def _step(self, inputs: Any, target: Any, problem: str | None) -> Metrics:
         microbatch, steps = self._schedule.injected, self._steps
@@ -268,8 +272,8 @@ class Trainer(TrainerState):
     ) -> Evaluation:
         """Means over a loader of `(inputs, target)`, in eval mode; training is not affected.
 
-        Every rank calls it, and gets the result. The loader is read on the rank of the first stage,
-        for inputs, and of the last stage, for targets. An error on one rank is raised on all.
+        Every rank calls it, and gets the result. The loader is read on the rank of the first stage;
+        other ranks may pass nothing. An error on one rank is raised on all.
 
         Args:
             loader: batches as `steps` takes them.
@@ -278,7 +282,7 @@ class Trainer(TrainerState):
         means = RunningMeans(self._steps, metrics)
         self._check_usable()
         self._throughput.pause()
-        problem = loader_problem(loader, self.is_first or self.is_last)
+        problem = loader_problem(loader, self.is_first)
         self._check_tree("trainer.evaluate", problem)
         if self._placement.world == 1:
             with self._evaluating():
@@ -296,8 +300,6 @@ class Trainer(TrainerState):
         with self._placement.all_or_none("trainer.evaluate"):
             if evaluation.error is not None:
                 raise evaluation.error
-        with self._placement.all_or_none("trainer.evaluate"):
-            evaluation.check_end()
         return means.evaluation()
 
     @contextmanager
@@ -355,22 +357,24 @@ class Trainer(TrainerState):
     def loader(
         self,
         data: Any,
-        batch_size: int | None = None,
+        batch_size: int,
         *,
         epoch: int = 0,
         skip: int = 0,
+        shuffle: bool = True,
         **options: Any,
     ) -> Loader:
-        """An epoch of `(inputs, target)`, shuffled by the trainer's seed and the epoch.
+        """An epoch of a dataset in batches, in an order that depends on the seed and the epoch.
 
-        The ranks of one pipeline get the same batches; ranks that need no data read none.
+        Each replica of the pipeline gets its share. Ranks that need no data read none, and get as
+        many empty batches.
 
         Args:
-            data: a dataset, which is shuffled, or a DataLoader, whose dataset, order (shuffled or
-                not), batch size, collation and workers are used.
-            batch_size: samples per batch. Default: the DataLoader's.
+            data: a dataset.
+            batch_size: samples per batch.
             epoch: every epoch has another order, so make a new loader for each.
             skip: batches to skip, because a resumed run has trained on them.
+            shuffle: False: in the dataset's order.
             options: options of torch's DataLoader.
         """
         return make_loader(
@@ -379,9 +383,10 @@ class Trainer(TrainerState):
             seed=self._settings.seed,
             epoch=epoch,
             skip=skip,
+            shuffle=shuffle,
             replica=self.replica,
             replicas=self.replicas,
-            needed=self.is_first or self.is_last,
+            needed=self.is_first,
             **options,
         )
 

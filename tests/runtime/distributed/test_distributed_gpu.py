@@ -10,6 +10,7 @@ from distributed_memory import holdings
 from distributed_worker import ONE_GPU, Run, calls, launch, launched, trained
 from helpers import worst
 from rank_captured import copied, disturbed, undisturbed
+from rank_targets import TARGETS, trained_on
 
 from revcompile.schedule import METHODS
 
@@ -90,6 +91,21 @@ def test_captured_nccl_ranks_train_as_a_captured_process(tmp_path: Path) -> None
         for found in results:
             assert_close(expected["state"], found[number]["state"], run)
             assert all(found[number]["captured"][15:-1])
+
+
+def test_a_target_of_any_form_reaches_the_last_gpu(tmp_path: Path) -> None:
+    """In captured steps, too: by way of a rank in the middle."""
+    runs = [(kind, backend) for kind in TARGETS for backend in ("eager", "cudagraphs")]
+    todo = [(trained_on, (kind, 3, "cuda"), {"backend": backend}) for kind, backend in runs]
+    first, middle, last = ranks(tmp_path, 3, calls, limit=300, calls=todo)
+    for number, (kind, backend) in enumerate(runs):
+        expected = trained_on(kind, 3, "cuda", backend=backend)
+        losses, samples = last[number]["losses"], last[number]["samples"]
+        assert losses == pytest.approx(expected["losses"], rel=1e-3), (kind, backend)
+        assert first[number]["samples"] == samples == expected["samples"], (kind, backend)
+        assert any(last[number]["captured"]) == any(expected["captured"]), (kind, backend)
+        for each in (first, middle, last):
+            assert_close(expected["state"], each[number]["state"], (kind, backend))
 
 
 def test_captured_ranks_go_on_after_whatever_comes_between(tmp_path: Path) -> None:

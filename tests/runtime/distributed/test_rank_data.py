@@ -1,73 +1,105 @@
-"""Inputs and targets of a micro-batch belong together, whatever loader each rank has."""
+"""Data enters on the rank of the first stage: the target goes with it, whatever its form is."""
 
-import random
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
-from distributed_worker import compiled, launch, optimizer, outcome
-from helpers import cases
+from distributed_worker import calls, compiled, differences, launch, optimizer, outcome
+from rank_targets import IGNORED, TARGETS, net_of, trained_on
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from training import settings_of
 
 import revcompile
-from revcompile.errors import InputError, RankError
-from revcompile.runtime.executor.fingerprints import Fingerprint, compared, fingerprint
-from revcompile.runtime.trainer.trainer import Trainer
+from revcompile.errors import InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def dataset(seed: int = 5) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
+# -- targets --------------------------------------------------------------------------------------
+
+
+def test_a_target_of_any_form_reaches_the_last_rank(tmp_path: Path) -> None:
+    """As in one process: by way of a rank in the middle, action by action and in captured steps."""
+    runs = [(kind, backend) for kind in TARGETS for backend in ("eager", "static")]
+    todo = [(trained_on, (kind, 3), {"backend": backend}) for kind, backend in runs]
+    first, middle, last = launch(tmp_path, 3, calls, calls=todo)
+    for number, (kind, backend) in enumerate(runs):
+        expected, where = trained_on(kind, 3, backend=backend), f"{kind}, {backend}"
+        assert last[number]["losses"] == expected["losses"], where
+        assert first[number]["samples"] == last[number]["samples"] == expected["samples"], where
+        assert last[number]["captured"] == first[number]["captured"] == expected["captured"], where
+        for each in (first, middle, last):
+            assert not differences(expected["state"], each[number]["state"]), where
+            assert each[number]["evaluated"] == pytest.approx(expected["evaluated"]), where
+        is_captured = backend == "static" and kind != "another form each time"
+        assert (sum(expected["captured"]) > 2) == is_captured, where
+
+
+def test_the_targets_of_copies_of_the_pipeline_go_to_their_own_last_ranks(tmp_path: Path) -> None:
+    assert launch(tmp_path, 4, of_copies) == [[0.0, 1.0]] * 4
+
+
+def of_copies(rank: int, options: dict[str, Any]) -> list[float]:
+    """Targets that tell which copy they are of: the mean loss of each copy, on every rank."""
+    trainer = net_of(2).trainer(
+        optimizer, lambda output, target: output.mean() * 0 + target, **settings_of(timeout=60.0)
+    )
+    given = (torch.randn(3, 7), torch.tensor(float(trainer.replica)))
+    loss = trainer.step(*(given if trainer.is_first else IGNORED)).loss
+    found = trainer._placement.gather(loss)
+    trainer.flush()
+    trainer.close()
+    return [loss for loss in found if loss == loss]
+
+
+class Opaque:
+    """No tensor, and nothing that can be sent."""
+
+
+def refused(rank: int, options: dict[str, Any]) -> Any:
+    """Targets that cannot be used: what each rank says, and the losses of the others."""
+    net = net_of(2)
+    loss = lambda output, target: F.cross_entropy(output, target["label"])  # noqa: E731
+    trainer = net.trainer(optimizer, loss, **settings_of(timeout=60.0))
+    label = torch.tensor([0, 1, 2])
+    targets = [label, label.to_sparse(), torch.nested.nested_tensor([label]), Opaque()]
+    targets += [label.to("meta"), label[:1], label, None]
+    said = []
+    for target in targets:
+        x = torch.ones(3, 7)
+        given = (x, None if target is None else {"label": target}) if trainer.is_first else ()
+        said.append(outcome(lambda given=given: trainer.step(*given).samples))  # type: ignore[misc]
+    trainer.flush()
+    trainer.close()
+    return said
+
+
+def test_a_target_that_cannot_be_used_is_skipped_by_all(tmp_path: Path) -> None:
+    first, last = launch(tmp_path, 2, refused)
+    for number, said in {
+        1: "the target goes to the rank of the last stage, but it has a value of layout",
+        2: "but it has a value of layout nested; give nested tuples, lists",
+        3: "Opaque; give nested tuples, lists and dicts of dense tensors",
+        4: "a tensor on the meta device",
+    }.items():
+        assert said in first[number] and last[number] == 0
+    assert [first[i] for i in (0, 5, 6, 7)] == [3] * 4
+    assert last[0] == last[6] == 3
+    assert "check that the target fits the output" in last[5]
+    assert "with the target where the inputs are" in last[7]
+
+
+# -- loaders --------------------------------------------------------------------------------------
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
     x = torch.randn(13, 3, 8, 8, generator=generator)
     return TensorDataset(x, torch.randint(0, 5, (13,), generator=generator))
-
-
-class Augmented(Dataset[Any]):
-    """Every process changes the inputs in its own way, as transforms without a seed do."""
-
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = dataset()[index]
-        return x + random.random(), y
-
-
-def unseeded(rank: int) -> Any:
-    return DataLoader(dataset(), 3, shuffle=True)
-
-
-def distributed_sampler(rank: int) -> Any:
-    found = dataset()
-    return DataLoader(found, 3, sampler=DistributedSampler(found, 2, rank))
-
-
-def seeded(rank: int) -> Any:
-    return DataLoader(dataset(), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
-
-
-def augmented(rank: int) -> Any:
-    return DataLoader(Augmented(), 3)
-
-
-def targets_apart(rank: int) -> Any:
-    """The first rank is given inputs alone, the last one both, of other samples."""
-    loader = DataLoader(dataset(), 3, shuffle=True)
-    return ((x, y if rank else None) for x, y in loader)
-
-
-def only_what_is_needed(rank: int) -> Any:
-    return ((None, y) if rank else (x, None) for x, y in seeded(rank))
-
-
-LOADERS: Final[dict[str, Callable[[int], Any]]] = {
-    f.__name__: f
-    for f in (unseeded, distributed_sampler, seeded, augmented, targets_apart, only_what_is_needed)
-}
 
 
 def small(**options: Any) -> Any:
@@ -77,65 +109,44 @@ def small(**options: Any) -> Any:
     return net.trainer(optimizer, F.cross_entropy, seed=7, **settings_of(**options, timeout=30.0))
 
 
-def trained_on(trainer: Trainer, loader: Any) -> list[float]:
-    found = [trainer.step(x, y).loss for x, y in loader]
-    trainer.flush()
-    return found
-
-
-def own_loader(rank: int, options: dict[str, Any]) -> Any:
-    """Train on a loader of the user's own; losses, or what is said, and the weights afterwards."""
-    trainer = small()
-    torch.manual_seed(rank)
-    random.seed(rank)
-    before = _parameters(trainer)
-    losses, said = [], ""
-    try:
-        losses = trained_on(trainer, LOADERS[options["loader"]](rank))
-    except (InputError, RankError) as error:
-        said = f"{type(error).__name__}: {error}"
-    after = _parameters(trainer)
-    if not said:
-        trainer.close()
-    return losses, said, all(torch.equal(t, after[name]) for name, t in before.items())
-
-
-def own_loaders(rank: int, options: dict[str, Any]) -> Any:
-    return [own_loader(rank, {"loader": name}) for name in options["loaders"]]
-
-
-def _parameters(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.named_parameters()}
-
-
-def through_trainer(rank: int, options: dict[str, Any]) -> Any:
-    """The same loaders, by way of the trainer's."""
-    found = []
-    for name in options["loaders"]:
+def read(rank: int, options: dict[str, Any]) -> Any:
+    """Losses with the trainer's loader; of steps with another order on every rank."""
+    losses = []
+    for steps in (False, True):
         trainer = small()
         torch.manual_seed(rank)
-        random.seed(rank)
-        loaders = [trainer.loader(LOADERS[name](rank), epoch=epoch) for epoch in range(2)]
-        found.append([trained_on(trainer, loader) for loader in loaders])
-        if hasattr(trainer, "close"):
-            trainer.close()
-    return found
+        order = None if rank else torch.Generator().manual_seed(3)
+        own = DataLoader(dataset(), 3, shuffle=True, generator=order)
+        loader = own if steps else trainer.loader(dataset(), 3)
+        losses.append([metrics.loss for metrics in trainer.steps(loader)])
+        trainer.flush()
+        trainer.close()
+    return losses
+
+
+def test_only_the_first_rank_decides_what_is_read(tmp_path: Path) -> None:
+    _, last = launch(tmp_path, 2, read)
+    alone = read(0, {})
+    assert last == alone and len(alone[0]) == len(alone[1]) == 5 and alone[0] != alone[1]
 
 
 class Broken:
-    """Cannot be read where the targets are needed."""
+    """Ends with an error."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __iter__(self) -> Iterator[Any]:
+        yield from DataLoader(dataset(), 3)
+        raise InputError("the disk is gone")
 
-    def __iter__(self) -> Any:
-        if self.rank:
-            raise InputError("the disk is gone")
-        return iter(DataLoader(dataset(), 3))
+
+class Unread:
+    """What ranks that need no data are given."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("read")
 
 
 def evaluate(rank: int, options: dict[str, Any]) -> Any:
-    """Evaluation on loaders of the user's own: the loss, or what is said; training goes on."""
+    """Evaluations on one trainer: each loss, or what is said; training goes on."""
     net, start = compiled("resnet", 2, "cpu")
     net.model.load_state_dict(start)
     said = list[Any]()
@@ -145,20 +156,27 @@ def evaluate(rank: int, options: dict[str, Any]) -> Any:
         return optimizer(parameters)
 
     trainer = net.trainer(factory, F.cross_entropy, seed=7, **settings_of(timeout=30.0))
-    torch.manual_seed(rank)
-    cases = [DataLoader(dataset(), 3), DataLoader(dataset(), 3, shuffle=True)]
-    cases += [
-        list(DataLoader(dataset(), 3))[: 3 + rank],
-        list(DataLoader(dataset(), 3))[: 4 - rank],
-    ]
-    cases += [iter(DataLoader(dataset(), 3)), Broken(rank)]
+    loaders = [DataLoader(dataset(), 3), iter(DataLoader(dataset(), 3)), Broken(), [(1, 2)]]
     drawn = torch.get_rng_state()
-    for loader in cases:
-        said.append(outcome(lambda loader=loader: trainer.evaluate(loader).loss))  # type: ignore[misc]
+    for loader in loaders:
+        given = Unread() if rank else loader
+        said.append(outcome(lambda given=given: trainer.evaluate(given).loss))  # type: ignore[misc]
     assert torch.equal(torch.get_rng_state(), drawn)
-    trained_on(trainer, trainer.loader(dataset(), 3))
+    losses = [metrics.loss for metrics in trainer.steps(trainer.loader(dataset(), 3))]
     trainer.close()
-    return said
+    return said, losses
+
+
+def test_evaluation_reads_on_the_first_rank_alone(tmp_path: Path) -> None:
+    expected = small().evaluate(DataLoader(dataset(), 3)).loss
+    for (loss, iterated, broken, wrong), losses in launch(tmp_path, 2, evaluate):
+        assert loss == iterated == pytest.approx(expected, rel=1e-6)
+        assert "the disk is gone" in broken
+        assert "expected" in wrong
+        assert len(losses) == 5
+
+
+# -- what a model returns -------------------------------------------------------------------------
 
 
 class Modes(nn.Module):
@@ -183,14 +201,16 @@ class OwnLoss(Modes):
 
 
 def own_loss(rank: int, options: dict[str, Any]) -> Any:
-    """An evaluation with an odd last batch, and a step."""
+    """An evaluation and steps with an odd last batch, of inputs alone."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(10, 4)
     net = revcompile.petrafy(OwnLoss(False), 2, x[:4])
     trainer = net.trainer(optimizer, None, **settings_of(timeout=30.0))
-    evaluation = trainer.evaluate(x.split(4))
-    found = [evaluation.loss, evaluation.samples, trainer.step(x[:4]).samples]
+    data = x.split(4) if trainer.is_first else [None] * 3
+    evaluation = trainer.evaluate(data)
+    found = [evaluation.loss, evaluation.samples]
+    found += [metrics.samples for metrics in trainer.steps(data)]
     trainer.close()
     return found
 
@@ -209,56 +229,9 @@ def evaluate_modes(rank: int, options: dict[str, Any]) -> list[float | str]:
     return found
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-GENERATOR = torch.Generator().manual_seed(0)
-
-
-@cases(
-    "loader, what",
-    ("unseeded", "targets"),
-    ("distributed_sampler", "targets"),
-    ("targets_apart", "inputs"),
-)
-def test_ranks_that_read_other_samples_are_stopped(tmp_path: Path, loader: str, what: str) -> None:
-    results = launch(tmp_path, 2, own_loader, loader=loader, limit=60)
-    text = f"trainer.step, micro-batch 0: rank 1 (stage 1) was given other {what} than rank 0"
-    for kind, (losses, said, unchanged) in zip(("RankError", "InputError"), results, strict=True):
-        assert losses == [] and unchanged
-        assert said.startswith(kind) and text in said
-        assert "DistributedSampler" in said and "trainer.loader(dataset_or_dataloader" in said
-
-
-def test_ranks_that_agree_on_the_targets_train(tmp_path: Path) -> None:
-    """Seeded alike, with inputs that every rank augments in its own way, or only what is needed."""
-    loaders = ["seeded", "augmented", "only_what_is_needed"]
-    results = launch(tmp_path, 2, own_loaders, loaders=loaders, limit=60)
-    for found in results:
-        assert [(len(losses), said) for losses, said, _ in found] == [(5, "")] * 3
-
-
-def test_a_loader_of_the_users_own_is_the_same_on_ranks_and_in_one_process(tmp_path: Path) -> None:
-    names = ["unseeded", "seeded"]
-    results = launch(tmp_path, 2, through_trainer, loaders=names, limit=60)
-    expected = through_trainer(0, {"loaders": names})
-    assert results[1] == expected
-    one, other = expected[0]
-    assert len(one) == 5 and one != other  # epochs differ
-
-
-def test_evaluation_reads_the_same_samples_or_says_so(tmp_path: Path) -> None:
-    results = launch(tmp_path, 2, evaluate, limit=60)
-    expected = small().evaluate(DataLoader(dataset(), 3)).loss
-    for loss, shuffled, longer, shorter, iterated, broken in results:
-        assert "the disk is gone" in broken
-        assert loss == iterated == pytest.approx(expected, rel=1e-6)
-        assert "evaluation, batch 0: rank 1 (stage 1) was given other targets" in shuffled
-        assert "more batches where targets are needed" in longer
-        assert "ends after 3 batches where targets are needed" in shorter
-
-
 def test_samples_are_counted_where_the_output_does_not_tell(tmp_path: Path) -> None:
     alone = own_loss(0, {})
-    assert alone[1:] == [10, 4]
+    assert alone[1:] == [10, 4, 4, 2]
     assert launch(tmp_path, 2, own_loss, limit=60) == [alone, alone]
 
 
@@ -269,41 +242,3 @@ def test_ranks_evaluate_unless_eval_mode_has_other_operations(tmp_path: Path) ->
     for same, other in results:
         assert same == alone[0]
         assert "Modes computes something else in eval mode than in training" in other
-
-
-# -- fingerprints ---------------------------------------------------------------------------------
-
-
-@cases(
-    "tensor",
-    torch.randint(0, 2, (16,), generator=GENERATOR),
-    torch.randint(0, 2, (4096,), generator=GENERATOR),
-    torch.randn(6, 3, 32, 32, generator=GENERATOR),
-    torch.randn(6, 3, 32, 32, dtype=torch.complex64, generator=GENERATOR),
-    torch.rand(100, 50, 40, generator=GENERATOR) > 0.5,
-    torch.randn(6, 3, 32, 32, generator=GENERATOR).half(),
-    ids=lambda t: f"{t.dtype}{list(t.shape)}",
-)
-def test_a_fingerprint_depends_on_values_types_and_order(tensor: Tensor) -> None:
-    assert not torch.equal(tensor, tensor.flip(0))
-    mine = fingerprint(tensor, 0)
-    assert 0 < mine < 2**63
-    assert fingerprint({"a": tensor.clone()}, 0) == mine
-    if tensor.dim() == 4:
-        assert fingerprint(tensor.to(memory_format=torch.channels_last), 0) == mine
-    others = [tensor.flip(0), tensor[:-1], tensor.to(torch.float64), [tensor, tensor]]
-    assert len({mine, *(fingerprint(other, 0) for other in others)}) == 5
-
-
-def test_what_cannot_be_compared_is_not() -> None:
-    x, y = torch.randn(3, 2), torch.tensor([1, 2, 3])
-    with_target, without = Fingerprint.of(x, y, 0), Fingerprint.of(x, None, 0)
-    assert compared(with_target, None, y, 0) is None
-    assert compared(with_target, x + 1, y, 0) is None  # augmented otherwise
-    assert compared(with_target, x, y + 1, 0) == "targets"
-    assert compared(without, x, y + 1, 0) is None
-    assert compared(without, x + 1, y, 0) == "inputs"
-    assert compared(without, None, y, 0) is None
-    assert compared(with_target, x, None, 0) is None  # the loss has no target
-    assert Fingerprint.of(None, None, 0) == Fingerprint()
-    assert fingerprint(nn.Module(), 0) > 0  # nothing is known of it but that it is there

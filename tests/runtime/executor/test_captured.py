@@ -14,7 +14,6 @@ import training
 from helpers import cases
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 from training import SCHEDULES, Batch, adam, batches, feed, fresh, momentum, reported, same, weights
 
 import revcompile
@@ -498,7 +497,7 @@ class FailsBetween(EagerReplay):
             before = [count.clone() for count in counts]
             captured = self.trainer._runner._captured
             assert len(found) == 2 and captured is not None and captured._inputs is not None
-            for static in pytree.tree_leaves(captured._inputs.value):
+            for static in captured._inputs.tensors:
                 static.zero_()  # they are written after the capture
             found[0]()
             for count, was in zip(counts, before, strict=True):
