@@ -95,7 +95,7 @@ def build(case: Case, stages: int, device: torch.device) -> StagedModel:
     net = create(case.model, case.size, case.classes, small=case.size < 64)
     net = net.to(device).to(memory_format=torch.channels_last)
     x, _ = replace(case, batch=2).data(device)
-    return revcompile.petrafy(net, stages, x, check="off")
+    return revcompile.petrafy(net, stages, x, check="off", microbatch_size=case.batch)
 
 
 class Feed:
@@ -140,7 +140,6 @@ class Bench:
             memory_budget=self.options.memory_budget if row.order == "kept" else None,
             options=TrainerOptions(
                 in_flight_per_stage={"1f1b": 1, "kept": 1, "paper": 2}.get(row.order),
-                microbatch_size=self.case.batch,
                 kept_input_dtype=torch.bfloat16 if self.options.buffers == "bf16" else None,
                 gradient_message_dtype=torch.bfloat16 if self.options.messages == "bf16" else None,
             ),

@@ -296,7 +296,8 @@ class PetraJob:
     ) -> None:
         model, example = make_model(args), next(data_of(args))[0]
         make, groups = optimizer_of(args, optimizer, model)
-        net = revcompile.petrafy(model, distributed.get_world_size(), example, check="off")
+        stages, size = distributed.get_world_size(), args.batch
+        net = revcompile.petrafy(model, stages, example, check="off", microbatch_size=size)
         self._microbatches = args.accumulation_steps
         self._trainer = net.trainer(
             make,
@@ -304,7 +305,7 @@ class PetraJob:
             param_groups=groups,
             accumulation_steps=args.accumulation_steps,
             memory_budget="1000GiB" if keeps else None,
-            options=TrainerOptions(in_flight_per_stage=in_flight, microbatch_size=args.batch),
+            options=TrainerOptions(in_flight_per_stage=in_flight),
         )
 
     def update(self, batches: Batches) -> list[float]:

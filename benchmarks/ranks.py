@@ -54,7 +54,6 @@ import revcompile
 from benchmarks.engine import Feed
 from benchmarks.harness import Row, mib, parser_of, save, synchronize
 from benchmarks.models import Case, create, sgd
-from revcompile import TrainerOptions
 from revcompile.runtime.executor.graphs import CudaGraphReplay
 from revcompile.runtime.trainer.placement import RankPlacement
 from tests.support.measuring import LiveStorages
@@ -96,7 +95,11 @@ class Variant:
         batches = Feed(case, self.device).batches
         example, _ = replace(case, batch=2).data(self.device)
         net = revcompile.petrafy(
-            model.to(memory_format=torch.channels_last), int(stages), example, check="off"
+            model.to(memory_format=torch.channels_last),
+            int(stages),
+            example,
+            check="off",
+            microbatch_size=case.batch,
         )
         autocast = torch.bfloat16 if options.device == "cuda" else None
         alone = backend == "model-parallel"
@@ -107,7 +110,6 @@ class Variant:
             autocast=autocast,
             backend="eager" if alone else backend,
             memory_budget=None if alone else options.memory_budget,
-            options=TrainerOptions(microbatch_size=case.batch),
         )
         self._reserved()
         self._batches = batches if self.trainer.is_first else [(None, None)] * len(batches)

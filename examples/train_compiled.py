@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> float:
         raise InputError(f"--data {args.data}: {error}") from error
     example = torch.randn(8, 3, data.size, data.size, device=args.device)
     model = create_model(args, data)
-    net = revcompile.petrafy(model, args.stages, example_inputs=example, policy=args.policy)
+    net = revcompile.petrafy(
+        model, args.stages, example, policy=args.policy, microbatch_size=args.batch_size
+    )
 
     copies = max(1, int(os.environ.get("WORLD_SIZE", "1")) // args.stages)
     steps = math.ceil(len(data.train) // copies / args.batch_size)  # type: ignore[arg-type]
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     shown = trainer.is_last and trainer.replica == 0  # only one rank prints
     if shown:
         net.method = trainer.method
-        print(net.summary(args.batch_size))
+        print(net)
     accuracy = train(trainer, data, steps, shown, args)
     net.save_weights(args.out / "model.safetensors")  # every rank calls it
     if shown:

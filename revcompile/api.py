@@ -262,7 +262,8 @@ def petrafy(
             on the model's device, updates included.
         memory_budget: Memory of a device that holds one stage, in bytes or as "2GiB". Cuts that
             need more are not considered.
-        microbatch_size: Samples in a micro-batch, for the budget. Default: the example's.
+        microbatch_size: Samples in a micro-batch, for the budget and as `net.microbatch_size`.
+            Default: the example's.
         optimizer_copies: Values of optimizer state per parameter, for the budget: 1 for SGD with
             momentum, 2 for Adam.
         keep: What stages will keep of each micro-batch; balancing counts the work of computing the
@@ -311,6 +312,7 @@ def petrafy(
     cut = partition(pieces, num_stages, workload, memory_budget=budget, keeps=keeps)
     verify_partition(cut)
     staged = StagedModel(net, cut, method)
+    staged.microbatch_size = batch
     if compared is not None:
         methods = choose("backprop"), method
         programs = {method.name: staged._programs(method) for method in methods}

@@ -303,7 +303,7 @@ class StagedModel(StageReport):
             late = delay(chosen, count, 0, accumulation_steps)
             workload = Workload(
                 chosen,
-                options.microbatch_size or self.microbatch_size,
+                self.microbatch_size,
                 accumulation_steps,
                 state_copies(parameters, optimizer, param_groups, late),
                 buffer_bytes(options.kept_input_dtype),

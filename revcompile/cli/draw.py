@@ -17,8 +17,7 @@ def run(args: argparse.Namespace) -> Answer:
     net = staged(loaded, args)
     names = []
     if args.out is not None:
-        size = args.microbatch_size
-        names.append(str(net.draw(args.out, microbatch_size=size, name=loaded.name)))
+        names.append(str(net.draw(args.out, name=loaded.name)))
     if args.schedule is not None:
         names.append(str(net.draw_schedule(args.schedule)))
     return Answer("\n".join(names), {"written": names})

@@ -35,9 +35,7 @@ def run(args: argparse.Namespace) -> Answer:
     if args.program is not None:
         actions = _stage(net, args.program).program
         return Answer(actions, {"stage": args.program, "actions": [*map(str, actions)]})
-    return Answer(
-        net.summary(args.microbatch_size, verbose=True), _facts(net, args.microbatch_size)
-    )
+    return Answer(net.summary(verbose=True), _facts(net))
 
 
 def _segments(args: argparse.Namespace) -> Answer:
@@ -75,7 +73,7 @@ def _stage(net: StagedModel, index: int) -> CompiledStage:
     return net.stages[index]
 
 
-def _facts(net: StagedModel, microbatch_size: int | None) -> dict[str, object]:
+def _facts(net: StagedModel) -> dict[str, object]:
     model = net._partition.rewired
     return {
         "model": model.name,
@@ -83,7 +81,7 @@ def _facts(net: StagedModel, microbatch_size: int | None) -> dict[str, object]:
         "stages": [
             {name: getattr(stage, name) for name in _FACTS}
             | {"memory": dataclasses.asdict(stage.memory) | {"total": stage.memory.total}}
-            for stage in net.facts(microbatch_size)
+            for stage in net.facts()
         ],
         "ties": [
             {"owner": tie.owner, "holder": tie.holder, "parameters": list(names)}

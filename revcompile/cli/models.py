@@ -77,7 +77,8 @@ def rewired(loaded: Loaded, args: argparse.Namespace) -> ReversibleModule:
 def staged(loaded: Loaded, args: argparse.Namespace) -> StagedModel:
     """The model cut into stages, for the method given on the command line."""
     count, example = args.stages or 1, (loaded.example, loaded.kwargs)
-    net = petrafy(loaded.model, count, *example, policy=args.policy, check="off")
+    options = {"policy": args.policy, "microbatch_size": args.microbatch_size}
+    net = petrafy(loaded.model, count, *example, check="off", **options)
     if args.method is not None:
         net.method = args.method
     net.method = choose(

@@ -41,6 +41,7 @@ class StageReport:
     def __init__(self, partition: Partition, method: Method) -> None:
         self._partition = partition
         self.method = method
+        self.microbatch_size = partition.parts[0].costs[0].batch
         self._lowered: dict[Any, tuple[StageProgram, ...]] = {}
 
     def _programs(self, method: Method, keeps: Keeps = None) -> tuple[StageProgram, ...]:
@@ -67,6 +68,18 @@ class StageReport:
         return choose(method, weights=weights, **order)
 
     @property
+    def microbatch_size(self) -> int:
+        """Samples per micro-batch that reports and memory budgets assume; it can be set.
+
+        At first what `petrafy(microbatch_size=)` says, or the batch size of the example.
+        """
+        return self._microbatch_size
+
+    @microbatch_size.setter
+    def microbatch_size(self, size: int) -> None:
+        self._microbatch_size = whole_number("net", "microbatch_size", size, 1)
+
+    @property
     def num_stages(self) -> int:
         return len(self._partition.parts)
 
@@ -90,73 +103,54 @@ class StageReport:
 
     def memory(
         self,
-        microbatch_size: int | None = None,
         *,
         kept_input_dtype: torch.dtype | None = None,
         weights: WeightsName | None = None,
         accumulation_steps: int = 1,
     ) -> tuple[StageMemory, ...]:
-        """Peak memory of each stage, in bytes.
+        """Peak memory of each stage, in bytes, for micro-batches of `net.microbatch_size` samples.
 
         Frozen parameters have no gradients, stashed copies or optimizer state. Without batch norms,
         pieces before the first trainable parameter keep nothing.
 
         Args:
-            microbatch_size: Samples in a micro-batch. Default: the example's.
             kept_input_dtype, weights, accumulation_steps: As for the trainer.
         """
         method = choose(self.method, weights=weights)
         whole_number("net.memory", "accumulation_steps", accumulation_steps, 1)
         bytes_each = buffer_bytes(kept_input_dtype)
-        size = self._microbatch_size_or_default("net.memory", microbatch_size)
+        size = self.microbatch_size
         model = MemoryModel(
             self._partition, Workload(method, size, accumulation_steps, buffer_bytes=bytes_each)
         )
         return tuple(model.stage(j, *ends) for j, ends in enumerate(self._partition.ranges))
 
-    @property
-    def microbatch_size(self) -> int:
-        """The batch size of the example the model was captured with."""
-        return self._partition.parts[0].costs[0].batch
-
-    def _microbatch_size_or_default(self, caller: str, microbatch_size: int | None) -> int:
-        if microbatch_size is None:
-            return self.microbatch_size
-        return whole_number(caller, "microbatch_size", microbatch_size, 1)
-
     def facts(
         self,
-        microbatch_size: int | None = None,
         *,
         memory_budget: int | str | None = None,
         kept_input_dtype: torch.dtype | None = None,
     ) -> tuple[StageView, ...]:
         """The numbers of the summary, stage by stage."""
-        return self._view("net.facts", microbatch_size, memory_budget, kept_input_dtype)[0].stages
+        return self._view(memory_budget, kept_input_dtype)[0].stages
 
     def _view(
         self,
-        caller: str,
-        microbatch_size: int | None = None,
         memory_budget: int | str | None = None,
         kept_input_dtype: torch.dtype | None = None,
         name: str | None = None,
     ) -> tuple[ModelView, MemoryPlan | None]:
         """The data that reports show, and the plan for a memory budget."""
-        size = self._microbatch_size_or_default(caller, microbatch_size)
-        held: Sequence[StageMemory] = self.memory(size, kept_input_dtype=kept_input_dtype)
+        held: Sequence[StageMemory] = self.memory(kept_input_dtype=kept_input_dtype)
         plan = None
         if memory_budget is not None:
-            plan = self.memory_plan(
-                memory_budget, microbatch_size=size, kept_input_dtype=kept_input_dtype
-            )
+            plan = self.memory_plan(memory_budget, kept_input_dtype=kept_input_dtype)
             held = [choice.memory for choice in plan.chosen]
         programs = self._programs(self.method, None if plan is None else plan.keeps)
-        return model_view(self._partition, programs, held, size, name), plan
+        return model_view(self._partition, programs, held, self.microbatch_size, name), plan
 
     def summary(
         self,
-        microbatch_size: int | None = None,
         *,
         memory_budget: int | str | None = None,
         kept_input_dtype: torch.dtype | None = None,
@@ -165,11 +159,10 @@ class StageReport:
         """The stages as a table: blocks, parameters, work, messages, in flight, delay, memory.
 
         Args:
-            microbatch_size: Samples in a micro-batch. Default: the example's.
             memory_budget, kept_input_dtype: As for the trainer, with one stage per device.
             verbose: Whether to give every reason why sums were not rewired.
         """
-        view, plan = self._view("net.summary", microbatch_size, memory_budget, kept_input_dtype)
+        view, plan = self._view(memory_budget, kept_input_dtype)
         model = MemoryModel(self._partition, Workload(choose("backprop"), view.batch), stages=1)
         plain = model.stage(0, 0, len(model.pieces))
         dtype = str(kept_input_dtype).removeprefix("torch.")
@@ -193,20 +186,17 @@ class StageReport:
             raise InputError(
                 f"net.explain: expected the path of a module, got {path!r}; see print(net)"
             )
-        return explain(self._view("net.explain")[0], path)
+        return explain(self._view()[0], path)
 
-    def draw(
-        self, path: str | Path, *, microbatch_size: int | None = None, name: str | None = None
-    ) -> Path:
+    def draw(self, path: str | Path, *, name: str | None = None) -> Path:
         """Draw the stages: `net.svg` is a picture, `net.html` a page with details of each stage.
 
         Args:
             path: The file to write, a .svg or .html.
-            microbatch_size: Samples in a micro-batch. Default: the example's.
             name: The title. Default: the model's class.
         """
         path = new_file("net.draw", path, "net.svg")
-        return drawing.draw(self._view("net.draw", microbatch_size, name=name)[0], path)
+        return drawing.draw(self._view(name=name)[0], path)
 
     def draw_schedule(self, path: str | Path, *, accumulation_steps: int | None = None) -> Path:
         """Draw a timeline of the stages, with `net.method` beside other methods, as an .svg."""
@@ -217,7 +207,7 @@ class StageReport:
         return drawing.write("net.draw_schedule", path, {".svg": svg})
 
     def _repr_html_(self) -> str:
-        return drawing.fragment(self._view("net")[0])
+        return drawing.fragment(self._view()[0])
 
     def __str__(self) -> str:
         return self.summary()
@@ -226,7 +216,6 @@ class StageReport:
         self,
         memory_budget: int | str,
         *,
-        microbatch_size: int | None = None,
         accumulation_steps: int = 1,
         in_flight_per_stage: float | None = None,
         optimizer_copies: float = 1.0,
@@ -237,8 +226,7 @@ class StageReport:
 
         Args:
             memory_budget: Bytes, or text like "2GiB".
-            microbatch_size, accumulation_steps, in_flight_per_stage, kept_input_dtype: As for the
-                trainer.
+            accumulation_steps, in_flight_per_stage, kept_input_dtype: As for the trainer.
             optimizer_copies: Values of optimizer state per parameter: 1 for SGD with momentum, 2
                 for Adam.
             stage_to_rank: The device of each stage. Default: one stage per device.
@@ -255,7 +243,7 @@ class StageReport:
         method = choose(self.method, in_flight_per_stage=in_flight_per_stage)
         workload = Workload(
             method,
-            self._microbatch_size_or_default("net.memory_plan", microbatch_size),
+            self.microbatch_size,
             accumulation_steps,
             optimizer_copies,
             buffer_bytes(kept_input_dtype),

@@ -1,5 +1,6 @@
 """What people read of a staged model: its table, its facts, its code and its actions."""
 
+import copy
 import functools
 
 import pytest
@@ -46,7 +47,9 @@ def test_what_is_not_reversible_has_its_reason() -> None:
 
 
 def test_boundaries_windows_and_delays_are_the_methods() -> None:
-    facts, petra = resnet().facts(microbatch_size=10), choose("petra")
+    net, petra = copy.copy(resnet()), choose("petra")
+    net.microbatch_size = 10
+    facts = net.facts()
     for stage in facts:
         assert stage.window == window(petra, 4, stage.index)
         assert stage.delay == delay(petra, 4, stage.index)

@@ -22,7 +22,9 @@ BATCH = 3
 
 
 def test_the_first_stage_keeps_what_it_is_fed() -> None:
-    assert fresh(Plain, 4).memory(BATCH)[0].buffers == 4 * BATCH * 5 * 8  # four in flight, float64
+    net = fresh(Plain, 4)
+    net.microbatch_size = BATCH
+    assert net.memory()[0].buffers == 4 * BATCH * 5 * 8  # four in flight, float64
 
 
 @cases(
@@ -34,9 +36,10 @@ def test_the_first_stage_keeps_what_it_is_fed() -> None:
 )
 def test_graphs_that_are_in_flight(name: str, accumulation_steps: int, in_flight: int) -> None:
     net, buffers = fresh(Plain, 4), []
+    net.microbatch_size = BATCH
     for method in ("backprop", name):
         net.method = choose(method)
-        buffers.append(net.memory(BATCH, accumulation_steps=accumulation_steps)[1].buffers)
+        buffers.append(net.memory(accumulation_steps=accumulation_steps)[1].buffers)
     assert buffers[1] == in_flight * buffers[0] > 0
 
 

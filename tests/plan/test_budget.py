@@ -149,7 +149,8 @@ def test_a_plan_of_uneven_devices_says_how_to_even_them() -> None:
 
 def test_a_micro_batch_larger_than_planned_is_said() -> None:
     net = training.fresh(training.Plain)
-    trainer = training.trainer_of(net, memory_budget="1GiB", microbatch_size=3)
+    net.microbatch_size = 3
+    trainer = training.trainer_of(net, memory_budget="1GiB")
     assert isinstance(trainer.memory_plan, MemoryPlan)
     small, large = ((x[:size], y[:size]) for size in (3, 4) for x, y in training.batches(1))
     trainer.step(*small)
@@ -176,7 +177,7 @@ def test_an_optimizer_is_asked_what_it_keeps(make: Any, copies: float) -> None:
 
 # -- training under it ----------------------------------------------------------------------------
 
-BATCH: Final = 24
+BATCH: Final = models.BATCH
 NO_MORE: Final = 1.05
 
 
@@ -184,9 +185,7 @@ def trainer_of(net: StagedModel, **settings: Any) -> Trainer:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
 
-    return net.trainer(
-        sgd, nn.functional.cross_entropy, **settings_of(**settings, microbatch_size=BATCH)
-    )
+    return net.trainer(sgd, nn.functional.cross_entropy, **settings_of(**settings))
 
 
 @functools.cache

@@ -57,7 +57,8 @@ MODELS = {"resnet": (resnet, 5), "vit": (vit, 3), "vgg": (vgg, 3)}
 def staged(name: str) -> StagedModel:
     torch.manual_seed(0)
     make, stages = MODELS[name]
-    return revcompile.petrafy(make(), stages, torch.randn(2, 3, SIZE, SIZE), check="off")
+    x = torch.randn(2, 3, SIZE, SIZE)
+    return revcompile.petrafy(make(), stages, x, check="off", microbatch_size=BATCH)
 
 
 @functools.cache
@@ -118,7 +119,8 @@ def partly_frozen(stages: int, when: str) -> StagedModel:
 
     if when == "before it is cut":
         freeze(model)
-    net = revcompile.petrafy(model, stages, torch.randn(2, 3, SIZE, SIZE), check="off")
+    x = torch.randn(2, 3, SIZE, SIZE)
+    net = revcompile.petrafy(model, stages, x, check="off", microbatch_size=BATCH)
     freeze(net.model)
     return net
 
@@ -142,7 +144,7 @@ def test_frozen_parameters_take_no_more_memory(method: str, stages: int, when: s
     trained = [row.accounted.gradients > 0 for row in found.rows]
     assert trained == [False, True, True] if stages == 3 else [False, False, True, True], trained
     assert found.ratio == pytest.approx(1, abs=BAR), found
-    gradients = [stage.gradients for stage in net.memory(BATCH)]
+    gradients = [stage.gradients for stage in net.memory()]
     assert gradients == [row.accounted.gradients for row in found.rows]
 
 
@@ -185,7 +187,7 @@ def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype |
         trainer.step(*make())
     assert trainer._runner.is_active
     each, waiting = 4 if buffers is None else buffers.itemsize, 0
-    for index, memory in enumerate(net.memory(BATCH, kept_input_dtype=buffers)[:-1]):
+    for index, memory in enumerate(net.memory(kept_input_dtype=buffers)[:-1]):
         ring, count = (
             trainer._executors[index].stage.ring,
             window(net.method, net.num_stages, index),
@@ -205,8 +207,8 @@ def bytes_in(buffers: Iterable[StaticBuffers]) -> int:
 def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
     net = staged("vgg")
     ways = (None, torch.bfloat16)
-    plain, half = (net.facts(BATCH, kept_input_dtype=buffers)[0].memory.buffers for buffers in ways)
+    plain, half = (net.facts(kept_input_dtype=buffers)[0].memory.buffers for buffers in ways)
     batch = BATCH * 3 * SIZE * SIZE * 4
     assert [plain, half] == [3 * batch, 2 * batch]
-    summary = net.summary(BATCH, kept_input_dtype=torch.bfloat16)
+    summary = net.summary(kept_input_dtype=torch.bfloat16)
     assert "petra, inputs in bfloat16, micro-batches" in " ".join(summary.split())

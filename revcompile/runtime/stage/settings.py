@@ -71,8 +71,6 @@ class TrainerOptions:
     """For methods that never drain: stage j of J has `1 + in_flight_per_stage * (J-1-j)`
     micro-batches in flight. 1: the least delay; 2: as in the PETRA paper, twice the delay. Larger
     values hide the latency of links. Default: the method's."""
-    microbatch_size: int | None = None
-    """Samples in a micro-batch, for `memory_budget`. Default: the example's."""
     kept_input_dtype: torch.dtype | None = None
     """The dtype in which blocks that are not reversible keep their float32 inputs until backward:
     torch.bfloat16 or torch.float16 (half the memory). Default: unchanged."""
@@ -87,9 +85,6 @@ class TrainerOptions:
 
     def __post_init__(self) -> None:
         who = "TrainerOptions"
-        if (given := self.microbatch_size) is not None:
-            given = whole_number(who, "microbatch_size", given, 1)
-            object.__setattr__(self, "microbatch_size", given)
         number(who, "timeout", self.timeout, "use a number of seconds above 0")
         buffer_bytes(self.kept_input_dtype)
         if self.gradient_message_dtype not in (None, torch.bfloat16):

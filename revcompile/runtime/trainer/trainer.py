@@ -163,8 +163,8 @@ class Trainer(TrainerState):
         if planned is not None and metrics.samples > planned:
             warn(
                 f"memory_budget=: planned for micro-batches of {planned} samples, but one has "
-                f"{metrics.samples} and takes more memory; set "
-                f"TrainerOptions(microbatch_size={metrics.samples})"
+                f"{metrics.samples} and takes more memory; set net.microbatch_size = "
+                f"{metrics.samples} and build the trainer again"
             )
         return metrics
 
