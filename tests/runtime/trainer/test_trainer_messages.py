@@ -60,7 +60,7 @@ def test_a_wrong_step_says_how_to_call_and_is_left_out(call: Call, said: str) ->
     (lambda t: t.save(None), "trainer.save: expected a path, got None"),
     (lambda t: t.save("x", keep="a"), "keep='a'"),
     (lambda t: t.load(3), "expected a path, got 3"),
-    (lambda t: t.load_state_dict({"format": 3}), "lacks the entry 'policy'"),
+    (lambda t: t.load_state_dict({"format": 4}), "lacks the entry 'policy'"),
 )
 def test_a_wrong_call_says_how_to_call_and_changes_nothing(call: Call, said: str) -> None:
     trainer = trainer_of(fresh(Plain, 2))
