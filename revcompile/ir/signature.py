@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +55,33 @@ class Signature:
     def __deepcopy__(self, memo: dict[int, Any]) -> Signature:
         """The signature itself: it is immutable, and torch 2.11 warns if a `TreeSpec` is copied."""
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Structures as rows of plain values: torch 2.11 warns if a `TreeSpec` is unpickled."""
+        own = vars(self).items()
+        return {n: _row(value) if isinstance(value, pytree.TreeSpec) else value for n, value in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = state.items()
+        vars(self).update({n: _spec(v) if isinstance(v, _Row) else v for n, v in given})
+
+
+class _Row(NamedTuple):
+    """A node of a structure; a leaf has no type."""
+
+    kind: Any
+    context: Any
+    children: list[_Row]
+
+
+def _row(spec: pytree.TreeSpec) -> _Row:
+    return _Row(spec.type, spec.context, list(map(_row, spec.children())))
+
+
+def _spec(row: _Row) -> pytree.TreeSpec:
+    if row.kind is None:
+        return pytree.tree_structure(0)
+    return pytree.TreeSpec(row.kind, row.context, list(map(_spec, row.children)))
 
 
 def bind(

@@ -187,3 +187,13 @@ def test_a_long_graph_is_stored_without_recursion() -> None:
     x = torch.randn(2, 8)
     net = reversify(nn.Sequential(Long(), Block()), x, check="off")
     assert torch.equal(pickle.loads(pickle.dumps(net))(x), net(x))
+
+
+def test_no_structure_of_torch_is_pickled() -> None:
+    """Some versions of torch warn of that."""
+    net = reversify(Unusual(), torch.randn(3, 4, 6), {"mask": torch.zeros(3, 4, dtype=torch.bool)})
+    stored = pickle.dumps(net)
+    assert b"torch.utils._pytree" not in stored
+    own, read = net.rewired.signature, pickle.loads(stored).rewired.signature
+    assert (read.in_spec, read.out_spec) == (own.in_spec, own.out_spec)
+    assert read == own

@@ -133,7 +133,6 @@ def test_attributes_that_are_set_are_those_methods_see() -> None:
     torch.testing.assert_close(net.head(net.features(x)), net(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch 2.11, about itself
 def test_copies_and_pickles_keep_them() -> None:
     net = made()
     file = io.BytesIO()
