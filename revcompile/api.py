@@ -67,7 +67,12 @@ class ReversibleModule(Reversible):
     def summary(self, verbose: bool = False) -> str:
         """What became reversible, and why the rest did not; with `verbose`, all segments."""
         text = summary_text(self.rewired, segment_costs(self.rewired), verbose)
-        return "\n".join((text, *(f"captured again: {case}" for case in self._cases.losing)))
+        losing = (f"captured again: {case}" for case in self._cases.losing)
+        return "\n".join((text, *losing, *filter(None, [self.extra_repr()])))
+
+    def extra_repr(self) -> str:
+        """The line that `print(net)` adds: whether couplings are compiled, and what is not."""
+        return self._compilation() if self.rewired.couplings else ""
 
     def to_original(self) -> nn.Module:
         """A model of the original's own class with copies of these weights, to save and serve.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -163,6 +164,13 @@ class Compiler:
     def __post_init__(self) -> None:
         refuse_options(self.options)
 
+    @property
+    def backend(self) -> str:
+        """The name of the backend."""
+        found = _unwrapped(self.options.get("backend", "inductor"))
+        names = (getattr(found, name, None) for name in ("compiler_name", "__name__"))
+        return found if isinstance(found, str) else next(filter(None, names), type(found).__name__)
+
     def compiled(
         self, function: Function, inputs: Sequence[Any], *, whole: bool = True
     ) -> Callable[..., Any] | None:
@@ -193,10 +201,18 @@ class Compiler:
     def failed(self, function: Function, error: Exception) -> None:
         """Note that a function cannot be compiled; it runs eagerly from now on."""
         self._failed.add(function.key)
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        first, *others = (str(error).strip() or "no message").splitlines()
+        cause = " ".join([first, *others[: first.endswith(":")]])  # "backend='...' raised:"
+        reason = f"{type(error).__name__}: {cause}"
+        is_known = reason in self.failures.values()
         self.failures[function.name] = reason
+        if is_known:
+            return
+        is_missing = "InvalidCxxCompiler" in reason
+        hint = "; install a C++ compiler, which the variable CXX may name" if is_missing else ""
         warnings.warn(
-            f"{function.name} and pieces like it run eagerly: torch.compile has failed ({reason})",
+            f"{function.name} and pieces like it run eagerly: torch.compile has failed ({reason})"
+            f"{hint}",
             RevcompileWarning,
             stacklevel=2,
         )
@@ -229,12 +245,23 @@ def number_of_trace() -> int:
 def compiler_of_trace(number: int) -> Compiler:
     """The compiler for a number of `number_of_trace`."""
     compiler = list(_of_traces.values())[number]
-    backend = compiler.options["backend"]
+    options = getattr(_unwrapped(compiler.options["backend"]), "config", {})
+    refuse_options({"backend": compiler.backend, "options": options})
+    return compiler
+
+
+def _unwrapped(backend: Any) -> Any:
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
-    name, options = getattr(backend, "compiler_name", None), getattr(backend, "config", {})
-    refuse_options({"backend": name, "options": options})
-    return compiler
+    return backend
+
+
+def compiling(compiler: Compiler | None) -> AbstractContextManager[Any]:
+    """A context for a forward pass: what cannot be compiled fails here, and not in backward."""
+    if compiler is None:
+        return nullcontext()
+    patch: Any = torch._functorch.config.patch
+    return patch("force_non_lazy_backward_lowering", True)  # type: ignore[no-any-return]
 
 
 CANNOT_COMPILE: Final = (TorchDynamoException, FailOnRecompileLimitHit)

@@ -13,10 +13,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
+from revcompile.inspect.formatting import first_few, plural
 from revcompile.ir.compiled import (
     CANNOT_COMPILE,
     Compiler,
     compiler_of_trace,
+    compiling,
     may_compile,
     number_of_trace,
     numbered,
@@ -137,7 +139,7 @@ class Reversible(OriginalSurface):
         self.__dict__["tolerance"] = tolerance
         self.__dict__["reversible"] = True
         self.__dict__["overlap"] = overlap
-        self.__dict__["compiler"] = None
+        self.__dict__["compiler"] = self.__dict__["_latest_compiler"] = None
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, reserved)
         self.__dict__["_inlined"] = Inlined(rewired, self)
@@ -159,6 +161,8 @@ class Reversible(OriginalSurface):
     """Whether a block is rebuilt while the next one is differentiated. Read at the first call."""
     compiler: Compiler | None
     """What compiles the couplings (`compile`); None: they run eagerly."""
+    _latest_compiler: Compiler | None
+    """What compiled them in the latest call, which may be one of `torch.compile(net)`."""
     _plans: dict[int, _Plan]
     _inlined: Inlined
     _cases: Cases
@@ -182,7 +186,29 @@ class Reversible(OriginalSurface):
         options = dict(zip(("fullgraph", "dynamic", "backend"), args, strict=False)) | kwargs
         self.__dict__["compiler"] = None if options.pop("disable", False) else Compiler(options)
 
+    def _compilation(self) -> str:
+        """Whether couplings are compiled, in a line."""
+        compiler = self.compiler or self._latest_compiler
+        if compiler is None:
+            return "couplings run eagerly; net.compile() compiles them"
+        eager = dict(compiler.failures)
+        for step in (step for plan in self._plans.values() for step in plan.steps):
+            pieces = [(step.run.name, step.stateful)]
+            if isinstance(step.run, Chain):
+                blocks = step.run.blocks
+                pieces = [(block.name, block.replay_context.stateful) for block in blocks]
+                eager |= {b.name: "it has hooks" for b in blocks if b.bindings.hooks.run_in_forward}
+            eager |= {name: "it writes to buffers" for name, seen in pieces if seen.have_changed}
+        reasons = first_few([f"{name} ({reason})" for name, reason in eager.items()])
+        return (
+            f"couplings are compiled by {compiler.backend}, "
+            f"{plural(len(compiler.artifacts), 'artifact')} so far"
+            + f"; eager: {reasons}"
+            * bool(eager)
+        )
+
     def _call(self, args: Any, kwargs: Any, compiler: Compiler | None) -> Any:
+        self.__dict__["_latest_compiler"] = compiler
         try:
             rewired, values = self._case(args, kwargs)
         except InputError as error:
@@ -195,7 +221,8 @@ class Reversible(OriginalSurface):
         body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
-        found = self._run(body, values, compiler)
+        with compiling(compiler):
+            found = self._run(body, values, compiler)
         if rewired.stored and self._stores_nothing:
             tap_stored(self, rewired.stored)
         flat = [found[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
@@ -252,6 +279,7 @@ class Reversible(OriginalSurface):
         recapture = self._cases.recapture if self._original.importable_kind else None
         cases = self._cases.first_only(recapture)
         state = {**self.__dict__, "_plans": {}, "_cases": cases, "compiler": None}
+        state["_latest_compiler"] = None
         state.pop("_compiled_call_impl", None)  # it would run this module, as in nn.Module
         return state
 

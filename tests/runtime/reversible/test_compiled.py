@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from helpers import cases, gradients, worst
+from helpers import ON_GPU, cases, gradients, worst
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import revcompile
-from revcompile.errors import InputError, RevcompileWarning
+from revcompile.errors import InputError, ModifiedError, RevcompileWarning
 from revcompile.runtime.reversible.module import Reversible
 
 pytestmark = pytest.mark.filterwarnings(
@@ -73,6 +79,12 @@ def assert_same(net: nn.Module, compiled: nn.Module, x: Tensor) -> None:
     assert deviation < 1e-10, where
 
 
+def in_another_thread(call: Callable[..., Any], *args: Any) -> None:
+    thread = threading.Thread(target=call, args=args)
+    thread.start()
+    thread.join()
+
+
 @cases(
     "policy, backend",
     ("paper", "aot_eager"),
@@ -128,10 +140,31 @@ def test_dropout_is_replayed_with_two_calls_in_flight() -> None:
         module.zero_grad()
         torch.manual_seed(3)
         losses = [module(torch.ones(batch, 5, 4).double()).square().sum() for batch in (2, 4)]
-        torch.randn(5)
+        in_another_thread(torch.randn, 5)
         sum(losses).backward()
         found.append({name: p.grad for name, p in module.named_parameters()})
     assert worst(*found)[0] < 1e-10
+
+
+def test_draws_of_another_thread_during_a_run_are_noticed() -> None:
+    _, compiled = pair(dropout=0.5)
+    disturbs = False
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if disturbs:
+                in_another_thread(torch.randn, 5)
+            return graph(*args)
+
+        return run
+
+    compiled.compile(backend=backend)
+    x = torch.randn(3, 5, 4).double()
+    compiled(x).sum().backward()
+    loss = compiled(x).sum()
+    disturbs = True
+    with pytest.raises(ModifiedError, match="not drawn the random numbers"):
+        loss.backward()
 
 
 class Convs(nn.Module):
@@ -195,6 +228,7 @@ def test_pieces_that_change_their_buffers_run_eagerly(kind: str) -> None:
     net.eval(), twin.eval()
     assert_same(net, twin, torch.randn(3, 5, 4).double())
     assert all(map(torch.equal, net.buffers(), twin.buffers()))
+    assert "blocks.0 (it writes to buffers)" in repr(twin)
 
 
 def test_rates_of_stochastic_depth_share_an_artifact() -> None:
@@ -215,6 +249,22 @@ def test_a_block_with_hooks_runs_eagerly() -> None:
     for module in (net, compiled):
         module.get_submodule("blocks.1.up").register_forward_hook(lambda m, i, o: 1.5 * o)
     assert_same(net, compiled, torch.randn(3, 5, 4).double())
+
+
+def test_a_net_says_what_is_compiled() -> None:
+    net, compiled = pair()
+    x = torch.randn(3, 5, 4).double()
+    assert "couplings run eagerly; net.compile() compiles them" in repr(net)
+    assert f"couplings are compiled by {BACKEND}, 0 artifacts so far\n" in repr(compiled)
+    compiled.get_submodule("blocks.1.up").register_forward_hook(lambda m, i, o: None)
+    compiled(x)
+    line = "couplings are compiled by eager, 3 artifacts so far; eager: blocks.1 (it has hooks)"
+    assert line in repr(compiled) and line == compiled.summary().splitlines()[-1]
+    assert "run eagerly" in repr(copy.deepcopy(compiled))
+    torch.compile(net, backend="aot_eager")(x)
+    assert "compiled by aot_eager" in repr(net)
+    net(x)
+    assert "run eagerly" in repr(net)
 
 
 def lora(net: nn.Module) -> None:
@@ -287,6 +337,102 @@ def test_copies_are_their_own_and_run_eagerly() -> None:
     assert_same(net, compiled, x)
 
 
+def test_averages_and_state_dicts_of_a_compiled_net_are_its_own() -> None:
+    net, compiled = pair(dropout=0.0)
+    found = []
+    for module in (net, compiled):
+        torch.manual_seed(2)
+        average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            module.zero_grad()
+            module(torch.randn(3, 5, 4).double()).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(module)
+        module.eval(), average.eval()
+        with torch.no_grad():
+            outputs = [each(torch.ones(2, 5, 4).double()) for each in (module, average)]
+        module.train()
+        found.append(dict(zip("ab", outputs, strict=True)) | average.module.state_dict())
+    assert worst(*found)[0] < 1e-10
+    twin = reversified(Stack(dropout=0.0).double(), torch.randn(2, 5, 4).double())
+    twin.load_state_dict(compiled.state_dict())
+    assert_same(twin, compiled, torch.randn(3, 5, 4).double())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_gradient_scaler_scales_and_skips_alike(device: str) -> None:
+    torch.manual_seed(0)
+    net = reversified(Stack(dropout=0.0, width=32), torch.randn(2, 5, 4)).to(device)
+    compiled = copy.deepcopy(net)
+    compiled.compile(backend="aot_eager" if device == "cpu" else "inductor")
+    x, found = torch.randn(6, 5, 4, device=device), []
+    for module in (net, compiled):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**60)  # the first step is skipped
+        for scale in (None, 2.0**10, 2.0**10):
+            with torch.autocast(device, torch.float16):
+                loss = module(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update(scale)
+            optimizer.zero_grad()
+        found.append({"scale": torch.tensor(scaler.get_scale()), **module.state_dict()})
+    assert worst(*found)[0] < 5e-3
+
+
+def test_deterministic_algorithms_may_be_switched_between_steps() -> None:
+    net, compiled = pair()
+    for on in (False, True, False):
+        torch.use_deterministic_algorithms(on)
+        assert_same(net, compiled, torch.randn(3, 5, 4).double())
+    assert compiled.compiler is not None and not compiled.compiler.failures
+
+
+@pytest.mark.nightly
+def test_without_a_compiler_of_cpp_couplings_run_eagerly(tmp_path: Path) -> None:
+    """In a process of its own: inductor looks for the compiler once."""
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import torch, revcompile\n"
+        "from test_compiled import Stack, gradients, worst\n"
+        "torch.set_num_threads(1)\n"
+        "x, found = torch.randn(2, 5, 4).double(), []\n"
+        "options = {'policy': 'same_parameters', 'check': 'off'}\n"
+        "net = revcompile.reversify(Stack(dropout=0.0).double(), x, **options).train()\n"
+        "found.append(gradients(net, x))\n"
+        "net.compile()\n"
+        "found.append(gradients(net, x))\n"
+        "assert worst(*found)[0] == 0.0\n"
+        "print(net.compiler.failures)\n"
+    )
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    env = {**os.environ, "CXX": str(tmp_path / "missing"), "PYTHONPATH": path}
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
+    run = subprocess.run(
+        [sys.executable, file], env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert "blocks.0" in run.stdout
+    assert run.stderr.count("run eagerly") == 1, run.stderr
+    assert "C++ compiler" in run.stderr
+
+
+def test_what_fails_in_the_backward_graph_fails_in_forward() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    def backward(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no kernels")
+
+    net, compiled = pair(dropout=0.0)
+    compiled.compile(backend=aot_autograd(fw_compiler=lambda g, _: g, bw_compiler=backward))
+    with pytest.warns(RevcompileWarning, match="run eagerly.*no kernels") as said:
+        assert_same(net, compiled, torch.randn(3, 5, 4).double())
+    assert len(said) == 1
+    assert compiled.compiler is not None
+    assert list(compiled.compiler.failures) == ["stem", "blocks.0", "head"]
+
+
 class Breaking(nn.Module):
     """A layer that dynamo does not trace."""
 
@@ -315,6 +461,7 @@ def test_a_block_that_cannot_be_compiled_runs_eagerly_and_says_so_once() -> None
     assert len(said) == 1
     assert_same(net, compiled, x)
     assert compiled.compiler is not None and list(compiled.compiler.failures) == ["blocks.1"]
+    assert "; eager: blocks.1 (Unsupported: " in repr(compiled)
 
 
 def test_a_stance_of_eager_holds_for_both_runs() -> None:
