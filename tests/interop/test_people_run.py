@@ -200,22 +200,32 @@ def batches() -> list[dict[str, Tensor]]:
     return [{key: value[i : i + 4] for key, value in rows.items()} for i in (0, 4, 8)]
 
 
-def with_accelerate(net: nn.Module) -> None:
+def with_accelerate(net: nn.Module, compiles: bool = False) -> list[float]:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import TorchDynamoPlugin
 
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True, gradient_accumulation_steps=2)
+    AcceleratorState._reset_state(reset_partial_state=True)  # one for all accelerators
+    plugin = TorchDynamoPlugin(backend="aot_eager" if compiles else "no")
+    accelerator = Accelerator(
+        mixed_precision="bf16", cpu=True, gradient_accumulation_steps=2, dynamo_plugin=plugin
+    )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     prepared, optimizer = accelerator.prepare(net, optimizer)
+    losses = []
     for step in batches():
         with accelerator.accumulate(prepared):
-            accelerator.backward(prepared(**step).loss)
+            accelerator.backward(loss := prepared(**step).loss)
             optimizer.step()
             optimizer.zero_grad()
+            losses.append(loss.item())
     accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    return losses
 
 
-def with_lightning(net: nn.Module) -> None:
+def with_lightning(net: nn.Module, compiles: bool = False) -> list[float]:
     lightning = pytest.importorskip("lightning")
+    losses = []
 
     class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -223,7 +233,9 @@ def with_lightning(net: nn.Module) -> None:
             self.net = net
 
         def training_step(self, step: Any) -> Any:
-            return self.net(**step).loss
+            loss = self.net(**step).loss
+            losses.append(loss.item())
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -236,7 +248,9 @@ def with_lightning(net: nn.Module) -> None:
         enable_checkpointing=False,
         **quiet,
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(batches(), batch_size=None))
+    module = torch.compile(Module(), backend="aot_eager") if compiles else Module()
+    trainer.fit(module, torch.utils.data.DataLoader(batches(), batch_size=None))
+    return losses
 
 
 def with_averaged_weights(net: nn.Module) -> None:
@@ -255,7 +269,7 @@ def with_averaged_weights(net: nn.Module) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("loop", [with_accelerate, with_lightning, with_averaged_weights])
-def test_other_loops_in_bfloat16(loop: Callable[[nn.Module], None]) -> None:
+def test_other_loops_in_bfloat16(loop: Callable[[nn.Module], Any]) -> None:
     net: Any = revcompile.reversify(build("llama"), example_kwargs=batch(), policy="pretrained")
     net.train()
     full, single = saved(net, batch()), saved(net, batch(1))
@@ -275,4 +289,19 @@ def test_torch_compile_of_the_trainer(tmp_path: Path) -> None:
             build("llama"), example_kwargs=batch(), policy="same_parameters"
         )
         found.append(trained(net, "cpu", 6, tmp_path / way, **given)[:2])
+    torch.testing.assert_close(found[0], found[1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loop", [with_accelerate, with_lightning])
+def test_other_loops_compiled(loop: Callable[[nn.Module, bool], list[float]]) -> None:
+    found = []
+    for compiles in (False, True):
+        net: Any = revcompile.reversify(
+            build("llama"), example_kwargs=batch(), policy="same_parameters"
+        )
+        found.append(loop(net.train(), compiles))
+        assert ("compiled by aot_eager" in repr(net)) is compiles
+        assert "failed" not in repr(net)
+    assert len(found[0]) == 3
     torch.testing.assert_close(found[0], found[1], atol=1e-3, rtol=0)

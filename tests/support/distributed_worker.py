@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any, Final
 
@@ -422,11 +423,17 @@ def free_port() -> int:
 
 
 def forkserver() -> Any:
-    """Makes processes from a server that has imported everything: that takes longest."""
+    """Makes processes from a server that has imported everything: that takes longest.
+
+    They see no GPU: what has looked for one cannot be forked.
+    """
     context = multiprocessing.get_context("forkserver")
     paths = [str(Path(__file__).parent), str(Path(revcompile.__file__).parents[1])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # the server has no other
     context.set_forkserver_preload(["distributed_preload"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        ensure_running()
     return context
 
 

@@ -21,12 +21,15 @@ def _net() -> Any:
     return revcompile.reversify(model, images(2), check="off").train()
 
 
-def _sharded(kind: str) -> Any:
+def _sharded(kind: str, compiles: bool) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     net = _net()
-    if kind == "ddp":
-        return DistributedDataParallel(net)
+    if compiles and kind != "ddp, as a function":
+        net.compile(backend="aot_eager")
+    if "ddp" in kind:
+        net = DistributedDataParallel(net)
+        return torch.compile(net, backend="aot_eager") if "function" in kind else net
     if kind == "layers":
         for layer in (net.head, *(block.up for block in net.blocks)):
             fully_shard(layer)
@@ -54,20 +57,25 @@ def _train(net: Any, x: Tensor) -> dict[str, Tensor]:
 def _rank(rank: int, options: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     distributed.init_process_group("gloo")
     found = {}
-    for kind in KINDS:
-        trained = _train(_sharded(kind), _inputs()[rank::2])
+    for kind in options["kinds"]:
+        net = _sharded(kind, options["compiles"])
+        trained = _train(net, _inputs()[rank::2])
         found[kind] = {
-            name.removeprefix("module."): getattr(p, "full_tensor", p.detach)().detach()
+            name.rpartition("module.")[2]: getattr(p, "full_tensor", p.detach)().detach()
             for name, p in trained.items()
         }
+        assert ("compiled by aot_eager" in repr(net)) is options["compiles"]
+        assert "failed" not in repr(net)
     distributed.destroy_process_group()
     return found
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_two_ranks_equal_one_with_the_joined_batch(tmp_path: Path) -> None:
-    found, _ = launch(tmp_path, 2, _rank)
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_two_ranks_equal_one_with_the_joined_batch(compiles: bool, tmp_path: Path) -> None:
+    kinds = (*KINDS, "ddp, as a function") if compiles else KINDS
+    found, _ = launch(tmp_path, 2, _rank, limit=300, kinds=kinds, compiles=compiles)
     expected = _train(_net(), _inputs())
-    for kind in KINDS:
+    for kind in kinds:
         for name, parameter in expected.items():
             assert torch.allclose(found[kind][name], parameter, atol=1e-12), (kind, name)
