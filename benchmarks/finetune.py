@@ -157,7 +157,7 @@ def limit_memory(device: torch.device, limit: float) -> None:
     """Refuse the allocator more than `limit` bytes."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device.index)
 
 
 def largest(training: Training, limit: float, two: Sequence[Row]) -> Row | None:
@@ -226,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(markdown(COLUMNS, [cells_of(row, args.tiny) for row in rows]))
         return
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64
     rows = []
     for name in args.models:
         for method in args.methods:

@@ -151,13 +151,18 @@ def budgets_between(least: int, peaks: Sequence[int], count: int) -> list[int]:
     return found[1:][-count:]
 
 
+def reversible_net(plain: nn.Module, x: Tensor, args: argparse.Namespace) -> Any:
+    """The model made reversible, with compiled couplings."""
+    net = revcompile.reversify(copy.deepcopy(plain), x[:2], policy="same_parameters", check="off")
+    net.compile(backend=args.backend)
+    return net.train()
+
+
 def reversible(
     plain: nn.Module, x: Tensor, y: Tensor, args: argparse.Namespace, peaks: Sequence[int]
 ) -> Iterator[Variant]:
     """One net with several budgets."""
-    net = revcompile.reversify(copy.deepcopy(plain), x[:2], policy="same_parameters", check="off")
-    net.compile(backend=args.backend)
-    net.train()
+    net = reversible_net(plain, x, args)
     least = Variant("reversify, least", "least", net, x, y, "least")
     yield least
     if "default" in args.only:
@@ -268,9 +273,7 @@ def compared(name: str, args: argparse.Namespace) -> Iterator[Row]:
         plain, x, y = model_of(name, args, **({} if name == "gpt" else {"drop_path_rate": 0.0}))
         with_dropout(plain, p)
         variants: list[tuple[str, Variant]] = []
-        net = revcompile.reversify(copy.deepcopy(plain), x[:2], policy="same_parameters")
-        net.compile(backend=args.backend)
-        net.train()
+        net = reversible_net(plain, x, args)
         ours = Variant("reversify", "least", net, x, y, "least")
         ours.start()
         everything = Variant("reversify", "ours", net, x, y, 2**60)
