@@ -205,8 +205,8 @@ def cells_of(row: Row, tiny: bool) -> list[str]:
     return [*named, str(row["batch"]), f"{row['tokens']:,.0f}", time_of, peak]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=tuple(SIZES), default=list(SIZES))
@@ -220,7 +220,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--table", action="store_true", help="print the file of --json as Markdown; measure nothing"
     )
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    args = parse_args(argv)
     if args.table:
         rows = json.loads(args.json.read_text())["rows"]
         print(markdown(COLUMNS, [cells_of(row, args.tiny) for row in rows]))

@@ -408,8 +408,8 @@ def shown(value: Any) -> str:
     return f"{value:.1e}" if isinstance(value, float) and value not in (0.0, 0.1) else str(value)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command-line options."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=(*TIMM, "gpt"), default=["vit", "gpt"])
@@ -427,7 +427,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--table", action="store_true", help="print the file of --json as Markdown; measure nothing"
     )
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    args = parse_args(argv)
     before = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
     if args.table:
         report(before, args, as_markdown=True)

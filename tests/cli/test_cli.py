@@ -337,6 +337,21 @@ def test_a_configuration_of_transformers_is_read_from_a_file_or_folder(
     assert "did you mean" in called("inspect", "hf:gtp2")[2]
 
 
+@pytest.mark.slow
+@transformers
+@pytest.mark.filterwarnings("ignore")
+def test_measure_takes_models_of_transformers_with_their_heads(
+    called: Called, tmp_path: Path
+) -> None:
+    config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    argv = "measure", f"hf:{tmp_path}", "--batch-size", "3", "--steps", "1"
+    found = in_json(called, *argv)
+    assert found["batch_size"] == 3
+    assert {*found["rows"]} == {"plain", "checkpointing", "reversible"}
+
+
 @transformers
 def test_what_does_not_fit_into_memory_is_not_built(
     called: Called, monkeypatch: pytest.MonkeyPatch
