@@ -44,6 +44,7 @@ from revcompile.ir.module_tree import child_path, looks_trained
 from revcompile.ir.policy import POLICY_MARK, Policy
 from revcompile.ir.types import Captured, Rewired
 from revcompile.kernels.fixed_point import STREAM_RANGE
+from revcompile.plan.budget import free_memory
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
@@ -255,7 +256,7 @@ def petrafy(
     memory_budget: int | str | None = None,
     microbatch_size: int | None = None,
     optimizer_copies: int = 1,
-    keep: KeepName | Sequence[KeepName] = "nothing",
+    keep: KeepName | Sequence[KeepName] | None = None,
 ) -> StagedModel:
     """Rewire a model, cut it into balanced stages and generate each stage's programs.
 
@@ -265,15 +266,17 @@ def petrafy(
         num_stages: How many stages to cut the model into.
         cost: How the work of a block is estimated. "analytic": FLOPs and bytes; "measured": timed
             on the model's device, updates included.
-        memory_budget: Memory of a device that holds one stage, in bytes or as "2GiB". Cuts that
-            need more are not considered.
+        memory_budget: Memory of a device that holds one stage, as "8GiB" or in bytes; "auto": four
+            fifths of what the model's CUDA device has free. Cuts that need more are not considered,
+            and trainers do not use more, see `StagedModel.trainer`.
         microbatch_size: Samples in a micro-batch, for the budget and as `net.microbatch_size`.
             Default: the example's.
         optimizer_copies: Values of optimizer state per parameter, for the budget: 1 for SGD with
             momentum, 2 for Adam.
-        keep: What stages will keep of each micro-batch; balancing counts the work of computing the
-            rest again. "nothing": backward rebuilds; "input": it recomputes; "graph": neither, for
-            a trainer with a large enough memory budget. Or a list with one for each stage.
+        keep: What stages keep of each micro-batch: balancing counts the work of computing the rest
+            again. "nothing": backward rebuilds; "input": it recomputes; "graph": neither. Or a list
+            with one for each stage. Default: what the method says, and "graph" where a trainer has
+            the memory; balanced for "nothing".
 
     Raises:
         CaptureError, InversionError: As for `reversify`.
@@ -286,15 +289,18 @@ def petrafy(
     """
     order = " stage: petrafy(model, num_stages, example_inputs)"
     num_stages = whole_number("petrafy", "num_stages", num_stages, 1, order)
-    names = list(keep) if isinstance(keep, list | tuple) else [keep] * num_stages
-    keeps = [member_of("petrafy", "keep", name, Keep) for name in names]
+    names = list(keep) if isinstance(keep, list | tuple) else [keep or "nothing"] * num_stages
+    keeps = tuple(member_of("petrafy", "keep", name, Keep) for name in names)
     if len(keeps) != num_stages:
         raise InputError(
             f"petrafy: keep has {len(keeps)} items, num_stages={num_stages}; give one name, or one "
             "for each stage"
         )
     source = member_of("petrafy", "cost", cost, CostSource)
-    budget = None if memory_budget is None else bytes_of(memory_budget)
+    budget = None
+    if memory_budget is not None:
+        is_auto = memory_budget == "auto" and isinstance(model, nn.Module)
+        budget = free_memory(model, None) if is_auto else bytes_of(memory_budget)
     if microbatch_size is not None:
         whole_number("petrafy", "microbatch_size", microbatch_size, 1)
     check_optimizer_copies("petrafy", optimizer_copies)
@@ -316,7 +322,7 @@ def petrafy(
     pieces = Pieces.of(net.rewired, source)
     cut = partition(pieces, num_stages, workload, memory_budget=budget, keeps=keeps)
     verify_partition(cut)
-    staged = StagedModel(net, cut, method)
+    staged = StagedModel(net, cut, method, None if keep is None else keeps, budget)
     staged.microbatch_size = batch
     if compared is not None:
         methods = choose("backprop"), method

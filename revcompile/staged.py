@@ -34,9 +34,9 @@ from revcompile.errors import InputError
 from revcompile.inspect.formatting import plural
 from revcompile.interop.pipelining import StageModule, pipeline_stages
 from revcompile.ir.program import Partition
-from revcompile.plan.budget import free_memory, plan_memory, state_copies
+from revcompile.plan.budget import decides, free_memory, plan_memory, state_copies
 from revcompile.plan.learning import warn_of_delay
-from revcompile.plan.report import StageReport
+from revcompile.plan.report import Keeps, StageReport
 from revcompile.runtime.checkpoint.training import export_weights, load_into
 from revcompile.runtime.distributed.layout import make_layout, world_size
 from revcompile.runtime.distributed.rank_weights import whole_model
@@ -90,8 +90,15 @@ class StagedModel(StageReport):
     (1, 0)
     """
 
-    def __init__(self, model: Reversible, partition: Partition, method: Method) -> None:
-        super().__init__(partition, method)
+    def __init__(
+        self,
+        model: Reversible,
+        partition: Partition,
+        method: Method,
+        keeps: Keeps = None,
+        memory_budget: int | None = None,
+    ) -> None:
+        super().__init__(partition, method, keeps, memory_budget)
         self.model = model
         """The rewired module, which owns the parameters under their original names."""
         self._tree = TreeGuard(partition.rewired, model)
@@ -248,12 +255,13 @@ class StagedModel(StageReport):
                 of the whole model.
             autocast: torch.bfloat16 ("bf16"), for the branches; the streams stay float32. float16
                 is refused: its gradients need a scaled loss. Use `reversify` and GradScaler.
-            memory_budget: Memory of a device, as "2GiB" or in bytes; "auto": four fifths of what a
-                CUDA device has free (on ranks, the one with the least). Stages with enough memory
-                keep the autograd graphs of their micro-batches and compute nothing twice; backward
-                uses the latest parameters as before. `trainer.memory_plan` shows these stages. The
-                optimizer is built once more, on small parameters, to count its state. A trainer
-                that keeps graphs must be flushed before it is saved.
+            memory_budget: Memory of a device, as "8GiB" or in bytes; "auto": four fifths of what a
+                CUDA device has free (on ranks, the one with the least). Its stages do not need
+                more. Where `keep=` and the method leave it open, stages with enough memory keep the
+                autograd graphs of their micro-batches and compute nothing twice; backward uses the
+                latest parameters as before. `trainer.memory_plan` shows these stages. The optimizer
+                is built once more, on small parameters, to count its state. A trainer that keeps
+                graphs must be flushed before it is saved. Default: that of `petrafy`.
             backend: How the steps of a full pipeline run. "eager": action by action; "cudagraphs":
                 each step as a CUDA graph (on ranks: one for forward, one for backward passes). It
                 reports bad gradients some steps late and never applies them; "inductor": the same
@@ -298,6 +306,15 @@ class StagedModel(StageReport):
         count, ties = self.num_stages, self._partition.ties
         check_schedule(chosen, count, accumulation_steps, ties)
         plan, assign = None, partial(assign_contiguous, self._partition)
+        keeps = self._kept(chosen)
+        if self._keeps and decides(chosen) and {*self._keeps[:-1]} - {chosen.keep}:
+            names = [keep.value for keep in self._keeps]
+            raise InputError(
+                f"{who}: petrafy was given keep={names}, but stages trained by {chosen.name!r} "
+                f"keep {chosen.keep.value!r}; use method='petra' with weights='latest', or leave "
+                "out keep="
+            )
+        memory_budget = self._memory_budget if memory_budget is None else memory_budget
         if memory_budget is not None:
             parameters = dict(self.model.named_parameters())
             late = delay(chosen, count, 0, accumulation_steps)
@@ -317,8 +334,9 @@ class StagedModel(StageReport):
                 budget = free_memory(self.model, target, options.timeout)
             else:
                 budget = bytes_of(memory_budget)
-            plan = plan_memory(self._partition, budget, workload, devices)
-        programs = self._programs(chosen, plan.keeps if plan else None)
+            plan = plan_memory(self._partition, budget, workload, devices, keeps)
+            keeps = None if decides(chosen) else plan.keeps
+        programs = self._programs(chosen, keeps)
         fuse = Fusion().fuse if settings.backend is Backend.INDUCTOR else None
         given = optimizer, loss, settings, with_samples, fuse
         task = Task(self.model, self._partition, programs, *given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> Answer:
     """The forecasts; exit code 1 if nothing fits the devices."""
     planner = _planner(args)
     rows = planner.rows()
-    advice = _advice(planner, rows)
+    advice = _advice(rows)
     assumed = _assumed(args, planner.cluster, planner.training)
     facts = {
         "model": planner.original.rewired.name,
@@ -127,7 +126,7 @@ def _table(title: str, rows: Sequence[Forecast], *below: str) -> str:
     return render(table, *below)
 
 
-def _advice(planner: Planner, rows: Sequence[Forecast]) -> str:
+def _advice(rows: Sequence[Forecast]) -> str:
     """The best method that fits, how to get it, and what it costs, in a sentence."""
     fitting = [row for row in rows if row.fits]
     if not fitting:
@@ -142,12 +141,9 @@ def _advice(planner: Planner, rows: Sequence[Forecast]) -> str:
         kept = row.keeps.count("graph")
         counts = {"nothing": row.stages - kept, "graph": kept}
         keep = " + ".join(f"[{name!r}] * {count}" for name, count in counts.items() if count)
-        budget = ""
-        if kept:
-            budget = f", memory_budget='{math.ceil(planner.trainer_budget(row) / 2**20)}MiB'"
         how = (
             f"petrafy(model, {row.stages}, keep={keep}) and net.trainer(..., "
-            f"options=TrainerOptions(in_flight_per_stage={row.in_flight_per_stage:g}){budget})"
+            f"options=TrainerOptions(in_flight_per_stage={row.in_flight_per_stage:g}))"
         )
     late = "no late gradient"
     if row.delay:

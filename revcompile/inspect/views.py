@@ -21,7 +21,7 @@ from revcompile.ir.types import (
     Segment,
     TensorType,
 )
-from revcompile.schedule import Tie, delay, window
+from revcompile.schedule import Keep, Tie, delay, window
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class StageView:
 
     blocks: tuple[BlockView, ...]
     program: StageProgram
+    keep: Keep
+    """What the stage keeps of a micro-batch."""
     memory: StageMemory
     batch: int
     """Samples in a micro-batch."""
@@ -178,6 +180,7 @@ class ModelView:
 def model_view(
     partition: Partition,
     programs: Sequence[StageProgram],
+    keeps: Sequence[Keep],
     memory: Sequence[StageMemory],
     batch: int,
     name: str | None = None,
@@ -191,15 +194,15 @@ def model_view(
         tuple(
             BlockView(piece, cost, work, *next(ends))
             for piece, cost, work in zip(
-                part.pieces, part.costs, partition.works(part), strict=True
+                part.pieces, part.costs, partition.works(part, keeps[part.index]), strict=True
             )
         )
         for part in partition.parts
     ]
     work = math.fsum(one.work for part in blocks for one in part) or 1.0
     stages = tuple(
-        StageView(own, program, held, batch, math.fsum(one.work for one in own) / work)
-        for own, program, held in zip(blocks, programs, memory, strict=True)
+        StageView(own, program, keep, held, batch, math.fsum(one.work for one in own) / work)
+        for own, program, keep, held in zip(blocks, programs, keeps, memory, strict=True)
     )
     name = name or partition.rewired.name
     return ModelView(partition, name, batch, stages, _skip_values(partition, programs))

@@ -29,8 +29,9 @@ from revcompile.ir.program import Partition, StageMemory
 from revcompile.runtime.distributed.layout import gather_plain, join, new_group, world_size
 from revcompile.runtime.distributed.rank_weights import last_device
 from revcompile.runtime.stage.optimizers import OptimizerFactory, ParamGroups
+from revcompile.runtime.stage.settings import TrainerOptions
 from revcompile.runtime.stage.update import COUNTERS, Updater
-from revcompile.schedule import Keep, Order, Weights
+from revcompile.schedule import Keep, Method, Order, Weights
 from revcompile.units import format_size
 
 _USED: Final = 0.8
@@ -124,28 +125,22 @@ def plan_memory(
     memory_budget: int,
     workload: Workload,
     stage_to_rank: Sequence[int] | None = None,
+    keeps: Sequence[Keep] | None = None,
 ) -> MemoryPlan:
-    """Choose what each stage keeps: the plan of least work that fits the budget.
+    """Choose what each stage keeps, so that the work is little and the budget holds.
 
     Args:
         partition: The stages.
         memory_budget: Bytes that one device may hold.
         workload: Batch size, method, optimizer and precision.
         stage_to_rank: The device of each stage. Default: one device per stage.
+        keeps: What the stages keep, if that is decided; then the budget is only checked.
 
     Raises:
-        InputError: Some device cannot hold its stages whatever they keep, or the method decides
-            what they keep.
+        InputError: Some device cannot hold its stages.
     """
-    method = workload.method
-    if method.keep is not Keep.NOTHING or method.weights is not Weights.LATEST:
-        raise InputError(
-            f"memory_budget=: stages trained by {method.name!r} keep what the method says; use "
-            "method='petra' (with weights='latest') or 'reversible_backprop', or leave out "
-            "memory_budget="
-        )
     devices = tuple(range(len(partition.parts)) if stage_to_rank is None else stage_to_rank)
-    options = choices(partition, workload)
+    options = choices(partition, workload, keeps)
     by_stage: dict[int, Choice] = {}
     peaks = []
     for number in sorted(set(devices)):
@@ -168,7 +163,9 @@ def plan_memory(
     )
 
 
-def free_memory(model: nn.Module, device: torch.device | None, timeout: float) -> int:
+def free_memory(
+    model: nn.Module, device: torch.device | None, timeout: float = TrainerOptions.timeout
+) -> int:
     """`memory_budget="auto"`: bytes that a device has free for this model, less a margin.
 
     With several ranks, the least of all: what a stage keeps decides what its neighbours send.
@@ -211,9 +208,18 @@ def _report(model: nn.Module, device: torch.device) -> tuple[str, int] | None:
     return str(torch.cuda.get_device_properties(index).uuid), free
 
 
-def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...], ...]:
+def decides(method: Method) -> bool:
+    """Whether the method says what stages keep: its backward needs that, or other weights."""
+    return method.keep is not Keep.NOTHING or method.weights is not Weights.LATEST
+
+
+def choices(
+    partition: Partition, workload: Workload, keeps: Sequence[Keep] | None = None
+) -> tuple[tuple[Choice, ...], ...]:
     """The choices of each stage, with the memory and work of each."""
-    model = MemoryModel(partition, workload)
+    model, method = MemoryModel(partition, workload), workload.method
+    if keeps is None and decides(method):
+        keeps = [method.keep] * len(partition.parts)
     return tuple(
         tuple(
             Choice(
@@ -222,7 +228,7 @@ def choices(partition: Partition, workload: Workload) -> tuple[tuple[Choice, ...
                 model.stage(part.index, *pieces, keep),
                 math.fsum(partition.works(part, keep)),
             )
-            for keep in _KEEPS
+            for keep in (_KEEPS if keeps is None else (keeps[part.index],))
         )
         for part, pieces in zip(partition.parts, partition.ranges, strict=True)
     )

@@ -202,15 +202,6 @@ class Planner:
                 found.append(dataclasses.replace(row, in_flight_per_stage=in_flight, keeps=names))
         return tuple(found)
 
-    def trainer_budget(self, row: Forecast) -> int:
-        """The `memory_budget` with which a trainer keeps what this row of PETRA keeps.
-
-        Trainers count activations in float32, whatever the precision.
-        """
-        method = choose("petra", in_flight_per_stage=row.in_flight_per_stage)
-        workload, keeps = self._workload(method), [Keep(name) for name in row.keeps]
-        return self._memory(partition(self.rewired, row.stages, workload, keeps=keeps), method)
-
     def _memory(self, cut: Partition, method: Method) -> int:
         model = MemoryModel(cut, self._workload(method, self.training.accumulation_steps))
         stages = enumerate(zip(cut.ranges, cut.keeps, strict=True))

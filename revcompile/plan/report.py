@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from revcompile.arguments import (
     MethodName,
     WeightsName,
     check_optimizer_copies,
-    check_stage_to_rank,
     new_file,
     whole_number,
 )
@@ -25,8 +23,8 @@ from revcompile.inspect.code import CompiledStage
 from revcompile.inspect.explain import Explanation, explain
 from revcompile.inspect.tables import stage_table
 from revcompile.inspect.views import ModelView, StageView, model_view
-from revcompile.ir.program import Partition, StageMemory, StageProgram
-from revcompile.plan.budget import MemoryPlan, plan_memory
+from revcompile.ir.program import Partition, StageProgram
+from revcompile.plan.budget import MemoryPlan, choices, decides, plan_memory
 from revcompile.runtime.stage.activations import buffer_bytes
 from revcompile.schedule import Keep, Method, actions, choose, delay
 from revcompile.units import bytes_of
@@ -38,8 +36,14 @@ Keeps = tuple[Keep, ...] | None
 class StageReport:
     """Reports on a model's stages; the subclass `StagedModel` also trains them."""
 
-    def __init__(self, partition: Partition, method: Method) -> None:
-        self._partition = partition
+    def __init__(
+        self,
+        partition: Partition,
+        method: Method,
+        keeps: Keeps = None,
+        memory_budget: int | str | None = None,
+    ) -> None:
+        self._partition, self._keeps, self._memory_budget = partition, keeps, memory_budget
         self.method = method
         self.microbatch_size = partition.parts[0].costs[0].batch
         self._lowered: dict[Any, tuple[StageProgram, ...]] = {}
@@ -79,16 +83,20 @@ class StageReport:
     def microbatch_size(self, size: int) -> None:
         self._microbatch_size = whole_number("net", "microbatch_size", size, 1)
 
+    def _kept(self, method: Method) -> Keeps:
+        """What the stages keep by `keep=`; None: what the method says."""
+        return None if decides(method) else self._keeps
+
     @property
     def num_stages(self) -> int:
         return len(self._partition.parts)
 
     @property
     def stages(self) -> tuple[CompiledStage, ...]:
-        """The stages with their programs for `net.method`."""
+        """The stages with their programs for `net.method` and `keep=`."""
         count = self.num_stages
         lists = actions(self.method, count, 2 * count, ties=self._partition.ties)
-        programs = self._programs(self.method)
+        programs = self._programs(self.method, self._kept(self.method))
         parts = self._partition.parts
         return tuple(
             CompiledStage(self._partition, part, program, listed)
@@ -101,73 +109,100 @@ class StageReport:
         whole_number("net.delays", "accumulation_steps", accumulation_steps, 1)
         return tuple(delay(self.method, count, j, accumulation_steps) for j in range(count))
 
-    def memory(
+    def workload(
         self,
         *,
-        kept_input_dtype: torch.dtype | None = None,
-        weights: WeightsName | None = None,
         accumulation_steps: int = 1,
-    ) -> tuple[StageMemory, ...]:
-        """Peak memory of each stage, in bytes, for micro-batches of `net.microbatch_size` samples.
+        optimizer_copies: float = 1.0,
+        weights: WeightsName | None = None,
+        in_flight_per_stage: float | None = None,
+        kept_input_dtype: torch.dtype | None = None,
+    ) -> Workload:
+        """How `net.method` trains micro-batches of `net.microbatch_size`, for reports.
+
+        Args:
+            optimizer_copies: Values of optimizer state per parameter: 1 for SGD with momentum, 2
+                for Adam.
+            accumulation_steps, weights, in_flight_per_stage, kept_input_dtype: As for the trainer.
+        """
+        who = "net.workload"
+        check_optimizer_copies(who, optimizer_copies)
+        return Workload(
+            choose(self.method, weights=weights, in_flight_per_stage=in_flight_per_stage),
+            self.microbatch_size,
+            whole_number(who, "accumulation_steps", accumulation_steps, 1),
+            optimizer_copies,
+            buffer_bytes(kept_input_dtype),
+        )
+
+    def facts(
+        self, workload: Workload | None = None, *, memory_budget: int | str | None = None
+    ) -> tuple[StageView, ...]:
+        """What the summary shows, stage by stage: work, messages, `memory` in bytes, `keep`.
 
         Frozen parameters have no gradients, stashed copies or optimizer state. Without batch norms,
         pieces before the first trainable parameter keep nothing.
 
         Args:
-            kept_input_dtype, weights, accumulation_steps: As for the trainer.
-        """
-        method = choose(self.method, weights=weights)
-        whole_number("net.memory", "accumulation_steps", accumulation_steps, 1)
-        bytes_each = buffer_bytes(kept_input_dtype)
-        size = self.microbatch_size
-        model = MemoryModel(
-            self._partition, Workload(method, size, accumulation_steps, buffer_bytes=bytes_each)
-        )
-        return tuple(model.stage(j, *ends) for j, ends in enumerate(self._partition.ranges))
+            workload: What `net.workload(...)` returns. Default: without arguments.
+            memory_budget: As for the trainer, with one stage per device. Default: that of
+                `petrafy`.
 
-    def facts(
-        self,
-        *,
-        memory_budget: int | str | None = None,
-        kept_input_dtype: torch.dtype | None = None,
-    ) -> tuple[StageView, ...]:
-        """The numbers of the summary, stage by stage."""
-        return self._view(memory_budget, kept_input_dtype)[0].stages
+        >>> import torch, revcompile
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+        >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=torch.randn(2, 5, 8))
+        >>> [stage.keep.value for stage in net.facts(memory_budget="1MiB")]
+        ['graph', 'graph']
+        """
+        return self._view("net.facts", workload, memory_budget)[0].stages
 
     def _view(
         self,
+        caller: str,
+        workload: Workload | None = None,
         memory_budget: int | str | None = None,
-        kept_input_dtype: torch.dtype | None = None,
         name: str | None = None,
     ) -> tuple[ModelView, MemoryPlan | None]:
         """The data that reports show, and the plan for a memory budget."""
-        held: Sequence[StageMemory] = self.memory(kept_input_dtype=kept_input_dtype)
-        plan = None
-        if memory_budget is not None:
-            plan = self.memory_plan(memory_budget, kept_input_dtype=kept_input_dtype)
-            held = [choice.memory for choice in plan.chosen]
-        programs = self._programs(self.method, None if plan is None else plan.keeps)
-        return model_view(self._partition, programs, held, self.microbatch_size, name), plan
+        workload = self.workload() if workload is None else workload
+        if not isinstance(workload, Workload):
+            raise InputError(
+                f"{caller}: workload={workload!r}; give what net.workload(...) returns"
+            )
+        method, plan = workload.method, None
+        keeps = self._kept(method)
+        given = self._memory_budget if memory_budget is None else memory_budget
+        if given is not None:
+            plan = plan_memory(self._partition, bytes_of(given), workload, keeps=keeps)
+            keeps = None if decides(method) else plan.keeps
+        kept = keeps or (method.keep,) * self.num_stages
+        chosen = choices(self._partition, workload, kept)
+        programs = self._programs(method, keeps)
+        held = [choice.memory for (choice,) in chosen]
+        size = workload.microbatch_size
+        return model_view(self._partition, programs, kept, held, size, name), plan
 
     def summary(
         self,
+        workload: Workload | None = None,
         *,
         memory_budget: int | str | None = None,
-        kept_input_dtype: torch.dtype | None = None,
         verbose: bool = False,
     ) -> str:
         """The stages as a table: blocks, parameters, work, messages, in flight, delay, memory.
 
         Args:
-            memory_budget, kept_input_dtype: As for the trainer, with one stage per device.
+            workload: What `net.workload(...)` returns. Default: without arguments.
+            memory_budget: As for the trainer, with one stage per device. Default: that of
+                `petrafy`.
             verbose: Whether to give every reason why sums were not rewired.
         """
-        view, plan = self._view(memory_budget, kept_input_dtype)
+        view, plan = self._view("net.summary", workload, memory_budget)
         model = MemoryModel(self._partition, Workload(choose("backprop"), view.batch), stages=1)
         plain = model.stage(0, 0, len(model.pieces))
-        dtype = str(kept_input_dtype).removeprefix("torch.")
-        how = "" if kept_input_dtype is None else f", inputs in {dtype}"
-        table = stage_table(view, self.method.name + how, plain, verbose)
+        low = None if workload is None else workload.buffer_bytes
+        how = "" if low is None else f", inputs in {8 * low} bits"
+        table = stage_table(view, view.method + how, plain, verbose)
         return table if plan is None else f"{table}\n{plan}"
 
     def explain(self, path: str) -> Explanation:
@@ -186,7 +221,7 @@ class StageReport:
             raise InputError(
                 f"net.explain: expected the path of a module, got {path!r}; see print(net)"
             )
-        return explain(self._view()[0], path)
+        return explain(self._view("net.explain")[0], path)
 
     def draw(self, path: str | Path, *, name: str | None = None) -> Path:
         """Draw the stages: `net.svg` is a picture, `net.html` a page with details of each stage.
@@ -196,7 +231,7 @@ class StageReport:
             name: The title. Default: the model's class.
         """
         path = new_file("net.draw", path, "net.svg")
-        return drawing.draw(self._view(name=name)[0], path)
+        return drawing.draw(self._view("net.draw", name=name)[0], path)
 
     def draw_schedule(self, path: str | Path, *, accumulation_steps: int | None = None) -> Path:
         """Draw a timeline of the stages, with `net.method` beside other methods, as an .svg."""
@@ -207,45 +242,7 @@ class StageReport:
         return drawing.write("net.draw_schedule", path, {".svg": svg})
 
     def _repr_html_(self) -> str:
-        return drawing.fragment(self._view()[0])
+        return drawing.fragment(self._view("net")[0])
 
     def __str__(self) -> str:
         return self.summary()
-
-    def memory_plan(
-        self,
-        memory_budget: int | str,
-        *,
-        accumulation_steps: int = 1,
-        in_flight_per_stage: float | None = None,
-        optimizer_copies: float = 1.0,
-        kept_input_dtype: torch.dtype | None = None,
-        stage_to_rank: Sequence[int] | None = None,
-    ) -> MemoryPlan:
-        """What each stage keeps within a memory budget per device, as a trainer plans it.
-
-        Args:
-            memory_budget: Bytes, or text like "2GiB".
-            accumulation_steps, in_flight_per_stage, kept_input_dtype: As for the trainer.
-            optimizer_copies: Values of optimizer state per parameter: 1 for SGD with momentum, 2
-                for Adam.
-            stage_to_rank: The device of each stage. Default: one stage per device.
-
-        >>> import torch, revcompile
-        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
-        >>> net = revcompile.petrafy(layer, num_stages=2, example_inputs=torch.randn(2, 5, 8))
-        >>> [keep.value for keep in net.memory_plan("1MiB").keeps]
-        ['graph', 'graph']
-        """
-        check_optimizer_copies("net.memory_plan", optimizer_copies)
-        if stage_to_rank is not None:
-            check_stage_to_rank("net.memory_plan", stage_to_rank, self.num_stages)
-        method = choose(self.method, in_flight_per_stage=in_flight_per_stage)
-        workload = Workload(
-            method,
-            self.microbatch_size,
-            accumulation_steps,
-            optimizer_copies,
-            buffer_bytes(kept_input_dtype),
-        )
-        return plan_memory(self._partition, bytes_of(memory_budget), workload, stage_to_rank)

@@ -24,7 +24,7 @@ BATCH = 3
 def test_the_first_stage_keeps_what_it_is_fed() -> None:
     net = fresh(Plain, 4)
     net.microbatch_size = BATCH
-    assert net.memory()[0].buffers == 4 * BATCH * 5 * 8  # four in flight, float64
+    assert net.facts()[0].memory.buffers == 4 * BATCH * 5 * 8  # four in flight, float64
 
 
 @cases(
@@ -39,7 +39,8 @@ def test_graphs_that_are_in_flight(name: str, accumulation_steps: int, in_flight
     net.microbatch_size = BATCH
     for method in ("backprop", name):
         net.method = choose(method)
-        buffers.append(net.memory(accumulation_steps=accumulation_steps)[1].buffers)
+        workload = net.workload(accumulation_steps=accumulation_steps)
+        buffers.append(net.facts(workload)[1].memory.buffers)
     assert buffers[1] == in_flight * buffers[0] > 0
 
 

@@ -16,6 +16,7 @@ from helpers import cases, refuses
 from torch import nn
 from training import settings_of
 
+import revcompile
 import tests.plan.test_stage_memory as models
 from revcompile.compiler.cost import Workload
 from revcompile.errors import InputError, NonFiniteError, RevcompileWarning
@@ -106,7 +107,53 @@ def test_a_budget_too_small_names_the_stage_and_what_to_do() -> None:
 
 @pytest.mark.parametrize("memory", [0, -1, True, 1.5, "2 parsecs", "GiB"])
 def test_a_budget_is_a_number_of_bytes(memory: Any) -> None:
-    refuses(InputError, "memory_budget=", models.staged("vgg").memory_plan, memory)
+    refuses(InputError, "memory_budget=", models.staged("vgg").facts, memory_budget=memory)
+    refuses(InputError, "memory_budget=", trainer_of, models.staged("vgg"), memory_budget=memory)
+
+
+# -- one meaning of keep and of memory_budget ------------------------------------------------------
+
+
+def test_stages_keep_what_keep_says() -> None:
+    net = revcompile.petrafy(Chain(), 3, torch.randn(2, 5), keep=["nothing", "input", "graph"])
+    assert [stage.keep for stage in net.facts()] == [N, I, G]
+    trainer = trainer_of(net)
+    held = [{unit.keep for unit in program.units} for program in trainer._programs]
+    assert held == [{I, N}, {I}, {G}] and trainer.memory_plan is None
+    refuses(
+        InputError,
+        "petrafy was given keep=.* 'petra_stashed' keep 'nothing'",
+        trainer_of,
+        net,
+        weights="stashed",
+    )
+    plan = trainer_of(net, memory_budget="1GiB").memory_plan
+    assert plan.keeps == (N, I, G)
+    refuses(InputError, "device 0 needs", trainer_of, net, memory_budget=1000)
+
+
+def test_a_net_cut_for_a_method_that_keeps_graphs_trains_by_it() -> None:
+    net = revcompile.petrafy(Chain(), 3, torch.randn(2, 5), keep="graph")
+    assert trainer_of(net, method="1f1b").method.name == "1f1b"
+
+
+def test_trainers_do_not_use_more_than_the_net_was_cut_for() -> None:
+    x = torch.randn(2, 5)
+    net = revcompile.petrafy(Chain(), 2, x, memory_budget="1GiB", optimizer_copies=0)
+    assert {stage.keep for stage in net.facts()} == {G} and "at most 1.0 GiB" in str(net)
+    assert trainer_of(net).memory_plan.keeps == (G, G)
+    refuses(InputError, "memory_budget=1000: .* device 0", trainer_of, net, memory_budget=1000)
+    refuses(InputError, "device 0", trainer_of, net, memory_budget=1000, method="1f1b")
+    assert trainer_of(net, method="1f1b").memory_plan.keeps == (G, G)
+    refuses(
+        InputError,
+        "does not report its memory",
+        revcompile.petrafy,
+        Chain(),
+        2,
+        x,
+        memory_budget="auto",
+    )
 
 
 # -- what a device reports -------------------------------------------------------------------------

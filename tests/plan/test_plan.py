@@ -17,15 +17,13 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterl
 from revcompile.compiler.capture import capture
 from revcompile.compiler.capture.check import Check
 from revcompile.compiler.find import find
-from revcompile.compiler.partition import Pieces, one_stream, partition
+from revcompile.compiler.partition import Pieces, one_stream
 from revcompile.compiler.rewire import rewire
 from revcompile.errors import InputError
 from revcompile.ir.policy import Policy
-from revcompile.plan.budget import plan_memory
 from revcompile.plan.forecast import Cluster, Forecast, Planner, Training, best
 from revcompile.schedule import (
     Costs,
-    Keep,
     Op,
     actions,
     choose,
@@ -226,17 +224,6 @@ def test_between_rebuilt_and_kept_more_memory_is_more_throughput() -> None:
     kept = [row.keeps.count("graph") for row in front]
     assert (kept[0], kept[-1]) == (0, 8) and any(0 < some < 8 for some in kept)
     assert all(row.keeps == tuple(sorted(row.keeps, reverse=True)) for row in front)
-
-
-@pytest.mark.parametrize("low_precision", [False, True])
-def test_a_trainer_with_the_budget_keeps_all_graphs_that_were_planned(low_precision: bool) -> None:
-    found = planner(low_precision=low_precision)
-    (row,) = [one for one in found.petra if one.keeps.count("graph") == 4]
-    method = choose("petra", in_flight_per_stage=row.in_flight_per_stage)
-    workload, keeps = found._workload(method, 32), [Keep(name) for name in row.keeps]
-    cut = partition(found.rewired, 8, workload, keeps=keeps)
-    plan = plan_memory(cut, found.trainer_budget(row), workload)
-    assert plan.keeps[4:] == (Keep.GRAPH,) * 4 and plan.keeps[0] is not Keep.GRAPH
 
 
 def test_waits_for_links_are_not_bubbles() -> None:

@@ -144,7 +144,7 @@ def test_frozen_parameters_take_no_more_memory(method: str, stages: int, when: s
     trained = [row.accounted.gradients > 0 for row in found.rows]
     assert trained == [False, True, True] if stages == 3 else [False, False, True, True], trained
     assert found.ratio == pytest.approx(1, abs=BAR), found
-    gradients = [stage.gradients for stage in net.memory()]
+    gradients = [stage.memory.gradients for stage in net.facts()]
     assert gradients == [row.accounted.gradients for row in found.rows]
 
 
@@ -187,7 +187,8 @@ def test_captured_steps_keep_what_is_accounted(name: str, buffers: torch.dtype |
         trainer.step(*make())
     assert trainer._runner.is_active
     each, waiting = 4 if buffers is None else buffers.itemsize, 0
-    for index, memory in enumerate(net.memory(kept_input_dtype=buffers)[:-1]):
+    facts = net.facts(net.workload(kept_input_dtype=buffers))
+    for index, memory in enumerate(stage.memory for stage in facts[:-1]):
         ring, count = (
             trainer._executors[index].stage.ring,
             window(net.method, net.num_stages, index),
@@ -206,9 +207,9 @@ def bytes_in(buffers: Iterable[StaticBuffers]) -> int:
 
 def test_the_summary_is_of_the_buffers_it_is_asked_for() -> None:
     net = staged("vgg")
-    ways = (None, torch.bfloat16)
-    plain, half = (net.facts(kept_input_dtype=buffers)[0].memory.buffers for buffers in ways)
+    ways = [net.workload(kept_input_dtype=kind) for kind in (None, torch.bfloat16)]
+    plain, half = (net.facts(workload)[0].memory.buffers for workload in ways)
     batch = BATCH * 3 * SIZE * SIZE * 4
     assert [plain, half] == [3 * batch, 2 * batch]
-    summary = net.summary(kept_input_dtype=torch.bfloat16)
-    assert "petra, inputs in bfloat16, micro-batches" in " ".join(summary.split())
+    summary = net.summary(ways[1])
+    assert "petra, inputs in 16 bits, micro-batches" in " ".join(summary.split())

@@ -172,8 +172,7 @@ def raising(argument: Any) -> Any:
     ({"weights": "stashed", "method": "1f1b"}, "no updates between forward and backward pass"),
     ({"weights": "predicted", "method": "backprop"}, "there are no updates between"),
     ({"weights": "latest", "method": "ddg"}, "it keeps graphs"),
-    ({"weights": "predicted", "memory_budget": "1GiB"}, "with weights='latest'"),
-    ({"memory_budget": "1GiB", "method": "gpipe"}, "'gpipe' keep what the method says"),
+    ({"memory_budget": "9B", "method": "gpipe"}, "memory_budget=9: .* device 0 needs"),
     ({"memory_budget": "auto"}, r'"auto": the device does not .* memory_budget="8GiB"'),
     (
         {"in_flight_per_stage": "x"},
@@ -229,8 +228,9 @@ def test_parameters_in_float16_are_refused_by_stages() -> None:
     (lambda net: net.explain(None), "net.explain: expected the path of a module, got None"),
     (lambda net: net.delays("2"), "net.delays: accumulation_steps='2'; expected a whole number"),
     (lambda net: setattr(net, "microbatch_size", -1), "microbatch_size=-1; .* at least 1"),
-    (lambda net: net.memory_plan("1GiB", optimizer_copies=-1), "optimizer_copies=-1; use "),
-    (lambda net: net.memory_plan("1GiB", stage_to_rank=[0]), "one for each stage"),
+    (lambda net: net.workload(optimizer_copies=-1), "optimizer_copies=-1; use "),
+    (lambda net: net.summary(8), "net.summary: workload=8; give what net.workload"),
+    (lambda net: net.facts(memory_budget="8 gigs"), "memory_budget='8 gigs': expected bytes"),
     (
         lambda net: net.trainer(nn.functional.mse_loss, lambda p: SGD(p)),
         r"net\.trainer\(optimizer, loss\) takes the function that makes an optimizer first",

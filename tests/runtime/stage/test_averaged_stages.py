@@ -97,7 +97,7 @@ def test_streams_are_rebuilt_to_the_bit_and_few_bits_are_kept() -> None:
         trainer.flush()
         assert all({*errors[stage]} == {0.0} for stage in (1, 2))
     net.microbatch_size = 4
-    kept, elements = net.memory()[1].buffers, 4 * 3 * WIDTH
+    kept, elements = net.facts()[1].memory.buffers, 4 * 3 * WIDTH
     assert kept == 2 * 2 * elements // 2  # two blocks, two micro-batches in flight
 
 

@@ -103,7 +103,8 @@ def test_memory_of_each_choice() -> None:
     copies = {}
     for kind in ("latest", "stashed", "predicted"):
         for accumulation_steps in (1, 3):
-            stages = net.memory(weights=kind, accumulation_steps=accumulation_steps)
+            workload = net.workload(weights=kind, accumulation_steps=accumulation_steps)
+            stages = [stage.memory for stage in net.facts(workload)]
             copies[kind, accumulation_steps] = [
                 (s.stashed + s.newest) / s.parameters for s in stages
             ]
