@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, is_not, itemgetter
@@ -130,6 +130,7 @@ _TABLES: Final[Mapping[Kind, str]] = {
 _OF_LAYERS: Final = (bool, int, float, str, tuple)
 """Types of the settings of torch's own layers."""
 _requires_grad: Final = attrgetter("requires_grad")
+_version: Final = attrgetter("_version")
 MOST_ELEMENTS: Final = 1024
 """Larger arrays and containers are compared by identity."""
 _next_id: Final = attrgetter("next_id")
@@ -252,6 +253,11 @@ class Reading:
                 yield Change(*key, kind, *pair)
 
 
+def versions(tensors: Collection[Tensor]) -> list[int]:
+    """What changes if tensors are written to, or if their `.data` is replaced."""
+    return [*map(_version, tensors), *map(Tensor.data_ptr, tensors)]
+
+
 class TreeSnapshot:
     """Some aspects of some modules at one moment, and whether they have changed since.
 
@@ -292,6 +298,10 @@ class TreeSnapshot:
         for kind, before in self._before.items():
             yield from before.changes(now._before[kind] if now else self._read(kind), kind)
 
+    def values(self, kind: Kind) -> dict[str, Any]:
+        """What the snapshot has of one aspect, by path."""
+        return {child_path(*place): value for place, value in self._before[kind].found.items()}
+
     def first_change(self) -> Change | None:
         """The first difference, or None."""
         for kind, before in self._before.items():
@@ -302,24 +312,6 @@ class TreeSnapshot:
                 self._before[kind] = now  # equal values in other objects, or irrelevant changes
         return None
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Inside, restore the parameters, buffers and settings of the snapshot."""
-        owners = {watched.path: vars(watched.module) for watched in self._watched}
-        places: list[tuple[dict[str, Any], Change]] = []
-        for kind, before in self._before.items():
-            for change in before.changes(self._read(kind), kind):
-                own = owners[change.path]
-                table = own[_TABLES[kind]] if kind in _TABLES else own
-                is_plain = kind is Kind.BUFFER and change.name not in table
-                places.append((own if is_plain else table, change))
-        now = [(table, name, table.get(name, Presence.ABSENT)) for table, (_, name, *_) in places]
-        try:
-            _put((table, change.name, change.before) for table, change in places)
-            yield
-        finally:
-            _put(now)
-
 
 def _unsaved(module: nn.Module) -> Collection[str]:
     """Attributes that a module does not save with itself."""
@@ -329,14 +321,6 @@ def _unsaved(module: nn.Module) -> Collection[str]:
     with suppress(Exception):  # a script module has no state
         saved = module.__getstate__()
     return vars(module).keys() - saved.keys() if isinstance(saved, dict) else ()
-
-
-def _put(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    for owner, name, value in places:
-        if value is Presence.ABSENT:
-            owner.pop(name, None)
-        else:
-            owner[name] = value
 
 
 def _noted(watched: Watched, kind: Kind, reading: Reading) -> Mapping[str, Any]:

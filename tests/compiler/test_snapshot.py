@@ -144,19 +144,6 @@ def test_a_member_of_a_list_that_was_empty() -> None:
     assert snapshot.first_change() is not None
 
 
-def test_what_was_expected_is_there_for_a_while() -> None:
-    net = net_of()
-    snapshot = TreeSnapshot(below(net), (Kind.SETTING, Kind.BUFFER))
-    mask, net.first.mask = net.first.mask, torch.zeros(4)
-    net.drop.p, net.drop.rate, net.last.training = 0.5, 1.0, False
-    scales = net.first.scales
-    scales.append(3.0)
-    with snapshot.restored():
-        assert snapshot.first_change() is None and net.first.mask is mask
-    assert not hasattr(mask, "rate") and net.drop.rate == 1.0 and net.drop.p == 0.5
-    assert net.first.scales is scales == [1.0, 2.0, 3.0] and not net.last.training
-
-
 @pytest.mark.parametrize("name", ["module", "parameter", "setting", "hook", "new module"])
 def test_copies_look_at_copies(name: str) -> None:
     kind, change, _ = CHANGES[name]

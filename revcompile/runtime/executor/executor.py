@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revcompile.errors import InputError, NonFiniteError
+from revcompile.errors import NonFiniteError
 from revcompile.ir.program import StageProgram
 from revcompile.runtime.executor.flags import RunningStatistics
 from revcompile.runtime.executor.messages import TARGET, Message, MessageKind, Transport
@@ -66,8 +66,6 @@ class StageExecutor:
 
     streams: StepStreams | None = None
     """CUDA streams on which actions of captured steps run concurrently."""
-    refusal: str | None = None
-    """If set: why micro-batches cannot run now. They are left out."""
     observer: Trace | None = None
     _latest: tuple[dict[str, Tensor | None], Mapping[str, Tensor | None]] | None = None
     """Parameter gradients that are not accumulated yet, and input gradients of the same pass."""
@@ -227,8 +225,6 @@ class StageExecutor:
         if has_statistics:
             self._statistics.snapshot()
         try:
-            if self.refusal is not None:
-                raise InputError(self.refusal)
             self._run(microbatch, inputs)
             # The forward pass has moved buffers; undo that if its outputs are not finite.
             moves = has_statistics or buffers

@@ -24,10 +24,8 @@ from revcompile.runtime.stage.slots import Flat, empty_on
 from revcompile.schedule import Order, Schedule
 
 _log: Final = logging.getLogger("revcompile")
-_MOST_CHANGES: Final = 3
 _CALM: Final = 16
-"""Capturing pauses after more than `_MOST_CHANGES` changes of what captured steps hold fixed, each
-within `_CALM` steps of the change before. It resumes after `_CALM` steps without a change."""
+"""After a change of what captured steps hold fixed, so many steps run eagerly."""
 _MOST_FAILURES: Final = 2
 """Capturing ends after this many failures. One may be bad luck: others use the device too."""
 _MOST_KINDS: Final = 16
@@ -56,8 +54,8 @@ class GraphRunner:
         self.alike = 0
         """How many micro-batches of this form have entered in a row."""
         self._failures = 0
-        self._changes = self._calm = 0
-        """Recent changes of what captured steps hold fixed; steps since the last of them."""
+        self._calm = _CALM
+        """Steps since the last change of what captured steps hold fixed."""
         self._warned: set[str] = set()
         self._unsaid: list[str] = []
         """Warnings of the step that runs: it has to end first, as warnings may be errors."""
@@ -140,13 +138,17 @@ class GraphRunner:
             allowed = False
             why = "layers have hooks, which captured steps would not call"
             self._warn(why, "remove the hooks to train at full speed")
-        if self._changes_often(captured):
-            why = "settings of layers or of the optimizer, or where tensors lie, change so often"
-            self._warn(
-                why,
-                "of schedules only learning rates may change in each step (OneCycleLR takes "
-                "cycle_momentum=False); write weights with copy_, not by .data = ...",
-            )
+        if captured.is_outdated:
+            if self._calm < _CALM:
+                self._warn(
+                    "settings of the optimizer, or where tensors lie, change so often",
+                    "of schedules only learning rates may change in each step (OneCycleLR takes "
+                    "cycle_momentum=False); write weights with copy_, not by .data = ...",
+                )
+            self._wait()
+            captured.hold_fixed()
+        self._calm += 1
+        if self._calm <= _CALM:
             return False
         if not allowed:
             captured.leave()
@@ -173,15 +175,6 @@ class GraphRunner:
             self.observe(inputs)
         return True
 
-    def _changes_often(self, captured: CapturedSteps) -> bool:
-        """Free outdated captured steps; whether changes are so frequent that capturing pauses."""
-        if captured.is_outdated:
-            captured.clear()
-            captured.hold_fixed()
-            self._count_change()
-        self._calm += 1
-        return self._changes > _MOST_CHANGES and self._calm <= _CALM
-
     def observe(self, inputs: StepInputs) -> None:
         """Count a micro-batch that has entered."""
         if self._captured is not None:
@@ -197,14 +190,14 @@ class GraphRunner:
             self._captured.leave()
 
     def restart(self) -> None:
-        """Drop captured steps because settings of layers have changed; capture again later."""
-        self._count_change()
-        self.clear()
+        """Drop captured steps because layers have changed; capture again later."""
+        self._wait()
         if self._captured is not None:
             self._captured.is_fused = False  # programs were fused for the old settings
 
-    def _count_change(self) -> None:
-        self._changes = 1 if self._calm > _CALM else self._changes + 1
+    def _wait(self) -> None:
+        """Drop captured steps; capture again after `_CALM` steps without a change."""
+        self.clear()
         self._calm = 0
 
     def clear(self) -> None:

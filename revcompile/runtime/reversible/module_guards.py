@@ -6,20 +6,31 @@
 
 A graph calls the layers inside an inlined module, not the module. A hook on the module would never
 run, and a replacement would never be called: both are errors at the next call. Hooks on layers that
-stages call are followed (see `Stage`), and so are settings, unless micro-batches are in flight.
+stages call are followed, and so are settings and weights: with nothing in flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import compress
-from typing import Final
+from operator import ne
+from typing import Any, Final
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from revcompile.errors import InputError
 from revcompile.ir.module_tree import TreeReads, child_path
-from revcompile.ir.snapshot import STRUCTURE, Change, Kind, TreeSnapshot, Watched, below, hooks_of
+from revcompile.ir.snapshot import (
+    STRUCTURE,
+    Change,
+    Kind,
+    TreeSnapshot,
+    Watched,
+    below,
+    hooks_of,
+    versions,
+)
 from revcompile.ir.types import PATH, Rewired
 
 _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -150,18 +161,53 @@ class TreeGuard:
 
 
 class StageGuard:
-    """What stages read from a model: parameters, and settings of layers.
+    """What stages read of a model, as the trainer's last call has left it.
 
     Optimizers hold these parameter objects, and stashed and cast weights are copies of them, so
-    parameters may not be replaced. Backward computes micro-batches in flight again, which needs the
-    settings of their forward pass.
+    parameters may not be replaced. All else may change, but not with micro-batches in flight:
+    backward computes them again, which needs the model of their forward passes.
+
+    Args:
+        watched: The parts of the model that stages read.
+        parameters: The stages' parameters, and their copies of those of other stages.
     """
 
-    def __init__(self, watched: Sequence[Watched]) -> None:
+    def __init__(
+        self, watched: Sequence[Watched], parameters: Sequence[tuple[str, Tensor]]
+    ) -> None:
         kinds = Kind.PARAMETER, Kind.REQUIRES_GRAD, Kind.GRADIENT_HOOK
         self._parameters = TreeSnapshot(watched, kinds)
-        self.settings = TreeSnapshot(watched, (Kind.SETTING, Kind.BUFFER))
-        """Settings of layers, including modes, as of the last step."""
+        self._layers = TreeSnapshot(watched, (Kind.SETTING, Kind.BUFFER, Kind.HOOK))
+        self._weights = parameters
+        self.take()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_versions": None}  # copies have other versions and addresses
+
+    def take(self) -> None:
+        """Expect layers and tensors as they are now."""
+        self._layers.take()
+        found = [*self._layers.values(Kind.BUFFER).items(), *self._weights]
+        named = [(name, tensor) for name, tensor in found if _has_version(tensor)]
+        self._names, self._tensors = [n for n, _ in named], [t for _, t in named]
+        self.see()
+
+    def see(self) -> None:
+        """Expect the contents of tensors as they are now."""
+        self._versions: list[int] | None = versions(self._tensors)
+
+    def written(self) -> dict[str, Tensor]:
+        """The parameters and buffers that were written to since `see`."""
+        before, now = self._versions, versions(self._tensors)
+        if before is None or before == now:
+            return {}
+        is_new = list(map(ne, before, now))
+        found = zip(self._names, self._tensors, is_new, is_new[len(self._names) :], strict=False)
+        return {name: tensor for name, tensor, *differs in found if any(differs)}
+
+    def change(self) -> Change | None:
+        """How modes, settings, buffers or hooks of layers have changed since `take`, or None."""
+        return self._layers.first_change()
 
     def problem(self) -> str | None:
         """How parameters have changed and what to do, or None."""
@@ -180,10 +226,23 @@ class StageGuard:
 
 def changed_in_flight(change: Change) -> str:
     return (
-        f"{change}, but micro-batches are in flight. Backward computes their forward pass again, "
-        "which needs the value from before. Undo the change, call trainer.flush(), and change it "
-        "then"
+        f"{change}, but micro-batches are in flight, whose backward passes need the model of their "
+        "forward passes. Undo the change, call trainer.flush(), and change it then"
     )
+
+
+def written_in_flight(name: str) -> str:
+    return (
+        f"{name} was written to, but micro-batches are in flight, or updates of weights that "
+        "stages share. Call trainer.flush() before you write to weights or buffers, or write in a "
+        "hook of the optimizer (optimizer.register_step_post_hook). This trainer can only go on "
+        "from a state that it loads"
+    )
+
+
+def _has_version(tensor: Tensor | None) -> bool:
+    is_strided = tensor is not None and tensor.layout is torch.strided
+    return is_strided and not tensor.is_inference()  # type: ignore[union-attr]
 
 
 def hooked(parameter: str) -> str:

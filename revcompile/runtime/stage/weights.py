@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from revcompile.ir.module_tree import TreeReads, is_cast
 from revcompile.ir.program import StageProgram
+from revcompile.ir.snapshot import versions
 from revcompile.runtime.reversible.bindings import Slot
 from revcompile.runtime.stage.tensors import TreeCopy
 from revcompile.schedule import Order, Weights
@@ -51,11 +51,6 @@ class PassWeights:
         predicts = weights is Weights.PREDICTED and is_late
         self.predicted = PredictedWeights(parameters, delay) if predicts else None
         self._updates = 0
-        self._seen: list[int] | None = None
-        """Versions and addresses of the parameters at the end of the trainer's last call."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seen": None}  # copies have other versions and addresses
 
     def forward(self) -> Mapping[str, Tensor] | None:
         """The weights that a forward pass computes with now."""
@@ -101,7 +96,8 @@ class PassWeights:
 
     def count_update(self, in_flight: Sequence[Used]) -> None:
         """Count a change of the parameters. Stashed weights were shifted before it."""
-        self._updates += self.stash is None or self.keeps_latest(in_flight)
+        is_kept = any(self.age(used) == 0 for used in in_flight if self.stash is not None)
+        self._updates += self.stash is None or is_kept
         self._copies = None
 
     def noted(self) -> tuple[Any, ...]:
@@ -111,28 +107,11 @@ class PassWeights:
     def note(self, noted: tuple[Any, ...]) -> None:
         self._updates, self._copies = noted
 
-    def see(self) -> None:
-        """Remember the parameters as they are at the end of a call of the trainer."""
-        self._seen = _versions(self._parameters.values())
-
-    def written(self) -> dict[str, Tensor]:
-        """The parameters that were written to since the last `see`."""
-        now, count = _versions(self._parameters.values()), len(self._parameters)
-        if self._seen is None or self._seen == now:
-            return {}
-        is_changed = [a != b for a, b in zip(self._seen, now, strict=True)]
-        pairs = zip(self._parameters.items(), is_changed, is_changed[count:], strict=False)
-        return {name: p for (name, p), is_new, is_moved in pairs if is_new or is_moved}
-
-    def keeps_latest(self, in_flight: Sequence[Used]) -> bool:
-        """Whether a backward pass in flight needs the weights that the parameters now have."""
-        return self.stash is not None and any(self.age(used) == 0 for used in in_flight)
-
-    def loaded(self, in_flight: Sequence[Used] = ()) -> None:
-        """Take note that parameters were written to, not by an update."""
+    def loaded(self) -> None:
+        """Take note that parameters were written to, not by an update; nothing is in flight."""
         if self.predicted is not None:
             self.predicted.load(None)
-        self.count_update(in_flight)
+        self.count_update(())
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -333,14 +312,6 @@ def at_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> Itera
 # -- weights in low precision ---------------------------------------------------------------------
 
 
-_version: Final = attrgetter("_version")
-
-
-def _versions(weights: Collection[Tensor]) -> list[int]:
-    """What changes if weights are written to, or if `.data` is replaced."""
-    return [*map(_version, weights), *map(Tensor.data_ptr, weights)]
-
-
 class CastWeights:
     """Copies of some of a stage's weights in the dtype in which autocast uses them.
 
@@ -370,11 +341,11 @@ class CastWeights:
                 self.copies[name] = copy.requires_grad_(master.requires_grad)
         copies = [tensor.detach() for tensor in self.copies.values()]
         torch._foreach_copy_(copies, [weight.detach() for weight in self.weights])
-        self._fresh_for = _versions(self.weights)
+        self._fresh_for = versions(self.weights)
 
     def refresh_if_changed(self) -> None:
         """Copy the weights again if they were updated, loaded or averaged since."""
-        if self._fresh_for != _versions(self.weights):
+        if self._fresh_for != versions(self.weights):
             self.refresh()
 
     def like_weights(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

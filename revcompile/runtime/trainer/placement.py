@@ -94,11 +94,6 @@ class Placement:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def refuse_step(self, problem: str | None) -> None:
-        """Refuse a step before it begins, if no other rank waits for it."""
-        if problem is not None:
-            raise InputError(f"trainer.step: {problem}")
-
     def check_target(self, target: Any, where: str) -> None:
         """Refuse a target that cannot go to the rank of the last stage."""
 
@@ -188,9 +183,6 @@ class RankPlacement(Placement):
             return gather_plain(value, self.ranks.control)
 
     # -- steps --------------------------------------------------------------------------------
-
-    def refuse_step(self, problem: str | None) -> None:
-        """Do not raise: others wait for this rank's messages, so it only skips the micro-batch."""
 
     def check_target(self, target: Any, where: str) -> None:
         if self.ranks.layout.width == 1:

@@ -1,9 +1,8 @@
 """What a trainer saves and loads: its state, and whether a state fits it.
 
 Trainers write to the model's own parameters. Two trainers that take turns would train each other's
-weights, so only the latest one can continue. Weights that are loaded while micro-batches are in
-flight would get the gradients of other weights, so the trainer stops. A trainer that cannot
-continue raises when it is used again.
+weights, so only the latest one can continue. A trainer that cannot continue raises when it is used
+again.
 """
 
 from __future__ import annotations
@@ -193,45 +192,6 @@ class TrainerState:
             schedule = schedules[executor.index] if same else first
             executor.updater.load_state_dict(state["optimizer"], settings, schedule)
 
-    def _weights_loaded(self) -> None:
-        """A state dict has been loaded into the model by other means than `load`."""
-        self._runner.leave()
-        if not self._schedule.idle:
-            self._stop_reason = (
-                "weights were loaded into the model while this trainer had micro-batches in "
-                "flight, whose gradients belong to the weights before; call trainer.flush() "
-                "before you load weights. This trainer cannot go on"
-            )
-
-    def _follow_written(self) -> None:
-        """Adopt weights that were written to since the last call.
-
-        Raises:
-            InputError: What is in flight needs the weights before.
-        """
-        stages = [executor.stage for executor in self._executors]
-        written = {name: p for stage in stages for name, p in stage.weights.written().items()}
-        if not written:
-            return
-        remedy = "call trainer.flush() before you write to weights"
-        for tie, names in self._partition.ties.items():
-            if written.keys() & names and self._schedule.waiting_tied(tie.owner, tie.holder):
-                raise InputError(
-                    f"{', '.join(names)}: written to before stage {tie.holder}, which shares it "
-                    f"with stage {tie.owner}, has received the last update; {remedy}"
-                )
-        for stage in stages:
-            if stage.weights.written() and stage.weights.keeps_latest(stage.used()):
-                raise InputError(
-                    f"stage {stage.program.index}: its weights were written to while micro-batches "
-                    f"are in flight, whose backward passes need the weights before; {remedy}"
-                )
-        for executor in self._executors:
-            executor.updates.load_copied(written)
-        for stage in stages:
-            if stage.weights.written():
-                stage.weights.loaded(stage.used())
-
 
 # -- whether a state fits --------------------------------------------------------------------------
 
@@ -287,9 +247,7 @@ _latest: Final[WeakKeyDictionary[nn.Module, ref[Any]]] = WeakKeyDictionary()
 
 
 def make_latest(trainer: Any, model: nn.Module) -> None:
-    """Let a trainer train a model from now on; it is told when other weights are loaded."""
-    if model not in _latest:
-        model.register_load_state_dict_post_hook(_tell_trainer)
+    """Let a trainer train a model from now on."""
     _latest[model] = ref(trainer)
 
 
@@ -303,11 +261,3 @@ def check_latest(trainer: Any, model: nn.Module, to_read: bool) -> None:
             "net.trainer(...) has been called again, and the new trainer trains the model since; "
             "use that one, or call petrafy once more for a model of its own"
         )
-
-
-def _tell_trainer(model: nn.Module, _: Any) -> None:
-    """Called after `load_state_dict`; copies of the model have this hook, too, but no trainer."""
-    latest = _latest.get(model)
-    trainer = None if latest is None else latest()
-    if trainer is not None:
-        trainer._weights_loaded()

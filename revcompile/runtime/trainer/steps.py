@@ -122,21 +122,16 @@ class Steps:
         self.runner = GraphRunner(task, self.executors, self.loss_head, schedule)
         self.throughput = Throughput(placement.device)
 
-    def run(
-        self, schedule: Schedule, inputs: Any, target: Any, refusal: str | None = None
-    ) -> Values | None:
+    def run(self, schedule: Schedule, inputs: Any, target: Any) -> Values | None:
         """Run the step in which a micro-batch enters.
 
         Args:
             inputs: The model's inputs; only read where the first stage is.
             target: The target; only read where the first stage is.
-            refusal: Why no micro-batch can enter now.
 
         Returns:
             What enters, if the first stage is here and it can be used.
         """
-        for executor in self.executors:
-            executor.refusal = refusal
         values, microbatch = None, schedule.injected
         if self.is_first:
             prepare, dense = self.binder.prepare, self.runner.is_on
@@ -172,9 +167,8 @@ class Steps:
             route, where = (first - 1, first, MessageKind.X), f"stage {first} for x of {microbatch}"
             message = next_message(self.placement.transport, route, where, keep=True, packed=True)
             values = None if message.void else message
-        is_refused = any(executor.refusal is not None for executor in self.executors)
         is_traced = self.executors[0].observer is not None  # a trace shows single actions
-        allowed = not (values is None or is_refused or is_traced)
+        allowed = not (values is None or is_traced)
         entering = StepInputs(values)
         is_done = self.runner.step(schedule, entering, allowed)
         if not is_done and values is not None:

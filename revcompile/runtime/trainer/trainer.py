@@ -21,7 +21,12 @@ from revcompile.runtime.checkpoint.folder import Checkpoint, find_checkpoint, on
 from revcompile.runtime.checkpoint.training import save_training, set_generators
 from revcompile.runtime.checkpoint.tree import located
 from revcompile.runtime.executor.trace import Trace
-from revcompile.runtime.reversible.module_guards import StageGuard, TreeGuard, changed_in_flight
+from revcompile.runtime.reversible.module_guards import (
+    StageGuard,
+    TreeGuard,
+    changed_in_flight,
+    written_in_flight,
+)
 from revcompile.runtime.stage.settings import Task
 from revcompile.runtime.stage.tensors import clone_tree, detach_tree
 from revcompile.runtime.trainer.evaluation import (
@@ -77,7 +82,9 @@ class Trainer(TrainerState):
     def _take_over(self) -> None:
         """Become the model's trainer. A trainer that is refused before this has changed nothing."""
         self._tree = TreeGuard(self._partition.rewired, self.model, only_here=True)
-        self._guard = StageGuard([watched for e in self._executors for watched in e.stage.watched])
+        stages = [executor.stage for executor in self._executors]
+        parameters = [each for stage in stages for each in stage.parameters.items()]
+        self._guard = StageGuard([each for stage in stages for each in stage.watched], parameters)
         make_latest(self, self.model)
 
     def __repr__(self) -> str:
@@ -125,15 +132,12 @@ class Trainer(TrainerState):
         """
         self._check_usable()
         self._resume_training()
-        problem = self._refusal()
-        self._placement.refuse_step(problem)
-        # Micro-batches in flight still run backward, with the settings of their forward pass.
-        with nullcontext() if problem is None else self._guard.settings.restored():
-            try:
-                return self._step(inputs, target, problem)
-            finally:
-                if not self._runner.is_replaying:
-                    self._follow_settings()  # layers may change their own settings as they run
+        self._refuse_changed_model()
+        try:
+            return self._step(inputs, target)
+        finally:
+            if not self._runner.is_replaying:
+                self._adopt_layers()  # layers may change their own settings as they run
 
     def steps(self, batches: Iterable[Any]) -> Iterator[Metrics]:
         """Train on batches and yield their metrics.
@@ -148,11 +152,10 @@ class Trainer(TrainerState):
                 given = split_batch(batch, self._loss_head.has_target, "trainer.steps")
             yield self.step(*given)
 
-    def _step(self, inputs: Any, target: Any, problem: str | None) -> Metrics:
+    def _step(self, inputs: Any, target: Any) -> Metrics:
         microbatch, steps = self._schedule.injected, self._steps
-        refusal = problem and f"trainer.step: {problem}"
         with self._stop_on_error():
-            values = steps.run(self._schedule, inputs, target, refusal)
+            values = steps.run(self._schedule, inputs, target)
         self.metrics = metrics = steps.metrics(self._schedule, microbatch, values)
         steps.binder.wait_copied()
         if (failure := steps.failure(microbatch, values)) is not None:
@@ -177,7 +180,7 @@ class Trainer(TrainerState):
         """
         self._check_usable()
         self._resume_training()
-        self._check_tree("trainer.flush", self._changed_in_flight())
+        self._raise_on_all("trainer.flush", self._problem())
         self._runner.leave()  # bad micro-batches of captured steps become known
         self._finish(self._schedule.drain())
         self._throughput.pause()
@@ -209,8 +212,8 @@ class Trainer(TrainerState):
         """
         try:
             yield
-            for executor in self._executors:
-                executor.stage.weights.see()
+            if not changes_nothing:
+                self._guard.see()
         except GeneratorExit:  # collected as garbage: an interrupt came before the code began
             raise
         except BaseException as error:
@@ -224,7 +227,7 @@ class Trainer(TrainerState):
             raise
 
     def _check_usable(self, *, to_read: bool = False, to_load: bool = False) -> None:
-        """Raise if this trainer cannot continue, or another has taken over; see written weights.
+        """Raise if this trainer cannot continue, or another has taken over.
 
         Args:
             to_read: The state is only read, which is allowed until the other trainer trains.
@@ -233,35 +236,63 @@ class Trainer(TrainerState):
         check_latest(self, self.model, to_read)
         if self._stop_reason is not None and not (to_load and self._stop_reason != _CLOSED):
             raise TrainerStoppedError(f"{self._stop_reason}; {_REMEDY}")
-        if not to_load:
-            with self._stop_on_error():
-                self._follow_written()
 
-    def _refusal(self) -> str | None:
-        """Why the model cannot be trained as it is now, or None; adopt changed settings."""
-        return self._tree.problem() or self._guard.problem() or self._changed_in_flight()
+    # -- changes of the model -------------------------------------------------------------------
+
+    # With micro-batches in flight nothing of the model may change; after a flush all of it may,
+    # except what stages are compiled for.
+
+    def _refuse_changed_model(self) -> None:
+        """Raise before a step if the model cannot be trained as it is now.
+
+        Other ranks wait for this one's messages, so all of them stop.
+        """
+        problem = self._problem()
+        if problem is not None:
+            with nullcontext() if self._placement.world == 1 else self._stop_on_error():
+                raise InputError(f"trainer.step: {problem}")
+
+    def _problem(self) -> str | None:
+        """Why the model cannot be trained as it is now, or None; adopts what may change."""
+        found = self._tree.problem() or self._guard.problem()
+        return found or self._written_in_flight() or self._changed_in_flight()
 
     def _changed_in_flight(self) -> str | None:
-        """The error if settings of layers changed with micro-batches in flight; else adopt them."""
-        change = self._guard.settings.first_change()
+        """The error if layers have changed with micro-batches in flight; else adopt them."""
+        change = self._guard.change()
         if change is None:
             return None
         if any(self._schedule.outstanding):
             return changed_in_flight(change)
         for executor in self._executors:
             executor.stage.leaves_checked = False  # new tensors may require gradients
-        self._follow_settings()
+        self._adopt_layers()
         return None
 
-    def _follow_settings(self) -> None:
-        """Adopt the current settings of layers."""
-        if self._guard.settings.first_change() is not None:
-            self._guard.settings.take()
+    def _adopt_layers(self) -> None:
+        """Expect modes, settings, buffers and hooks of layers as they are now."""
+        if self._guard.change() is not None:
+            self._guard.take()
             self._runner.restart()
 
-    def _check_tree(self, where: str, problem: str | None = None) -> None:
-        """Raise on all ranks if modules have changed on one. Every rank calls it."""
-        for found in self._placement.gather(self._tree.problem() or problem):
+    def _written_in_flight(self) -> str | None:
+        """The error if something in flight needs the values before a write; else adopt them."""
+        if not (written := self._guard.written()):
+            return None
+        shared = [tie for tie, names in self._partition.ties.items() if written.keys() & names]
+        waiting = (self._schedule.waiting_tied(tie.owner, tie.holder) for tie in shared)
+        if any(self._schedule.outstanding) or any(waiting):
+            return written_in_flight(next(iter(written)))
+        for executor in self._executors:
+            executor.updates.load_copied(written)
+            if executor.stage.parameters.keys() & written.keys():
+                executor.stage.weights.loaded()
+        self._guard.see()
+        return None
+
+    def _raise_on_all(self, where: str, problem: str | None) -> None:
+        """Raise on all ranks if one of them has a problem. Every rank calls it."""
+        for found in self._placement.gather(problem):
             if found is not None:
                 raise InputError(f"{where}: {found}")
 
@@ -282,8 +313,8 @@ class Trainer(TrainerState):
         means = RunningMeans(self._steps, metrics)
         self._check_usable()
         self._throughput.pause()
-        problem = loader_problem(loader, self.is_first)
-        self._check_tree("trainer.evaluate", problem)
+        problem = self._tree.problem() or self._written_in_flight()
+        self._raise_on_all("trainer.evaluate", problem or loader_problem(loader, self.is_first))
         if self._placement.world == 1:
             with self._evaluating():
                 evaluate_model(self._steps, self.model, loader, means)
@@ -308,7 +339,7 @@ class Trainer(TrainerState):
 
         Settings that layers change themselves are adopted.
         """
-        is_same = self._guard.settings.first_change() is None
+        is_same = self._guard.change() is None
         modes = {module: module.training for module in self.model.modules()}
         device, autocast = self._placement.device, self._settings.autocast
         self.model.eval()
@@ -322,8 +353,9 @@ class Trainer(TrainerState):
         finally:
             for module, mode in modes.items():
                 module.training = mode
+            self._guard.see()
             if is_same:
-                self._follow_settings()
+                self._adopt_layers()
 
     def pop_mean_loss(self) -> float:
         """Mean loss of the steps since the last call. Every rank calls it, and gets the mean.
@@ -429,6 +461,7 @@ class Trainer(TrainerState):
             except NonFiniteError as error:  # the pipeline is drained all the same
                 failure = error
         self._runner.leave()
+        self._raise_on_all("trainer.save", self._written_in_flight())
         self._check_savable()
         with self._stop_on_error(changes_nothing=True):
             self._transport.wait_all_delivered()
@@ -481,6 +514,7 @@ class Trainer(TrainerState):
         self._check_usable(to_read=True)
         self._throughput.pause()
         self._runner.leave()
+        self._raise_on_all("trainer.state_dict", self._written_in_flight())
         self._check_savable()
         return self._state(self.model.state_dict(), clone_tree)
 
@@ -502,7 +536,7 @@ class Trainer(TrainerState):
             self._runner.leave()
             self._load_state(state)
             self._runner.clear()
-            self._follow_settings()
+            self._adopt_layers()
             self._transport.completed = self._schedule.injected - 1
             self._placement.gather(None)  # no rank sends before all have dropped what was in flight
         self._stop_reason = None

@@ -129,9 +129,9 @@ def test_all_start_with_the_weights_of_rank_0_and_know_the_mean_loss(tmp_path: P
     for found in results:
         assert found["mean"] == pytest.approx(sum(losses) / 5, rel=1e-12)
     assert [found["samples"] for found in results] == [2, 2]
-    hook = "a hook of blocks.0 was registered or removed after petrafy"
-    in_step, in_flush = f"trainer.step: {hook}", f"trainer.flush: {hook}"
-    assert [found["refused"] for found in results] == [[in_flush], [in_step, in_flush]]
+    hook = "a hook of blocks.1 was registered or removed after petrafy"
+    for in_flush, in_step in (found["refused"] for found in results):
+        assert f"trainer.flush: {hook}" in in_flush and f"trainer.step: {hook}" in in_step
 
 
 # -- micro-batches that cannot be used ------------------------------------------------------------

@@ -177,6 +177,7 @@ def test_kept_graphs_whatever_comes_in_between() -> None:
             if index == 50:
                 trainer.flush()
             if index == 70:
+                trainer.flush()
                 weight = trainer.model.get_parameter("stem.weight")
                 weight.data = weight.data.clone()
             told.append(trainer.step(x, y).loss)

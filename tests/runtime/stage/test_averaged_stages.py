@@ -67,6 +67,7 @@ def test_streams_that_grow_too_large_are_an_error_that_says_what_to_do(backend: 
     for _ in range(9):
         trainer.step(x, y)
     assert trainer._runner.is_active == (backend == "static")
+    trainer.flush()
     with torch.no_grad():
         for parameter in net.model.parameters():
             parameter.mul_(1e4)

@@ -1,15 +1,17 @@
 """A staged model that is changed after petrafy: stages follow the change, or name and refuse it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import refuses
 from torch import Tensor, nn
-from training import Net, batches, drained, feed, fresh, plain_sgd, trained, trainer_of
+from training import Net, batches, drained, feed, fresh, plain_sgd, trained, trainer_of, weights
 
 import revcompile
 from revcompile.errors import InputError, RevcompileWarning, TrainerStoppedError
+from revcompile.runtime.trainer.trainer import Trainer
 
 
 def staged() -> revcompile.StagedModel:
@@ -22,17 +24,36 @@ def test_a_change_before_there_is_a_trainer_is_refused() -> None:
     refuses(InputError, "the model was reg", trainer_of, net)
 
 
-def test_changes_in_every_step_pause_capturing() -> None:
-    trainer = trainer_of(staged(), backend="static")
+def decayed(trainer: Trainer, weight_decay: float) -> None:
+    for executor in trainer._executors:
+        executor.updater.optimizer.param_groups[0]["weight_decay"] = weight_decay
+
+
+def test_steps_are_captured_again_16_steps_after_a_change() -> None:
+    """Values of parameter groups may change in flight; if they do in every step, one is told."""
+    found = []
     data = [batch for batch in batches(30) if len(batch[1]) == 4][:20]
-    with pytest.warns(RevcompileWarning, match="change so often") as found:
-        for number, batch in enumerate(data * 2):
-            for executor in trainer._executors:
-                executor.updater.optimizer.param_groups[0]["weight_decay"] = 0.01 * number
-            trainer.step(*batch)
-    assert len(found) == 1 and not trainer._runner.is_active
-    feed(trainer, data)
-    assert trainer._runner.is_active
+    for backend in ("eager", "static"):
+        net = staged()
+        trainer = trainer_of(net, backend=backend)
+        feed(trainer, data)
+        decayed(trainer, 0.5)
+        feed(trainer, data[:16])
+        assert not trainer._runner.is_active
+        feed(trainer, data)
+        assert trainer._runner.is_active == (backend == "static")
+        with (
+            nullcontext()
+            if backend == "eager"
+            else pytest.warns(RevcompileWarning, match="change so often") as told
+        ):
+            for number, batch in enumerate(data):
+                decayed(trainer, 0.01 * number)
+                trainer.step(*batch)
+        assert told is None or len(told) == 1
+        trainer.flush()
+        found.append(weights(net))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
 class Counting(nn.Linear):

@@ -29,7 +29,6 @@ from revcompile.errors import (
     InputError,
     NonFiniteError,
     RevcompileError,
-    TrainerStoppedError,
 )
 from revcompile.runtime.trainer.trainer import Trainer
 
@@ -156,6 +155,8 @@ class Row:
     """What the error says, whenever it is made; None: it is followed."""
     refused_in_flight: str | None = None
     """The same, only while micro-batches are in flight."""
+    is_final: bool = False
+    """It cannot be undone in flight, because to undo it is to write to a weight."""
     inputs: Callable[[Tensor], Tensor] = same
     """What the change makes of later inputs."""
     error: type[RevcompileError] = InputError
@@ -164,28 +165,31 @@ class Row:
 
 
 IN_FLIGHT: Final = (
-    r" now, but micro-batches are in flight\. Backward computes .* Undo the change, call "
+    r", but micro-batches are in flight, .* Undo the change, call trainer\.flush\(\), and"
+)
+WRITTEN: Final = (
+    r" was written to, but micro-batches are in flight, .* Call trainer\.flush\(\) before you"
 )
 TABLE: Final[dict[str, Row]] = {
     "mode of a norm": Row(
         lambda m, o: set_to(m.blocks[1].norm, "training", False),
-        refused_in_flight=rf"blocks\.1\.norm\.training was True and is False{IN_FLIGHT}",
+        refused_in_flight=rf"blocks\.1\.norm\.training was True and is False now{IN_FLIGHT}",
     ),
     "rate of dropout": Row(
         lambda m, o: set_to(m.blocks[0].drop, "p", 1.0),
-        refused_in_flight=rf"blocks\.0\.drop\.p was 0\.0 and is 1\.0{IN_FLIGHT}",
+        refused_in_flight=rf"blocks\.0\.drop\.p was 0\.0 and is 1\.0 now{IN_FLIGHT}",
     ),
     "rate inside a layer": Row(
         lambda m, o: set_to(m.blocks[1].whole.drop, "p", 1.0),
-        refused_in_flight=rf"blocks\.1\.whole\.drop\.p was 0\.0 and is 1\.0{IN_FLIGHT}",
+        refused_in_flight=rf"blocks\.1\.whole\.drop\.p was 0\.0 and is 1\.0 now{IN_FLIGHT}",
     ),
     "momentum of a norm": Row(
         lambda m, o: set_to(m.blocks[2].norm, "momentum", 0.5),
-        refused_in_flight=rf"blocks\.2\.norm\.momentum was 0\.1 and is 0\.5{IN_FLIGHT}",
+        refused_in_flight=rf"blocks\.2\.norm\.momentum was 0\.1 and is 0\.5 now{IN_FLIGHT}",
     ),
     "eps of a norm": Row(
         lambda m, o: set_to(m.blocks[2].norm, "eps", 0.5),
-        refused_in_flight=rf"blocks\.2\.norm\.eps was 1e-05 and is 0\.5{IN_FLIGHT}",
+        refused_in_flight=rf"blocks\.2\.norm\.eps was 1e-05 and is 0\.5 now{IN_FLIGHT}",
     ),
     "list of a layer": Row(
         lambda m, o: in_place(m.blocks[0].whole.scales, 0.25),
@@ -193,7 +197,12 @@ TABLE: Final[dict[str, Row]] = {
     ),
     "buffer of a layer": Row(
         lambda m, o: set_to(m.blocks[1].whole, "mask", 0.5 * m.blocks[1].whole.mask),
-        refused_in_flight=r"blocks\.1\.whole\.mask was replaced",
+        refused_in_flight=rf"blocks\.1\.whole\.mask was replaced{IN_FLIGHT}",
+    ),
+    "buffer in place": Row(
+        lambda m, o: scaled(m.blocks[1].whole.mask, in_place=True),
+        refused_in_flight=rf"blocks\.1\.whole\.mask{WRITTEN}",
+        is_final=True,
     ),
     "attribute that was traced": Row(
         lambda m, o: set_to(m.blocks[1], "alpha", 0.5),
@@ -201,7 +210,10 @@ TABLE: Final[dict[str, Row]] = {
         error=GuardError,
         is_left_out=True,
     ),
-    "hook on a layer": Row(lambda m, o: hooked(m.blocks[1].whole)),
+    "hook on a layer": Row(
+        lambda m, o: hooked(m.blocks[1].whole),
+        refused_in_flight=rf"a hook of blocks\.1\.whole was registered or removed{IN_FLIGHT}",
+    ),
     "hook on a block": Row(
         lambda m, o: hooked(m.blocks[1]), r"a hook of blocks\.1 was registered or removed"
     ),
@@ -222,14 +234,24 @@ TABLE: Final[dict[str, Row]] = {
     ),
     "member": Row(lambda m, o: appended(m.blocks), "blocks was given other members"),
     "parametrized": Row(
-        lambda m, o: parametrized(m.stem), "stem was a Linear and is a ParametrizedLinear now"
+        lambda m, o: parametrized(m.stem),
+        "stem was a Linear and is a ParametrizedLinear now",
+        is_final=True,
     ),
     "requires_grad": Row(
         lambda m, o: set_to(m.head.weight, "requires_grad", False),
         r"requires_grad of head\.weight was changed",
     ),
-    "parameter in place": Row(lambda m, o: scaled(m.head.weight, in_place=True)),
-    "parameter's data": Row(lambda m, o: scaled(m.head.weight, in_place=False)),
+    "parameter in place": Row(
+        lambda m, o: scaled(m.head.weight, in_place=True),
+        refused_in_flight=rf"head\.weight{WRITTEN}",
+        is_final=True,
+    ),
+    "parameter's data": Row(
+        lambda m, o: scaled(m.head.weight, in_place=False),
+        refused_in_flight=rf"head\.weight{WRITTEN}",
+        is_final=True,
+    ),
     "parameter": Row(
         lambda m, o: set_to(m.head, "weight", nn.Parameter(m.head.weight.detach().clone())),
         r"head\.weight was replaced",
@@ -247,9 +269,7 @@ TABLE: Final[dict[str, Row]] = {
     "scheduler": Row(lambda m, o: scheduled(o)),
     "loaded state": Row(lambda m, o: state_loaded(o)),
     "loaded weights": Row(
-        lambda m, o: loaded(m),
-        refused_in_flight=r"call trainer\.flush\(\) before",
-        error=TrainerStoppedError,
+        lambda m, o: loaded(m), refused_in_flight=rf"{WRITTEN} write to weights", is_final=True
     ),
     "batch size": Row(inputs=lambda x: x[:3]),
     "size": Row(
@@ -365,16 +385,18 @@ def test_in_flight(name: str, backend: str) -> None:
         feed(trainer, data(10, row.inputs))
     else:
         before = state(net.model)
-        for _ in range(2):
-            refuses(row.error, refusal, feed, trainer, data(1, row.inputs))
+        refuses(row.error, refusal, feed, trainer, data(1, row.inputs))
+        refuses(row.error, refusal, feed, trainer, data(1, row.inputs))
         if row.refused_in_flight is not None:
             refuses(row.error, refusal, trainer.flush)
-        if row.error is TrainerStoppedError:
-            return  # it cannot be undone
         if not row.is_left_out:
             assert_same(before, state(net.model))
         if undo is not None:
             undo()
+        if row.is_final:
+            for use in (trainer.flush, trainer.state_dict, lambda: feed(trainer, data(1))):
+                refuses(InputError, WRITTEN, use)
+            return
         trainer.evaluate(data(2))
         feed(trainer, data(10))
     trainer.flush()
@@ -476,26 +498,52 @@ def test_all_stages_compute_with_what_was_written(settings: Any, in_place: bool)
 
 
 @cases(
-    "settings, change, why",
-    ({}, "layers.0.weight", "before stage 1, which shares it .* received the last update; call"),
-    ({"weights": "stashed", "accumulation_steps": 3}, "stem.weight", "passes need the weights bef"),
-    ({"method": "pipedream", "accumulation_steps": 3}, "stem.weight", "passes need the weights be"),
-    ({"method": "1f1b", "accumulation_steps": 8}, "layers.0.weight", "call .*before you write to"),
+    "settings, change",
+    *(({"weights": choice}, "stem.weight") for choice in ("latest", "stashed", "predicted")),
+    ({"method": "1f1b", "accumulation_steps": 8}, "head.bias"),
+    ({"method": "backprop"}, "layers.0.weight"),  # its last update is on its way to other stages
+    ({"backend": "static"}, "stem.bias"),
+    ids=str,
 )
-def test_writes_that_what_is_in_flight_cannot_follow(settings: Any, change: str, why: str) -> None:
+def test_after_a_write_in_flight_a_trainer_goes_on_from_a_state(settings: Any, change: str) -> None:
     net = fresh(Shared, 4)
     trainer = training.trainer_of(net, **settings)
+    drained(trainer, data(9))
+    state = trainer.state_dict()
     feed(trainer, data(5))
     scaled(net.model.get_parameter(change), in_place=True)
-    refuses(InputError, why, feed, trainer, data(5))
-    refuses(TrainerStoppedError, why, feed, trainer, data(1))
+    for use in (lambda: feed(trainer, data(1)), trainer.flush, lambda: trainer.evaluate(data(1))):
+        refuses(InputError, f"{change}{WRITTEN}", use)
+    trainer.load_state_dict(state)
+    drained(trainer, data(9))
 
 
-@cases("settings", {}, {"accumulation_steps": 4}, {"weights": "predicted"}, ids=str)
-def test_weights_may_be_written_before_the_first_update(settings: Any) -> None:
-    """Then only the write lies between the two passes of a micro-batch, and no update."""
+@cases("settings", {}, {"weights": "stashed"}, {"method": "backprop"}, ids=str)
+def test_hooks_of_optimizers_may_write(settings: Any) -> None:
+    """A write is part of the update: shared weights arrive as written."""
+
+    def clamped(parameters: Any) -> torch.optim.Optimizer:
+        optimizer, own = momentum(parameters), list(parameters)
+
+        def clamp(*_: Any) -> None:
+            with torch.no_grad():
+                torch._foreach_clamp_max_(own, 0.2)
+
+        optimizer.register_step_post_hook(clamp)
+        return optimizer
+
+    net = fresh(Shared, 4)
+    trainer = training.trainer_of(net, clamped, **settings)
+    drained(trainer, data(9))
+    (x, y), *_ = data(1)
+    assert max(p.max().item() for p in net.model.parameters()) <= 0.2
+    expected = F.cross_entropy(net.to_module()(x), y).item()
+    assert trainer.step(x, y).loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_delay_weights_may_be_written_between_two_steps() -> None:
     net = fresh(training.Plain, 4)
-    trainer = training.trainer_of(net, **settings)
+    trainer = training.trainer_of(net, method="backprop", accumulation_steps=4)
     for batch in data(6):
         trainer.step(*batch)
         with torch.no_grad():
@@ -536,21 +584,31 @@ def after_writing(settings: dict[str, Any], flushes: bool) -> Any:
 
 def course(row: Row, backend: str) -> dict[str, Any]:
     """A change in flight, or after a flush if it is refused then; what was refused, the weights."""
-    net, trainer, optimizers = made(backend, "petra")
     told: list[Any] = []
-    for batch in data(9):
-        fed(trainer, batch)
-    undo = row.change(net.model, optimizers)
+
+    def begun() -> Run:
+        run = made(backend, "petra")
+        for batch in data(9):
+            fed(run[1], batch)
+        return run
+
+    net, trainer, optimizers = begun()
     if row.refused_in_flight is not None:
-        told.append(outcome(trainer.flush))
-    if row.refused is not None or row.refused_in_flight is not None:
-        if undo is not None:
-            undo()
-        trainer.flush()
         undo = row.change(net.model, optimizers)
+        told.append(outcome(trainer.flush))
+        if row.is_final:
+            net, trainer, optimizers = begun()
+        elif undo is not None:
+            undo()
+    if row.refused is not None or row.refused_in_flight is not None:
+        trainer.flush()
+    undo = row.change(net.model, optimizers)
     if row.refused is not None:
         told.append(outcome(lambda: fed(trainer, data(1, row.inputs)[0])))
-        if undo is not None:
+        if not row.is_left_out:  # ranks have stopped
+            net, trainer, optimizers = begun()
+            trainer.flush()
+        elif undo is not None:
             undo()
     for batch in data(10, row.inputs if row.refused is None else same):
         fed(trainer, batch)
@@ -574,7 +632,18 @@ ON_RANKS: Final = [name for name in TABLE if name != "loaded weights"]
 
 
 def changed(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    return {name: course(TABLE[name], options["backend"]) for name in ON_RANKS}
+    courses = {name: course(TABLE[name], options["backend"]) for name in ON_RANKS}
+    return courses | {"in a step": changed_in_a_step()}
+
+
+def changed_in_a_step() -> list[Any]:
+    """What two steps say in flight after a change of a layer that only the second rank has."""
+    net, trainer, _ = made("eager", "petra")
+    for batch in data(9):
+        fed(trainer, batch)
+    net.model.get_submodule("blocks.2.norm").eval()
+    found = [outcome(lambda: fed(trainer, data(1)[0])) for _ in range(4)]
+    return [text for text in found if isinstance(text, str)]
 
 
 @pytest.mark.filterwarnings("ignore:backend=")
@@ -591,3 +660,6 @@ def test_on_two_ranks(backend: str, tmp_path: Path) -> None:
         assert bool(said) == (refusal is not None), name
         assert all(re.search(refusal or "", text) for text in said), name
         assert row.refused_in_flight is None or len(said) == 2, name
+    change = rf"blocks\.2\.norm\.training was True and is False now{IN_FLIGHT}"
+    for found in results:  # all stop: the first rank as soon as it waits for the other
+        assert re.search(change, found["in a step"][-1]), found["in a step"]
