@@ -74,6 +74,7 @@ class StageModule(Reversible):
         steps = super()._steps(body)
         for chain in (step.run for step in steps if isinstance(step.run, Chain)):
             chain.check = ReconstructionCheck(chain.name, chain.tolerance, failures_allowed=1)
+            chain.is_short = False  # it may be part of a longer one, whose streams are float32
         return steps
 
 

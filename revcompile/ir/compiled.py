@@ -30,7 +30,7 @@ from revcompile.ir.module_tree import called_module
 from revcompile.ir.python_code import Function, function_of
 from revcompile.kernels.exact_sum import rounded
 
-_DROP_PATHS: Final = ("DropPath", "StochasticDepth")
+DROP_PATHS: Final = ("DropPath", "StochasticDepth")
 """Classes whose layers multiply each sample by a random number. Those of DropBlock do not."""
 
 
@@ -78,7 +78,7 @@ def step_of(
     layers: list[nn.Module] = []
     for node in list(graph.nodes) if by_sample else ():
         layer = called_module(node, root)
-        if type(layer).__name__ not in _DROP_PATHS or not _is_last(node):
+        if type(layer).__name__ not in DROP_PATHS or not _is_last(node):
             continue
         assert layer is not None
         layers.append(layer)

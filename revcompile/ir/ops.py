@@ -162,8 +162,9 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """`F.batch_norm`, without updates of running statistics while `statistics_frozen`."""
-    if training and statistics_frozen.get():
-        running_mean = running_var = None
+    if training and statistics_frozen.get():  # with copies, as many tensors are saved as without
+        running_mean = None if running_mean is None else running_mean.clone()
+        running_var = None if running_var is None else running_var.clone()
     return torch.nn.functional.batch_norm(
         input, running_mean, running_var, weight, bias, training, momentum, eps
     )

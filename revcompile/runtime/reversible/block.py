@@ -34,6 +34,7 @@ from revcompile.kernels.fixed_point import (
 from revcompile.kernels.layout import alike, like
 from revcompile.kernels.repeatable import Repeated, repeatable
 from revcompile.runtime.reversible.bindings import Bindings
+from revcompile.runtime.reversible.piece import Piece, ends_low
 from revcompile.runtime.reversible.replay import ReplayContext
 
 _Pair = tuple[Tensor, Tensor]
@@ -179,6 +180,10 @@ class Block:
         self.averaged, self.convolves = coupling.averaged, convolves(branch, root)
         self.repeated = repeated_layers(branch, root) if coupling.averaged else Repeated()
         """Layers of F that must give the same bits in the rebuild."""
+        is_plain = not (self.averaged or rearrange or self.has_extras or self.sharded)
+        self.can_keep_input = is_plain and ends_low(branch, root)
+        """Whether the block can run on streams in low precision (`Chain.keeps_inputs`)."""
+        self._piece = partial(Piece, coupling, root, bindings, self.replay_context, True)
         self._step = partial(
             step_of,
             *(branch, root, coupling.name),
@@ -186,6 +191,11 @@ class Block:
             has_extras=self.has_extras,
             by_sample=self.batch_dim == 0,
         )
+
+    @functools.cached_property
+    def piece(self) -> Piece:
+        """F as ordinary operations, which backward computes again."""
+        return self._piece()
 
     @functools.cached_property
     def step(self) -> Step:

@@ -35,6 +35,7 @@ from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.compiled import CANNOT_COMPILE, Compiler, may_compile
 from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, refusing_other_leaves, stream_leaf
 from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot
+from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.kernels.exact_sum import grid_for
 from revcompile.kernels.fixed_point import random_signs
 from revcompile.kernels.layout import alike, is_traced, with_strides
@@ -75,6 +76,9 @@ from revcompile.runtime.reversible.transforms import (
     is_transformed,
 )
 
+_SHORT: Final = 7
+"""The most couplings of a chain that keeps inputs (`Chain.keeps_inputs`)."""
+
 
 class Chain:
     """Couplings in a row, run as one differentiable function that stores no activations."""
@@ -84,6 +88,8 @@ class Chain:
         self.averaged = blocks[0].averaged
         """Whether streams are averaged; in eval mode they become `b, b + F(b)`."""
         self._convolves = any(block.convolves for block in blocks)
+        self.is_short = len(blocks) <= _SHORT and all(block.can_keep_input for block in blocks)
+        """Whether the chain runs on streams in low precision as it is (`keeps_inputs`)."""
         self.name = f"the chain {blocks[0].name} .. {blocks[-1].name}"
         self.check = ReconstructionCheck(self.name, tolerance)
         read = [each for block in blocks for each in block.bindings.watched]
@@ -152,6 +158,8 @@ class Chain:
         """
         if is_transformed():
             return self.plain(a, b, sides, cast)
+        if self.keeps_inputs(a, b):
+            return self._keeping_inputs(a, b, sides, compiler)
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
         sums = self._sums(a, b, cast)
@@ -159,6 +167,27 @@ class Chain:
         call = _Call(self, cast, sums, around, *_compiler_for(compiler, a), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
+
+    def keeps_inputs(self, a: Tensor, b: Tensor) -> bool:
+        """Whether the streams stay in low precision, and backward has the inputs of branches.
+
+        Rebuilding holds two float32 streams, their gradients and a rebuilt stream. The inputs of
+        seven branches, the output and two gradients take no more in low precision. A branch that
+        ends low gives a sum in low precision, as in the original.
+        """
+        return self.is_short and a.dtype == b.dtype and a.dtype in LOW_PRECISION
+
+    def _keeping_inputs(
+        self, a: Tensor, b: Tensor, sides: Sequence[Any], compiler: Compiler | None
+    ) -> tuple[Tensor, ...]:
+        sums = Added(None)
+        a, b = sums.enter(a, b)
+        compiler, _ = _compiler_for(compiler, b)
+        for index, block in enumerate(self.blocks):
+            used = [sides[i] for i in block.sides]
+            y, _ = sums.add(index, a, b, block.piece((b, *used), compiler, stores_nothing=True))
+            a, b = b, y
+        return a, b
 
     def inspect(
         self,
@@ -169,6 +198,8 @@ class Chain:
         compiler: Compiler | None = None,
     ) -> tuple[tuple[Tensor, ...], list[tuple[str, float]]]:
         """Run forward and back; returns the outputs and each block's reconstruction error."""
+        if self.keeps_inputs(a, b):
+            return self.plain(a, b, sides, cast), [(block.name, 0.0) for block in self.blocks]
         sums, around, past, errors = self._sums(a, b, cast), Surroundings(a.device), [], []
         extras: tuple[Tensor, ...] = ()
         compiler, signs = _compiler_for(compiler, a)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
 from revcompile.inspect.formatting import first_few, plural
 from revcompile.ir.compiled import (
-    CANNOT_COMPILE,
     Compiler,
     compiler_of_trace,
     compiling,
-    may_compile,
     number_of_trace,
-    numbered,
 )
 from revcompile.ir.module_tree import TreeReads, device_of_model
 from revcompile.ir.policy import POLICY_MARK
-from revcompile.ir.precision_rewrites import match_dtypes
-from revcompile.ir.python_code import Function, function_of
 from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot, read_by
 from revcompile.ir.types import Body, Coupling, Live, Opaque, Rewired
 from revcompile.ir.weight_expansion import WeightExpansion, grow
@@ -50,48 +45,21 @@ from revcompile.runtime.reversible.original import (
     in_method_of_original,
 )
 from revcompile.runtime.reversible.overlap import Overlap
+from revcompile.runtime.reversible.piece import Piece, recomputes
 from revcompile.runtime.reversible.reconstruction import Tolerance
-from revcompile.runtime.reversible.replay import StatefulBuffers
+from revcompile.runtime.reversible.replay import ReplayContext
 
 
-@dataclass(frozen=True)
-class _Step:
-    """An opaque segment's code, or a chain."""
+class _Step(NamedTuple):
+    """An opaque segment, or a chain."""
 
-    run: Function | Chain
+    run: Piece | Chain
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     drop: tuple[str, ...]
     """Values that are not read afterwards."""
     sharded: tuple[ShardedModule, ...] = ()
     """For an opaque segment: the FSDP2 modules that its layers belong to."""
-    shared: Callable[[], Function] | None = None
-    """For an opaque segment that computes something: makes the function that is compiled."""
-    stateful: StatefulBuffers = field(default_factory=lambda: StatefulBuffers([]))
-    """For an opaque segment: its buffers, which decide whether it can be compiled."""
-
-    @cached_property
-    def compilable(self) -> Function:
-        """The segment with the text of all segments of its structure."""
-        assert self.shared is not None
-        return self.shared()
-
-    def opaque(self, inputs: Sequence[Any], compiler: Compiler | None) -> Any:
-        """The outputs of an opaque segment."""
-        compiled = None
-        if compiler is not None and not self.stateful.are_known:
-            with self.stateful.recorded():
-                return self.run(*inputs)  # type: ignore[operator]
-        may = self.stateful.may_compile and self.shared is not None and may_compile()
-        if compiler is not None and may:
-            compiled = compiler.compiled(self.compilable, inputs, whole=False)
-        if compiled is not None:
-            assert compiler is not None
-            try:
-                return compiled(self.compilable.modules, *inputs)
-            except CANNOT_COMPILE as error:
-                compiler.failed(self.compilable, error)
-        return self.run(*inputs)  # type: ignore[operator]
 
 
 class _Plan(NamedTuple):
@@ -193,8 +161,9 @@ class Reversible(OriginalSurface):
             return "couplings run eagerly; net.compile() compiles them"
         eager = dict(compiler.failures)
         for step in (step for plan in self._plans.values() for step in plan.steps):
-            pieces = [(step.run.name, step.stateful)]
-            if isinstance(step.run, Chain):
+            if isinstance(step.run, Piece):
+                pieces = [(step.run.name, step.run.stateful)]
+            else:
                 blocks = step.run.blocks
                 pieces = [(block.name, block.replay_context.stateful) for block in blocks]
                 eager |= {b.name: "it has hooks" for b in blocks if b.bindings.hooks.run_in_forward}
@@ -297,7 +266,8 @@ class Reversible(OriginalSurface):
                 values.pop(name, None)
             if isinstance(step.run, Chain):
                 a, b, cast = inputs[0], inputs[1], None
-                if self.training or errors is not None or not step.run.averaged:
+                is_wide = self.training or errors is not None or not step.run.averaged
+                if is_wide and not step.run.keeps_inputs(a, b):
                     a, b, cast = _float32_streams(a, b)
                 del inputs[:2]
                 if errors is not None:
@@ -312,7 +282,8 @@ class Reversible(OriginalSurface):
                 outputs: Sequence[Any] = (a, b, *extras)
             else:
                 inputs = list(unshard(step.sharded, tuple(inputs)))
-                outputs = reshard(step.sharded, tuple(step.opaque(inputs, compiler)))
+                outputs = step.run(inputs, compiler, stores_nothing)
+                outputs = reshard(step.sharded, tuple(outputs))
             del inputs
             values.update(zip(step.outputs, outputs, strict=True))
         return values
@@ -339,17 +310,15 @@ class Reversible(OriginalSurface):
             first = run[0]
             if isinstance(first, Opaque):
                 inputs, outputs = first.inputs, first.outputs
-                graph = match_dtypes(first.graph)
-                code: Function | Chain = function_of(graph, self, first.name)
-                is_plain = all(node.op in ("placeholder", "output") for node in graph.nodes)
-                shared = None if is_plain else partial(_shared, graph, self, first.name)
                 bindings = Bindings(first.graph, self)
-                sharded, stateful = bindings.sharded, StatefulBuffers.of(bindings.modules)
+                context = ReplayContext.of(first, self, list(bindings.modules))
+                again = recomputes(first, body, bindings, context)
+                code: Piece | Chain = Piece(first, self, bindings, context, again)
+                sharded = bindings.sharded
             else:
                 couplings = [s for s in run if isinstance(s, Coupling)]
                 sides = tuple(dict.fromkeys(n for c in couplings for n in c.all_sides))
-                inputs, sharded, shared = (*first.streams_in, *sides), (), None
-                stateful = StatefulBuffers([])
+                inputs, sharded = (*first.streams_in, *sides), ()
                 outputs = couplings[-1].outputs
                 position = {name: i for i, name in enumerate(sides)}
                 types = [body.types.get(coupling.streams_out[1]) for coupling in couplings]
@@ -358,7 +327,7 @@ class Reversible(OriginalSurface):
             drop = tuple(
                 n for n in dict.fromkeys(inputs) if last_use[n] == index and n not in body.returned
             )
-            steps.append(_Step(code, inputs, outputs, drop, sharded, shared, stateful))
+            steps.append(_Step(code, inputs, outputs, drop, sharded))
         return tuple(steps)
 
 
@@ -367,10 +336,6 @@ class Reversible(OriginalSurface):
 )
 def _called_by_dynamo(net: Reversible, number: int, args: Any, kwargs: Any) -> Any:
     return net._call(args, kwargs, compiler_of_trace(number))
-
-
-def _shared(graph: fx.Graph, root: nn.Module, name: str) -> Function:
-    return function_of(numbered(graph), root, name)
 
 
 def _float32_streams(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, torch.dtype | None]:

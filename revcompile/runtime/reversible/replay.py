@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir import ops
 from revcompile.ir.random_numbers import RandomReads, random_reads
-from revcompile.ir.types import Coupling
+from revcompile.ir.types import Segment
 from revcompile.runtime.reversible.bindings import filled
 
 
@@ -330,10 +330,10 @@ class ReplayContext(NamedTuple):
     draws: DrawCheck
 
     @staticmethod
-    def of(coupling: Coupling, root: nn.Module, modules: Sequence[nn.Module]) -> ReplayContext:
-        """The context of a coupling's branch, which runs these modules."""
+    def of(segment: Segment, root: nn.Module, modules: Sequence[nn.Module]) -> ReplayContext:
+        """The context of a coupling's branch, or of another segment, which runs these modules."""
         norms = [module for module in modules if isinstance(module, _BatchNorm)]
-        random, draws = random_reads(coupling.branch, root), DrawCheck(f"block {coupling.name}")
+        random, draws = random_reads(segment.graph, root), DrawCheck(f"block {segment.name}")
         return ReplayContext(norms, random, StatefulBuffers.of(modules), draws)
 
 
