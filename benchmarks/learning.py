@@ -298,7 +298,7 @@ class Staged:
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint."""
-        self.trainer.save(folder / "checkpoints", keep=1, drain=True)
+        self.trainer.save(folder / "checkpoints", keep_last=1, drain=True)
 
 
 def _muon(recipe: Recipe, params: Any) -> DelayAwareMuon:

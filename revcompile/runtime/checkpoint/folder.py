@@ -80,11 +80,11 @@ def save_checkpoint(
     step: int,
     rank: int = 0,
     gather: Gather = lambda value: [value],
-    keep: int = 2,
+    keep_last: int = 2,
 ) -> Path:
     """Write one more checkpoint into a folder that all ranks see; returns its path.
 
-    Every rank calls it with a tree of its own. The newest `keep` checkpoints are kept. If a rank
+    Every rank calls it with a tree of its own. The newest `keep_last` checkpoints stay. If a rank
     fails, all of them raise, and the earlier checkpoints are unchanged.
 
     >>> import pathlib, tempfile, torch
@@ -101,21 +101,21 @@ def save_checkpoint(
 
     is_first = rank == 0
     try:
-        names = all_ranks(lambda: _prepare(folder, keep) if is_first else None)
+        names = all_ranks(lambda: _prepare(folder, keep_last) if is_first else None)
         place = folder / names[0]
         written = all_ranks(lambda: _write_rank(place, rank, tree))
         files = {file: entry for of_rank in written for file, entry in of_rank.items()}
-        names = all_ranks(lambda: _commit(place, step, files, keep) if is_first else None)
+        names = all_ranks(lambda: _commit(place, step, files, keep_last) if is_first else None)
     except InputError as error:
         what = f"{error}; the checkpoints in {folder} are as before"
         raise InputError(what) from error.__cause__
     return folder / str(names[0])
 
 
-def _prepare(folder: Path, keep: int) -> str:
+def _prepare(folder: Path, keep_last: int) -> str:
     """Make a folder under a name that no rank has cached; remove remains of earlier saves."""
-    if not isinstance(keep, int) or keep < 1:
-        raise InputError(f"keep={keep!r}; keep at least 1 checkpoint")
+    if not isinstance(keep_last, int) or keep_last < 1:
+        raise InputError(f"keep_last={keep_last!r}; keep at least 1 checkpoint")
     folder.mkdir(parents=True, exist_ok=True)
     for left in (*folder.glob("saving_*.tmp"), *folder.glob("step_*.tmp")):
         shutil.rmtree(left, ignore_errors=True)
@@ -135,7 +135,7 @@ def _write_rank(place: Path, rank: int, tree: Any) -> dict[str, Any]:
     return {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in files}
 
 
-def _commit(place: Path, step: int, files: Mapping[str, Any], keep: int) -> str:
+def _commit(place: Path, step: int, files: Mapping[str, Any], keep_last: int) -> str:
     """Write the index and rename the folder: from then on it is a checkpoint."""
     folder = place.parent
     for file in files:
@@ -155,7 +155,7 @@ def _commit(place: Path, step: int, files: Mapping[str, Any], keep: int) -> str:
     _write(folder / f"{_LATEST}.tmp", name + "\n")
     os.replace(folder / f"{_LATEST}.tmp", folder / _LATEST)
     sync(folder)
-    for old in sorted(_all(folder), key=_serial)[:-keep]:
+    for old in sorted(_all(folder), key=_serial)[:-keep_last]:
         with suppress(OSError):  # the next save tries again
             # Renamed first: a half-removed checkpoint must not look like a checkpoint.
             shutil.rmtree(old.rename(old.with_name(f"{old.name}.tmp")))

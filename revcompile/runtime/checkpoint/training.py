@@ -64,7 +64,7 @@ def save_training(
     replica: int = 0,
     *,
     gather: Gather = lambda value: [value],
-    keep: int = 2,
+    keep_last: int = 2,
 ) -> Path:
     """Write a trainer's state. Every rank calls it, with what no other rank of its replica has.
 
@@ -82,7 +82,7 @@ def save_training(
         "rng": {rank: _generators()},
     }
     step = state["schedule"]["injected"]
-    return save_checkpoint(folder, tree, step=step, rank=rank, gather=gather, keep=keep)
+    return save_checkpoint(folder, tree, step=step, rank=rank, gather=gather, keep_last=keep_last)
 
 
 def merged_state(checkpoint: Checkpoint, replica: int = 0) -> dict[str, Any]:

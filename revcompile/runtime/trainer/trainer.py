@@ -428,7 +428,7 @@ class Trainer(TrainerState):
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, *, keep: int = 2, drain: bool = False) -> Path:
+    def save(self, folder: str | Path, *, keep_last: int = 2, drain: bool = False) -> Path:
         """Write a checkpoint beside the older ones in a folder. Every rank calls it.
 
         It includes the micro-batches in flight; without `drain` it does not affect training. A run
@@ -441,7 +441,7 @@ class Trainer(TrainerState):
 
         Args:
             folder: where checkpoints are; all ranks must see it.
-            keep: how many of the newest checkpoints to keep.
+            keep_last: how many of the newest checkpoints to keep.
             drain: flush first, which may make an early update. Any stages and method can load it.
 
         Returns:
@@ -467,7 +467,7 @@ class Trainer(TrainerState):
             self._transport.wait_all_delivered()
             state = self._state(self._placement.own_entries(self.model.state_dict()), detach_tree)
             who, gather = (self.rank, self.replica), self._placement.gather
-            saved = save_training(folder, state, *who, gather=gather, keep=keep)
+            saved = save_training(folder, state, *who, gather=gather, keep_last=keep_last)
         if failure is not None:
             failure.add_note(f"The checkpoint {saved} is written, without these micro-batches.")
             raise failure

@@ -166,9 +166,9 @@ def test_the_newest_checkpoints_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "step_00000005",
         "step_00000030",
     ]
-    put(tmp_path, 40, keep=1)
+    put(tmp_path, 40, keep_last=1)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000040"]
-    refuses(InputError, "keep=0", put, tmp_path, 50, keep=0)
+    refuses(InputError, "keep_last=0", put, tmp_path, 50, keep_last=0)
 
 
 def test_a_step_can_be_saved_twice(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def die_in_a_save(folder: Path, moment: int, kill: bool) -> bool:
                 raise Interrupted
 
     sys.addaudithook(watch)  # stays for the life of the process, so it needs one of its own
-    put(folder, 3, keep=1)
+    put(folder, 3, keep_last=1)
     return seen >= moment
 
 

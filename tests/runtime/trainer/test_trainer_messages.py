@@ -58,7 +58,7 @@ def test_a_wrong_step_says_how_to_call_and_is_left_out(call: Call, said: str) ->
     (lambda t: t.evaluate([(X, Y)], {"loss": F.l1_loss}), '"loss" is taken'),
     (lambda t: t.evaluate([(X, Y)], {"a": lambda o, y: o}), "metric 'a' raised .*one number"),
     (lambda t: t.save(None), "trainer.save: expected a path, got None"),
-    (lambda t: t.save("x", keep="a"), "keep='a'"),
+    (lambda t: t.save("x", keep_last="a"), "keep_last='a'"),
     (lambda t: t.load(3), "expected a path, got 3"),
     (lambda t: t.load_state_dict({"format": 4}), "lacks the entry 'policy'"),
 )
