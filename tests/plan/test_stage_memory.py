@@ -82,7 +82,8 @@ def test_stages_hold_what_is_accounted(name: str, method: str) -> None:
         assert row.held.buffers == row.accounted.buffers
         used = row.accounted.messages - row.arriving
         assert 0 < row.accounted.waiting + used <= row.held.messages
-        assert row.held.messages <= row.accounted.waiting + row.accounted.messages
+        labels = BATCH * torch.int64.itemsize  # travel with the stream, and are not accounted
+        assert row.held.messages <= row.accounted.waiting + row.accounted.messages + labels
     # The last stage may hold graphs as well, which are accounted as work.
     assert 0 <= last.held.buffers - last.accounted.buffers <= last.accounted.working
 
