@@ -142,6 +142,20 @@ def test_a_layer_replaced_between_forward_and_backward_is_named() -> None:
     refuses(ModifiedError, r"blocks\.1\.0 was replaced", loss.backward)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo
+@cases("compiles", False, True)
+def test_a_layer_unfrozen_between_forward_and_backward_is_a_cause_that_is_named(
+    compiles: bool,
+) -> None:
+    net = reversible()
+    if compiles:
+        net.compile(backend="eager")
+    layer = net.blocks[1][0].requires_grad_(False)
+    loss = net(X).sum()
+    layer.requires_grad_(True)
+    refuses(InputError, "or a layer that was unfrozen between forward and", loss.backward)
+
+
 def test_modes_and_rates_of_the_forward_hold_in_backward() -> None:
     net, results = reversible(drop=0.5), []
     for net.reversible in (False, True):

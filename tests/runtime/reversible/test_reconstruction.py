@@ -1,6 +1,7 @@
 """Every call of a chain compares what it rebuilds with what it was given."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -42,6 +43,13 @@ def test_whichever_call_it_is_a_wrong_reconstruction_stops_the_training(calls: i
         train(net)
     blow_up(net)
     refuses(InversionError, r"blocks\.3 reconstruct.*precision.*\.data", train, net)
+
+
+def test_a_branch_that_computes_something_else_again_is_a_cause_that_is_named() -> None:
+    net, factors = reversible_stack(), itertools.count(1)
+    hooked = net.get_submodule("blocks.2")
+    hooked.register_forward_hook(lambda layer, given, out: out * next(factors))
+    refuses(InversionError, "a forward hook of it returns other values in each call", train, net)
 
 
 def test_without_a_tolerance_nothing_is_compared() -> None:
