@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revcompile.errors import InputError, ModifiedError
@@ -23,6 +24,8 @@ from revcompile.ir import ops
 from revcompile.ir.random_numbers import RandomReads, random_reads
 from revcompile.ir.types import Segment
 from revcompile.runtime.reversible.bindings import filled
+
+_NOTHING: Final = nullcontext()
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -318,6 +321,13 @@ def without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(is_caching)
 
 
+def _computed_weights_not_cached() -> AbstractContextManager[None]:
+    """Disable the cache of `parametrize.cached()`: in it, weights of forward have no graph."""
+    if not parametrize._cache_enabled:
+        return _NOTHING
+    return filled([((vars(parametrize), "_cache_enabled"), 0)])
+
+
 # -- one run of a branch --------------------------------------------------------------------------
 
 
@@ -391,7 +401,8 @@ class Replay:
             recorded = stateful.recorded()
         with (
             recorded as self._buffers,
-            self._masks or nullcontext(),
+            self._masks or _NOTHING,
+            _computed_weights_not_cached(),
         ):
             yield
         if self._may_draw and before is not None:
@@ -405,7 +416,7 @@ class Replay:
         A compiled run is the same artifact only if batch norms update statistics: other ones.
         """
         norms = [n for n in self._branch.norms if n.training and n.track_running_stats]
-        contexts = self._around.autocast()
+        contexts = [*self._around.autocast(), _computed_weights_not_cached()]
         if self._random is not None:
             contexts.append(self._drawing_again(*self._random))
         if self._masks is not None:

@@ -103,6 +103,24 @@ def test_what_is_changed_after_reversify_is_trained(kind: str, late: bool) -> No
     assert_exact(net)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo
+@cases("compiles", False, True)
+def test_weights_that_are_computed_once_for_a_step_are_trained(compiles: bool) -> None:
+    net = reversible()
+    for block in net.blocks:
+        parametrizations.weight_norm(block[0])
+    stored_twin = copy_module(net)
+    if compiles:
+        net.compile(backend="eager")
+    with parametrize.cached():
+        want = found(stored_twin, False)
+    with parametrize.cached():
+        have = found(net, True)
+    for name, gradient in want.items():
+        assert gradient is not None and have[name] is not None, name
+        assert torch.allclose(gradient, have[name], atol=1e-12), name
+
+
 def test_functional_call_gives_the_gradients_of_its_parameters() -> None:
     net, results = reversible(), []
     base = {n: p.detach().clone().requires_grad_() for n, p in net.named_parameters()}
