@@ -204,6 +204,10 @@ class Compiler:
         first, *others = (str(error).strip() or "no message").splitlines()
         cause = " ".join([first, *others[: first.endswith(":")]])  # "backend='...' raised:"
         reason = f"{type(error).__name__}: {cause}"
+        if isinstance(error, FailOnRecompileLimitHit):
+            reason = (
+                "torch._dynamo's recompile_limit is reached; TORCH_LOGS=recompiles says by what"
+            )
         is_known = reason in self.failures.values()
         self.failures[function.name] = reason
         if is_known:

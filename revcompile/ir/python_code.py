@@ -106,8 +106,23 @@ class Function:
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
-        """Equal for functions with the same text, which call the same functions."""
-        return self.code.src, *((name, id(value)) for name, value in self.code.globals.items())
+        """Equal for functions with the same text, which call the same functions and layers."""
+        used = ((name, id(value)) for name, value in self.code.globals.items())
+        return self.code.src, self._settings, *used
+
+    @property
+    def _settings(self) -> str:
+        """The settings of torch's own layers: a convolution with each of ten dilations is ten."""
+        layers = (layer for module in self.modules for layer in module.modules())
+        return repr(
+            [
+                (name, value)
+                for layer in layers
+                if type(layer).__module__.startswith("torch.nn.")
+                for name, value in vars(layer).items()
+                if type(value) in (bool, int, float, str, tuple) and name != "training"
+            ]
+        )
 
     @functools.cached_property
     def parameter_sizes(self) -> tuple[Any, ...]:

@@ -244,6 +244,41 @@ def test_rates_of_stochastic_depth_share_an_artifact() -> None:
     assert len(couplings) == 4, "attention and MLP, with a rate and in the first block without"
 
 
+class Dilated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Conv1d(3, 3, 3, padding=width, dilation=width) for width in range(1, 11)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def test_blocks_with_other_settings_have_artifacts_of_their_own() -> None:
+    """One function would be compiled more often than torch allows."""
+    x = torch.randn(2, 3, 24).double()
+    net = reversified(Dilated().double(), x)
+    compiled = copy.deepcopy(net)
+    compiled.compile(backend=BACKEND)
+    assert_same(net, compiled, x)
+    assert compiled.compiler is not None and not compiled.compiler.failures
+
+
+def test_settings_that_change_too_often_end_in_eager_blocks() -> None:
+    net, compiled = pair()
+    x = torch.randn(3, 5, 4).double()
+    with pytest.warns(RevcompileWarning, match="recompile_limit is reached") as said:
+        for rate in range(10):
+            for module in (net, compiled):
+                for block in module.get_submodule("blocks").children():
+                    block.drop.p = 0.05 * rate
+            assert_same(net, compiled, x)
+    assert len(said) == 1
+
+
 def test_a_block_with_hooks_runs_eagerly() -> None:
     net, compiled = pair(dropout=0.0)
     for module in (net, compiled):
