@@ -174,6 +174,9 @@ class Trainer(TrainerState):
     def flush(self) -> None:
         """Drain the pipeline: all gradients come back and are applied. Every rank calls it.
 
+        With micro-batches in flight nothing of the model may change: no modes, settings or hooks
+        of layers, and no weights. After a flush they may. Learning rates may change at any time.
+
         Raises:
             NonFiniteError: A gradient is not finite: its micro-batch was skipped, and the pipeline
                 is drained. All ranks raise it.
