@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,16 +36,20 @@ from revcompile.compiler.partition import Pieces, partition
 from revcompile.compiler.recapture import Recompiler
 from revcompile.compiler.rewire import rewire
 from revcompile.compiler.verify import verify_partition, verify_rewired
-from revcompile.errors import InputError, InversionError, warn
+from revcompile.errors import CaptureError, InputError, InversionError, warn
 from revcompile.gradcheck import Compared, compare_chain, compare_stages, why_not_compared
+from revcompile.inspect.formatting import first_few, plural
 from revcompile.inspect.tables import invertibility_table, refusals, summary_text
 from revcompile.inspect.views import block_of
 from revcompile.interop import huggingface
 from revcompile.ir.module_tree import child_path, looks_trained
 from revcompile.ir.policy import POLICY_MARK, Policy
-from revcompile.ir.types import Captured, Rewired
+from revcompile.ir.snapshot import HOOKS
+from revcompile.ir.types import Captured, Coupling, Rewired
 from revcompile.kernels.fixed_point import STREAM_RANGE
 from revcompile.plan.budget import free_memory
+from revcompile.runtime.reversible.bindings import filled
+from revcompile.runtime.reversible.keeping import Budget, checked_budget
 from revcompile.runtime.reversible.module import Reversible
 from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.reconstruction import Tolerance, tolerance_for
@@ -72,8 +77,29 @@ class ReversibleModule(Reversible):
         return "\n".join((text, *losing, *filter(None, [self.extra_repr()])))
 
     def extra_repr(self) -> str:
-        """The line that `print(net)` adds: whether couplings are compiled, and what is not."""
-        return self._compilation() if self.rewired.couplings else ""
+        """The lines that `print(net)` adds: what is compiled, and which couplings are kept."""
+        if not self.rewired.couplings:
+            return ""
+        plans = (
+            f"inputs {[list(each) for each in sizes]}: {plan}"
+            for sizes, plan in self._memory.plans.items()
+            if plan.count
+        )
+        return "\n".join((self._compilation(), *plans))
+
+    def _compilation(self) -> str:
+        """Whether couplings are compiled, in a line."""
+        compiler = self.compiler or self._latest_compiler
+        if compiler is None:
+            return "couplings run eagerly; net.compile() compiles them"
+        eager = self._run_eagerly(compiler)
+        reasons = first_few([f"{name} ({reason})" for name, reason in eager.items()])
+        return (
+            f"couplings are compiled by {compiler.backend}, "
+            f"{plural(len(compiler.artifacts), 'artifact')} so far"
+            + f"; eager: {reasons}"
+            * bool(eager)
+        )
 
     def to_original(self) -> nn.Module:
         """A model of the original's own class with copies of these weights, to save and serve.
@@ -84,6 +110,24 @@ class ReversibleModule(Reversible):
             InputError: The rewired model computes another function than the original.
         """
         return original_model(self, self)
+
+
+def work_of(rewired: Rewired) -> list[float] | None:
+    """The work of each coupling's branch in forward, and that of all other segments.
+
+    Counting runs copies of the layers, without their hooks, which are the user's. Layers that are
+    sharded cannot be copied: None.
+    """
+    layers = rewired.root.modules()
+    slots = [((vars(layer), kind), OrderedDict[Any, Any]()) for layer in layers for kind in HOOKS]
+    try:
+        with filled(slots), as_defined():
+            costs = segment_costs(rewired)
+    except CaptureError:
+        return None
+    pairs = list(zip(rewired.body.segments, costs, strict=True))
+    inside = [cost.forward for segment, cost in pairs if isinstance(segment, Coupling)]
+    return [*inside, sum(cost.forward for _, cost in pairs) - sum(inside)]
 
 
 @known_keywords("reversify")
@@ -97,6 +141,8 @@ def reversify(
     leaf_modules: Iterable[str | type[nn.Module]] = (),
     tolerance: float | None = None,
     overlap: OverlapName | Overlap = "auto",
+    memory_budget: Budget = None,
+    optimizer_copies: int = 2,
 ) -> ReversibleModule:
     """Rewire a model so that training it stores no activations inside its residual chains.
 
@@ -120,6 +166,13 @@ def reversify(
             errors of up to 1e-2 only warn.
         overlap: Whether backward rebuilds one block while it differentiates the next, on two CUDA
             streams. "auto": in steps captured as CUDA graphs, if their kernels are small.
+        memory_budget: What a training step may hold beside parameters, gradients and batch: bytes,
+            also as "8GiB"; "auto": four fifths of what the device has free after parameters,
+            gradients and the optimizer; "least": every block is rebuilt. Blocks keep their
+            activations as far as that allows, which saves their second run. Default: those that
+            do not raise the peak. The first step of an input shape rebuilds and measures all.
+            Also to be set later, as `net.memory_budget`.
+        optimizer_copies: Values of optimizer state per parameter, for "auto": 2 for Adam.
 
     Raises:
         CaptureError: The model cannot be turned into a graph.
@@ -150,6 +203,9 @@ def reversify(
         tolerance=tolerance,
         overlap=overlap,
     )
+    net._memory.set(checked_budget("reversify", memory_budget))
+    check_optimizer_copies("reversify", optimizer_copies)
+    net._memory.optimizer_copies = optimizer_copies
     _warn_if_nothing_is_reversible(net.rewired, "reversify")
     if huggingface.is_pretrained_model(model):
         huggingface.adopt_class(net)
@@ -193,6 +249,7 @@ def _reversified(
         limit: Tolerance = "auto" if tolerance is None else tolerance
         net = ReversibleModule(rewired, limit, overlaps)
         net._cases.recapture = Recompiler(model, captured, chosen)
+        net._memory.work_of = work_of
         if is_pretrained:
             net._cases.arguments = huggingface.call_arguments
         for path in net._inlined.hooked:

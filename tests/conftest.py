@@ -97,7 +97,6 @@ NIGHTLY: Final[dict[str, Sequence[str]]] = {
     "runtime/distributed/test_restart.py": (
         "test_after_a_kill_every_step_is_the_undisturbed_runs[ddg]",
     ),
-    "runtime/executor/test_captured.py::test_a_scaled_loss": ("petra",),
     "runtime/executor/test_trace.py::test_two_ranks_write_one_trace": (),
     "runtime/executor/test_updates.py::test_the_same_updates_as_a_device_takes_them": (),
     "runtime/executor/test_updates.py::test_the_same_updates_to_the_bit": (

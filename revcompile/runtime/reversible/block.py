@@ -40,6 +40,19 @@ from revcompile.runtime.reversible.replay import ReplayContext
 _Pair = tuple[Tensor, Tensor]
 _Lost = tuple[Tensor, ...]
 """Tensors that only the inverse of a sum needs, which autograd saves."""
+
+
+class Graph(NamedTuple):
+    """The autograd graph of a branch."""
+
+    x: Tensor
+    """The stream that F reads, as a leaf."""
+    sides: list[Any]
+    """The other inputs of F, tensors as leaves."""
+    results: tuple[Tensor, ...]
+    """F(x), or the sum of a compiled step, and the extras."""
+
+
 _Sum = tuple[Tensor, _Lost]
 """A sum, and what its inverse needs besides."""
 
@@ -257,8 +270,10 @@ def couple(
     compiled: Compiled | None = None,
     *,
     is_rebuilt: bool = True,
-) -> tuple[Tensor, tuple[Tensor, ...], torch.dtype, _Lost]:
-    """`y = a + F(b)`, the extras, the dtype of what is differentiated, and what `y` loses of `a`.
+    keeps: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...], torch.dtype, _Lost, Graph | None]:
+    """`y = a + F(b)`, the extras, the dtype of what is differentiated, what `y` loses of `a`, and
+    the graph if it is kept.
 
     Args:
         block: The block.
@@ -270,18 +285,26 @@ def couple(
         sums: How the chain adds.
         compiled: The compiled step, if the block does not run eagerly.
         is_rebuilt: Whether this is one of two runs that must give the same bits.
+        keeps: Whether the run has a graph of its own, which is kept.
     """
-    if compiled is None:
+    graph = None
+    # Both runs of a compiled step are the same artifact only if autograd is on in both.
+    if keeps or (is_rebuilt and compiled is not None):
+        with torch.enable_grad():
+            x = stream_leaf(b, dtype=cast, is_viewed=False)
+            leaves = [_as_leaf(value) for value in used]
+            if compiled is None:
+                addend, extras = run_branch(block, x, leaves, cast)
+            else:
+                addend, *rest = compiled.results(block, sums, a.detach(), x, leaves, 0)
+                extras = tuple(rest)
+        if keeps:
+            graph = Graph(x, leaves, (addend, *extras))
+        addend, extras = addend.detach(), tuple(map(detached, extras))
+    elif compiled is None:
         addend, extras = run_branch(block, b, used, cast, is_rebuilt)
     else:
-        # Both runs are the same artifact only if autograd is on in both.
-        with torch.enable_grad() if is_rebuilt else _NOTHING:
-            x = stream_leaf(b, dtype=cast, is_viewed=False) if is_rebuilt else _read(b, cast)
-            leaves = map(_as_leaf, used) if is_rebuilt else used
-            stream = a.detach() if is_rebuilt else a
-            addend, *rest = compiled.results(block, sums, stream, x, list(leaves), 0)
-        if is_rebuilt:
-            addend, *rest = addend.detach(), *map(detached, rest)
+        addend, *rest = compiled.results(block, sums, a, _read(b, cast), used, 0)
         extras = tuple(rest)
     if addend.shape != a.shape and (is_rebuilt or isinstance(sums, FixedAverage)):
         _refuse_broadcast(block, a, addend)
@@ -289,7 +312,7 @@ def couple(
         y, lost = sums.add(index, a, b, addend)
     else:
         y, lost = like(a, addend), ()
-    return y, extras, addend.dtype, lost
+    return y, extras, addend.dtype, lost, graph
 
 
 def _as_leaf(value: Any) -> Any:

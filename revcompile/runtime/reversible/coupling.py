@@ -21,7 +21,7 @@ inverses are exact (`kernels.exact_sum`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from revcompile.errors import InputError, ModifiedError
 from revcompile.ir.compiled import CANNOT_COMPILE, Compiler, may_compile
-from revcompile.ir.coupling_ops import branch_vjp, laid_out_like, refusing_other_leaves, stream_leaf
+from revcompile.ir.coupling_ops import (
+    branch_vjp,
+    laid_out_like,
+    refusing_other_leaves,
+    retaining,
+    stream_leaf,
+)
 from revcompile.ir.snapshot import STRUCTURE, Kind, TreeSnapshot
 from revcompile.kernels.autocast import LOW_PRECISION
 from revcompile.kernels.exact_sum import grid_for
@@ -57,6 +63,7 @@ from revcompile.runtime.reversible.block import (
     couple,
     rebuild,
 )
+from revcompile.runtime.reversible.keeping import NOTHING_KEPT, ChainMemory
 from revcompile.runtime.reversible.overlap import Overlap, TwoStreams
 from revcompile.runtime.reversible.reconstruction import (
     ReconstructionCheck,
@@ -150,8 +157,9 @@ class Chain:
         sides: Sequence[Any],
         cast: torch.dtype | None = None,
         compiler: Compiler | None = None,
+        memory: ChainMemory = NOTHING_KEPT,
     ) -> tuple[Tensor, ...]:
-        """The chain, which keeps only its output for the backward pass.
+        """The chain, which keeps only its output for the backward pass, and some graphs (`memory`).
 
         `torch.func` and forward-mode AD differentiate operations, not our backward. For those, the
         chain runs as in `plain`.
@@ -160,11 +168,13 @@ class Chain:
             return self.plain(a, b, sides, cast)
         if self.keeps_inputs(a, b):
             return self._keeping_inputs(a, b, sides, compiler)
+        if memory.meter is not None:
+            memory.meter.rebuilds = True
         # A block that is rebuilt early would find its weights sharded.
         overlaps = self.overlap.applies_to(a) and not any(block.sharded for block in self.blocks)
         sums = self._sums(a, b, cast)
         around = Surroundings(a.device)
-        call = _Call(self, cast, sums, around, *_compiler_for(compiler, a), overlaps)
+        call = _Call(self, cast, sums, around, memory, *_compiler_for(compiler, a), overlaps)
         out: tuple[Tensor, ...] = _apply(call, a, b, sides)
         return out
 
@@ -212,7 +222,7 @@ class Chain:
                 used = [sides[i] for i in block.sides]
                 compiled = compiled_block(block, compiler, signs, a, b, used)
                 with replay.record():
-                    y, extras, _, lost = couple(block, index, a, b, used, cast, sums, compiled)
+                    y, extras, _, lost, _ = couple(block, index, a, b, used, cast, sums, compiled)
                 a, b = b, y
                 reshard(block.sharded, (b,))
                 past.append((index, block, replay, given, shapes, lost, compiled))
@@ -263,12 +273,18 @@ def _apply(call: _Call, a: Tensor, b: Tensor, sides: Sequence[Any]) -> tuple[Ten
                 (b,) = unshard(block.sharded, (b,))
             bound = Bound(block.bindings)
             needs = bound.differentiable()
-            if is_checked and (needs or any(t.requires_grad for t in (a, b, *tensors))):
-                # The backward pass ends here: blocks before this one have nothing to train.
+            keeps = call.memory.keeps(index)
+            if (
+                is_checked
+                and not keeps
+                and (needs or any(t.requires_grad for t in (a, b, *tensors)))
+            ):
+                # The rebuild ends here: blocks before this one have nothing to train, or graphs.
                 call.checked, is_checked = index, False
             a, b, *extras = _apply_block(call, index, sides, bound, a, b, *tensors, *needs)
             if block.sharded:
                 (b,) = reshard(block.sharded, (b,))
+            call.memory.mark(index)
     return a, b, *extras
 
 
@@ -280,6 +296,7 @@ class _Call:
     cast: torch.dtype | None
     sums: Added
     around: Surroundings
+    memory: ChainMemory
     compiler: Compiler | None = None
     """What compiles the blocks; None if they run eagerly."""
     signs: tuple[Tensor, ...] = ()
@@ -317,9 +334,10 @@ def _note(
 
 @dataclass(slots=True)
 class _Rebuilt:
-    """A block computed again: its input, and the graph of its branch."""
+    """A block computed again: its input, and the graph of its branch. Or a graph that was kept."""
 
-    a: Tensor
+    a: Tensor | None
+    """None with a kept graph: the block before has its own output."""
     b: Tensor
     x: Tensor
     """`b` as the beginning of the graph, in the dtype in which F reads it."""
@@ -329,7 +347,7 @@ class _Rebuilt:
     """The parameters that require a gradient, as they are in the graph."""
     results: tuple[Tensor, ...]
     """F(b), or the sum of a compiled step, and the extras."""
-    stream: int
+    stream: int = 0
     """The number of the CUDA stream on which it was rebuilt (`TwoStreams`)."""
 
 
@@ -357,7 +375,10 @@ _REST: Final = 6
 
 
 class _Reversible(torch.autograd.Function):
-    """One block. Only the chain's last block saves its output; others get it from the next one."""
+    """One block. The last of a run of rebuilt blocks saves its output; others get it from the next.
+
+    A block that keeps its graph differentiates that one in place of a rebuilt one.
+    """
 
     @staticmethod
     def forward(
@@ -377,16 +398,18 @@ class _Reversible(torch.autograd.Function):
             call.samples = call.chain.check.start({"a": samples_of(a), "b": samples_of(b)})
         used = [sides[i] for i in block.sides]
         a, b, ctx.shapes = arranged(block, a, b, sides)
-        compiled = None
+        compiled, keeps = None, any(ctx.needs_input_grad) and call.memory.keeps(index)
         if not bound.hooks:
             compiled = compiled_block(block, call.compiler, call.signs, a, b, used)
+        others = bound.stand_ins() if keeps else {}
+        given = bound, a, b, used, others
         try:
-            replay, results = _first_run(call, index, bound, a, b, used, compiled)
+            replay, results = _first_run(call, index, *given, compiled, keeps)
         except CANNOT_COMPILE as error:
             _note(call.compiler, block, compiled, error)
             call.around.random, compiled = None, None  # what it drew is drawn again
-            replay, results = _first_run(call, index, bound, a, b, used, None)
-        y, extras, ctx.addend_dtype, lost = results
+            replay, results = _first_run(call, index, *given, None, keeps)
+        y, extras, ctx.addend_dtype, lost, graph = results
         ctx.compiled = compiled
         ctx.call, ctx.index, ctx.bound, ctx.replay = call, index, bound, replay
         ctx.plain_sides = [None if isinstance(side, Tensor) else (side,) for side in used]
@@ -394,9 +417,16 @@ class _Reversible(torch.autograd.Function):
         ctx.parameters = rest[count:]
         if not any(ctx.needs_input_grad):
             lost = ()
-        kept = (b, y) if block is call.chain.blocks[-1] else ()
+        is_last = block is call.chain.blocks[-1] or call.memory.keeps(index + 1)
+        kept = (b, y) if is_last and graph is None else ()
         ctx.kept, ctx.lost, ctx.strides = len(kept), len(lost), b.stride()
-        ctx.save_for_backward(*kept, *lost, *rest[:count])
+        ctx.graph = None
+        if graph is None:
+            ctx.save_for_backward(*kept, *lost, *rest[:count])
+        else:
+            sides = [side for side in graph.sides if isinstance(side, Tensor)]
+            trained = _in_graph(ctx.parameters, others)
+            ctx.graph = _Rebuilt(None, b, graph.x, sides, trained, graph.results)
         return b, y, *extras
 
     @staticmethod
@@ -405,7 +435,16 @@ class _Reversible(torch.autograd.Function):
         call: _Call = ctx.call
         handed, call.handed = call.handed, None
         saved: Sequence[Tensor] = ()
-        if ctx.kept:  # the chain's last block
+        call.memory.begin_backward(ctx.index)
+        if ctx.graph is not None:
+            if handed is None or handed.index != ctx.index:
+                handed = _Handed(ctx.index)
+            handed.rebuilt = ctx.graph
+            if not _keeps_graph():
+                ctx.graph = None
+            ctx.bound.check(call.chain.blocks[ctx.index].name)
+            call.chain.check_repeatable()
+        elif ctx.kept:  # the last block of its run
             saved = ctx.saved_tensors  # once: `torch.utils.checkpoint` gives them only once
             ctx.outputs = saved[: ctx.kept]
             grad_b, grad_y = laid_out_like(saved[0], grad_b), laid_out_like(saved[1], grad_y)
@@ -422,23 +461,28 @@ class _Reversible(torch.autograd.Function):
             )
         elif handed.rebuilt is None:
             saved = ctx.saved_tensors
+        is_kept = handed.rebuilt is not None and handed.rebuilt.a is None
         rebuilt = handed.rebuilt or _rebuild(ctx, saved, handed.output)
         handed.output = handed.rebuilt = ahead = None
         del saved
         with TwoStreams(grad_y.device, call.overlaps) as streams:
-            if call.overlaps and (previous := _previous_block(ctx)) is not None:
+            previous = None if is_kept else _previous_block(ctx)
+            if call.overlaps and previous is not None:
                 other = 1 - rebuilt.stream
                 with streams.on(other):
                     output = _input_of(ctx, rebuilt)
                     ahead = _rebuild(previous, previous.saved_tensors, output, other)
-            with streams.backward_on(rebuilt.stream):
+            again = nullcontext() if ctx.graph is None else retaining()  # a kept graph
+            with streams.backward_on(rebuilt.stream), again:
                 results = _differentiate(ctx, rebuilt, handed, grad_b, grad_y, *grad_extras)
+        call.memory.mark(ctx.index)
         if ctx.index == call.checked and call.samples is not None:
             a, b = _input_of(ctx, rebuilt)
             call.chain.check.finish(call.samples, {"a": samples_of(a), "b": samples_of(b)})
         if call.handed is not None:
             call.handed.rebuilt = ahead
-            call.handed.output = _input_of(ctx, rebuilt) if ahead is None else None
+            is_read = ahead is None and not is_kept and not call.memory.keeps(ctx.index - 1)
+            call.handed.output = _input_of(ctx, rebuilt) if is_read else None
         return None, None, None, None, *results
 
 
@@ -449,13 +493,17 @@ def _first_run(
     a: Tensor,
     b: Tensor,
     used: Sequence[Any],
+    others: Mapping[int, Tensor],
     compiled: Compiled | None,
-) -> tuple[Replay, tuple[Tensor, tuple[Tensor, ...], torch.dtype, tuple[Tensor, ...]]]:
+    keeps: bool,
+) -> tuple[Replay, tuple[Tensor, tuple[Tensor, ...], torch.dtype, tuple[Tensor, ...], Any]]:
     """A block's sum in forward, and what repeats it."""
     block = call.chain.blocks[index]
     replay = Replay(block.replay_context, call.around, bool(bound.hooks))
-    with replay.record(), block.bindings.hooks.running(bound.hooks):
-        return replay, couple(block, index, a, b, used, call.cast, call.sums, compiled)
+    hooks = block.bindings.hooks.running(bound.hooks)
+    with replay.record(), hooks, bound.replaced_by(others):
+        given = block, index, a, b, used, call.cast, call.sums, compiled
+        return replay, couple(*given, keeps=keeps)
 
 
 # Skips the part of `apply` for `torch.func`, whose transforms never get here (`is_transformed`).
@@ -465,7 +513,9 @@ _apply_block: Final = super(torch.autograd.Function, _Reversible).apply
 def _previous_block(node: Any) -> Any:
     """The autograd node of the previous block, if that is differentiated too."""
     previous = node.next_functions[0][0]
-    return previous if getattr(previous, "call", None) is node.call else None
+    if getattr(previous, "call", None) is not node.call or previous.index != node.index - 1:
+        return None
+    return None if previous.kept or previous.graph is not None else previous
 
 
 def _before_rearrange(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -474,6 +524,7 @@ def _before_rearrange(node: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _input_of(node: Any, rebuilt: _Rebuilt) -> _Output:
     """The input of a rebuilt block: the output of the previous one."""
+    assert rebuilt.a is not None
     b, y = _before_rearrange(node, rebuilt.a, rebuilt.b)
     return b, y
 
@@ -494,9 +545,7 @@ def _rebuild(
     next_side = iter(sides)
     used = [next(next_side) if plain is None else plain[0] for plain in node.plain_sides]
     others = bound.stand_ins()
-    parameters: Sequence[Tensor] = node.parameters
-    if others:
-        parameters = [others.get(id(p), p).requires_grad_() for p in parameters]
+    parameters = _in_graph(node.parameters, others)
     compiled: Compiled | None = node.compiled
     hooks = block.bindings.hooks.running(bound.hooks)
     with bound.restored(others), hooks, node.replay.again(compiled is not None):
@@ -505,7 +554,20 @@ def _rebuild(
         a, results = rebuild(
             *(block, node.index, y, x, b, used, call.cast, call.sums, lost, compiled)
         )
+    call.memory.rebuilt(node.index, results, (a, b))
     return _Rebuilt(a, b, x, sides, parameters, results, stream)
+
+
+def _in_graph(parameters: Sequence[Tensor], others: Mapping[int, Tensor]) -> Sequence[Tensor]:
+    """The parameters as they are in the graph of a branch (`Bound.stand_ins`)."""
+    if not others:
+        return parameters
+    return [others.get(id(p), p).requires_grad_() for p in parameters]
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass that runs now was called with `retain_graph=True`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _differentiate(

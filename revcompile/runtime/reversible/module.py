@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from revcompile.errors import GuardError, InputError
-from revcompile.inspect.formatting import first_few, plural
 from revcompile.ir.compiled import (
     Compiler,
     compiler_of_trace,
@@ -37,6 +36,7 @@ from revcompile.runtime.reversible.bindings import (
 from revcompile.runtime.reversible.block import Block
 from revcompile.runtime.reversible.coupling import Chain
 from revcompile.runtime.reversible.guards import Cases
+from revcompile.runtime.reversible.keeping import NOTHING_KEPT, Budget, ChainMemory, Memory
 from revcompile.runtime.reversible.module_guards import Inlined
 from revcompile.runtime.reversible.original import (
     Original,
@@ -108,6 +108,7 @@ class Reversible(OriginalSurface):
         self.__dict__["reversible"] = True
         self.__dict__["overlap"] = overlap
         self.__dict__["compiler"] = self.__dict__["_latest_compiler"] = None
+        self.__dict__["_memory"] = Memory()
         self.__dict__["_plans"] = {}
         self.__dict__["_original"] = Original.adopted_by(self, root, reserved)
         self.__dict__["_inlined"] = Inlined(rewired, self)
@@ -131,6 +132,8 @@ class Reversible(OriginalSurface):
     """What compiles the couplings (`compile`); None: they run eagerly."""
     _latest_compiler: Compiler | None
     """What compiled them in the latest call, which may be one of `torch.compile(net)`."""
+    _memory: Memory
+    """What decides which couplings keep their graphs."""
     _plans: dict[int, _Plan]
     _inlined: Inlined
     _cases: Cases
@@ -154,27 +157,30 @@ class Reversible(OriginalSurface):
         options = dict(zip(("fullgraph", "dynamic", "backend"), args, strict=False)) | kwargs
         self.__dict__["compiler"] = None if options.pop("disable", False) else Compiler(options)
 
-    def _compilation(self) -> str:
-        """Whether couplings are compiled, in a line."""
-        compiler = self.compiler or self._latest_compiler
-        if compiler is None:
-            return "couplings run eagerly; net.compile() compiles them"
+    def _run_eagerly(self, compiler: Compiler) -> dict[str, str]:
+        """Pieces that are not compiled, by name, and why."""
         eager = dict(compiler.failures)
         for step in (step for plan in self._plans.values() for step in plan.steps):
-            if isinstance(step.run, Piece):
-                pieces = [(step.run.name, step.run.stateful)]
-            else:
+            pieces = [(step.run.name, step.run.stateful)] if isinstance(step.run, Piece) else []
+            if isinstance(step.run, Chain):
                 blocks = step.run.blocks
                 pieces = [(block.name, block.replay_context.stateful) for block in blocks]
                 eager |= {b.name: "it has hooks" for b in blocks if b.bindings.hooks.run_in_forward}
             eager |= {name: "it writes to buffers" for name, seen in pieces if seen.have_changed}
-        reasons = first_few([f"{name} ({reason})" for name, reason in eager.items()])
-        return (
-            f"couplings are compiled by {compiler.backend}, "
-            f"{plural(len(compiler.artifacts), 'artifact')} so far"
-            + f"; eager: {reasons}"
-            * bool(eager)
-        )
+        return eager
+
+    @property
+    def memory_budget(self) -> Budget:
+        """What a training step may hold beside parameters, gradients and batch.
+
+        Bytes, also as "8GiB"; "auto": four fifths of what the device has free; "least": every
+        coupling is rebuilt; None: couplings that do not raise the peak keep their graphs.
+        """
+        return self._memory.budget
+
+    @memory_budget.setter
+    def memory_budget(self, budget: Budget) -> None:
+        self._memory.set(budget)
 
     def _call(self, args: Any, kwargs: Any, compiler: Compiler | None) -> Any:
         self.__dict__["_latest_compiler"] = compiler
@@ -190,8 +196,14 @@ class Reversible(OriginalSurface):
         body, out_spec = rewired.body, rewired.signature.out_spec
         if rewired.eval_body is not None and not self.training:
             body, out_spec = rewired.eval_body, rewired.signature.eval_out_spec or out_spec
+        kept, meter = frozenset[int](), None
+        if self._stores_nothing:
+            tensors = [value for value in values.values() if isinstance(value, Tensor)]
+            kept, meter = self._memory.begin(self, rewired, tensors, compiler is not None)
         with compiling(compiler):
-            found = self._run(body, values, compiler)
+            found = self._run(body, values, compiler, None, ChainMemory(0, kept, meter))
+        if meter is not None:
+            meter.end_forward(list(found.values()))
         if rewired.stored and self._stores_nothing:
             tap_stored(self, rewired.stored)
         flat = [found[leaf.name] if isinstance(leaf, Live) else leaf for leaf in body.result]
@@ -258,6 +270,7 @@ class Reversible(OriginalSurface):
         values: dict[str, Any],
         compiler: Compiler | None = None,
         errors: list[tuple[str, float]] | None = None,
+        memory: ChainMemory = NOTHING_KEPT,
     ) -> dict[str, Any]:
         stores_nothing = self._stores_nothing
         for step in self._plan(body):
@@ -275,8 +288,10 @@ class Reversible(OriginalSurface):
                     errors += of_blocks
                 else:
                     plain = partial(step.run.plain, training=self.training)
-                    run = step.run.reversible if stores_nothing else plain
+                    reversible = partial(step.run.reversible, memory=memory)
+                    run = reversible if stores_nothing else plain
                     a, b, *extras = run(a, b, inputs, cast, compiler)
+                    memory = replace(memory, first=memory.first + len(step.run.blocks))
                 if cast is not None:
                     a, b = a.to(cast), b.to(cast)
                 outputs: Sequence[Any] = (a, b, *extras)
