@@ -270,6 +270,18 @@ def test_measure_on_a_gpu_does_not_count_the_loaded_model(called: Called) -> Non
     assert batch <= found["rows"]["plain"]["bytes"] < 2 * 4 * 1024**2
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_measure_on_a_gpu_draws_compiled_steps(called: Called, tmp_path: Path) -> None:
+    file = tmp_path / "frontier.svg"
+    argv = ("measure", "test_vit", "--steps", "1", "--device", "cuda", "--plot", str(file))
+    found = in_json(called, *argv)
+    names = {"plain, compiled", "checkpointing, compiled", "reversible, compiled", "torch 0.5"}
+    assert names <= {*found["rows"]} and found["precision"] == "bf16"
+    assert all(row["bytes"] > 0 for row in found["rows"].values())
+    assert all(f">{name}<" in file.read_text() for name in ("plain", "torch 0.1", "reversible"))
+
+
 def pair() -> tuple[nn.Module, Any]:
     """A model of two inputs, the second of which masks the first, for two samples."""
     layers = {"block": block(), "out": nn.Linear(6, 2)}
