@@ -386,7 +386,8 @@ def report(rows: Sequence[Row], args: argparse.Namespace, as_markdown: bool = Fa
                 cells_of(row) if kind == "time" else [shown(row.get(c, "")) for c in columns]
                 for row in some
             ]
-            title = f"{TITLES[name]}, batch {some[0]['batch']}, bf16"
+            small = "a small one of the kind of " * args.tiny
+            title = f"{small}{TITLES[name]}, batch {some[0]['batch']}, bf16"
             if as_markdown:
                 print(f"\n{title}\n\n{markdown(columns, cells)}")
             else:
@@ -456,7 +457,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             for found in measured(name, args):
                 save(args, rows + found)
-        report(found, argparse.Namespace(plot=None))
+        report(found, argparse.Namespace(plot=None, tiny=args.tiny))
         rows += found
         clean()
     report(rows, args) if args.plot else None
