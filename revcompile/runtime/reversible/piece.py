@@ -78,14 +78,15 @@ class Piece:
             stores_nothing: Whether its graph need not be kept.
         """
         # Hooks of its layers would see both runs.
-        is_observed = bool(self._bindings.hooks) or _has_any_global_hook() or is_transformed()
+        transformed = is_transformed()
+        is_observed = bool(self._bindings.hooks) or _has_any_global_hook() or transformed
         again = stores_nothing and self._recomputes and not is_observed
         run, stateful = self._run_twice if again else _run_once, self.stateful
         if compiler is not None and not stateful.are_known and not again:
             with stateful.recorded():
                 return self._eager(*inputs)
         may_run = stateful.may_compile and self._computes and may_compile()
-        if compiler is not None and may_run:
+        if compiler is not None and may_run and not transformed:
             function = self._compilable
             compiled = compiler.compiled(function, inputs, whole=False)
             if compiled is not None:

@@ -453,6 +453,23 @@ def test_without_a_compiler_of_cpp_couplings_run_eagerly(tmp_path: Path) -> None
     assert "C++ compiler" in run.stderr
 
 
+def test_transforms_of_torch_func_run_eagerly() -> None:
+    net, compiled = pair(dropout=0.0)
+    x, found = torch.randn(3, 5, 4).double(), []
+    for module in (net, compiled):
+        weights = dict(module.named_parameters())
+
+        def loss(given: dict[str, Tensor], module: nn.Module = module) -> Tensor:
+            return torch.func.functional_call(module, given, (x,)).square().sum()
+
+        results = dict(torch.func.grad(loss)(weights))
+        results["each sample"] = torch.func.vmap(module)(x.expand(2, 3, 5, 4))
+        results["tangent"] = torch.func.jvp(module, (x,), (torch.ones_like(x),))[1]
+        found.append({name: value.detach() for name, value in results.items()})
+    assert worst(*found)[0] < 1e-10
+    assert compiled.compiler is not None and not compiled.compiler.artifacts
+
+
 def test_what_fails_in_the_backward_graph_fails_in_forward() -> None:
     from torch._dynamo.backends.common import aot_autograd
 
