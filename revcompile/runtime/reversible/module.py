@@ -48,6 +48,7 @@ from revcompile.runtime.reversible.overlap import Overlap
 from revcompile.runtime.reversible.piece import Piece, recomputes
 from revcompile.runtime.reversible.reconstruction import Tolerance
 from revcompile.runtime.reversible.replay import ReplayContext
+from revcompile.runtime.reversible.transforms import is_transformed
 
 
 class _Step(NamedTuple):
@@ -220,7 +221,8 @@ class Reversible(OriginalSurface):
     @property
     def _stores_nothing(self) -> bool:
         """Whether a call now keeps no graph of its chains, and rebuilds them in backward."""
-        return self.reversible and self.training and torch.is_grad_enabled() and not is_traced()
+        is_training = self.reversible and self.training and torch.is_grad_enabled()
+        return is_training and not is_traced() and not is_transformed()
 
     def _case(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
