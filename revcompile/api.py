@@ -169,9 +169,9 @@ def reversify(
         memory_budget: What a training step may hold beside parameters, gradients and batch: bytes,
             also as "8GiB"; "auto": four fifths of what the device has free after parameters,
             gradients and the optimizer; "least": every block is rebuilt. Blocks keep their
-            activations as far as that allows, which saves their second run. Default: those that
-            do not raise the peak. The first step of an input shape rebuilds and measures all.
-            Also to be set later, as `net.memory_budget`.
+            activations as far as that allows, which saves their second run. Default: on CUDA,
+            those that do not raise the peak. The first step of an input shape rebuilds and
+            measures all. Also to be set later, as `net.memory_budget`.
         optimizer_copies: Values of optimizer state per parameter, for "auto": 2 for Adam.
 
     Raises:

@@ -36,7 +36,7 @@ from revcompile.units import bytes_of, format_size
 LEAST: Final = "least"
 AUTO: Final = "auto"
 Budget = int | str | None
-"""Bytes; "least": keep nothing; "auto": four fifths of what is free; None: what costs no peak."""
+"""Bytes; "least": keep nothing; "auto": four fifths of what is free; None: what raises no peak."""
 
 
 def checked_budget(caller: str, budget: Budget) -> Budget:
@@ -327,6 +327,8 @@ class Memory:
         if self.budget == LEAST or not rewired.couplings or self.work_of is None:
             return frozenset(), None
         device = inputs[0].device if inputs else torch.device("cpu")
+        if self.budget is None and device.type != "cuda":  # an estimate does not tell what is free
+            return frozenset(), None
         sizes = tuple(tuple(each.shape) for each in inputs)
         is_low = torch.is_autocast_enabled(device.type) if device.type != "meta" else False
         dtypes = tuple(each.dtype for each in inputs)

@@ -175,7 +175,7 @@ class Reversible(OriginalSurface):
         """What a training step may hold beside parameters, gradients and batch.
 
         Bytes, also as "8GiB"; "auto": four fifths of what the device has free; "least": every
-        coupling is rebuilt; None: couplings that do not raise the peak keep their graphs.
+        coupling is rebuilt; None: on CUDA, couplings that do not raise the peak keep their graphs.
         """
         return self._memory.budget
 

@@ -115,12 +115,12 @@ def test_gradients_have_the_same_bits_with_every_budget(
     want = trained(net, x, state)
     least, most = extremes(net, x, state)
     times = []
-    for budget in (None, (2 * least + most) // 3, (least + 2 * most) // 3, most):
+    for budget in (least, (2 * least + most) // 3, (least + 2 * most) // 3, most):
         net.memory_budget = budget
         for _ in range(2):
             assert all(map(torch.equal, want, trained(net, x, state)))
         (plan,) = net._memory.plans.values()
-        assert budget is None or plan.peak <= budget
+        assert plan.peak <= budget
         times.append(plan.time)
     assert times == sorted(times, reverse=True) and times[0] > times[-1] == 1.0
     assert "couplings keep their graphs" in net.summary()
@@ -137,7 +137,7 @@ def test_two_backward_passes_through_one_graph() -> None:
 
 
 def test_a_plan_holds_for_smaller_inputs_and_larger_ones_are_planned() -> None:
-    net = reversified(Stack(), x := torch.randn(4, 32, 8), budget=None)
+    net = reversified(Stack(), x := torch.randn(4, 32, 8), budget="1GiB")
     state = copy.deepcopy(net.state_dict())
     for size, plans in ((4, 1), (3, 1), (6, 2), (5, 2)):
         trained(net, x.new_ones(size, 32, 8), state)
@@ -224,7 +224,7 @@ def test_activations_stay_within_the_budget() -> None:
 
 
 def test_short_chains_that_keep_inputs_are_not_measured_again() -> None:
-    net = reversified(Stack(2), x := torch.randn(4, 32, 8), budget=None)
+    net = reversified(Stack(2), x := torch.randn(4, 32, 8), budget="1GiB")
     state = copy.deepcopy(net.state_dict())
     for _ in range(2):
         trained(net, x, state)
