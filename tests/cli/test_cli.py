@@ -277,7 +277,8 @@ def test_measure_on_a_gpu_draws_compiled_steps(called: Called, tmp_path: Path) -
     found = in_json(called, *argv)
     names = {"plain, compiled", "checkpointing, compiled", "reversible, compiled", "torch 0.5"}
     assert names <= {*found["rows"]} and found["precision"] == "bf16"
-    assert all(row["bytes"] > 0 for row in found["rows"].values())
+    assert all("failed" in row or row["bytes"] > 0 for row in found["rows"].values())
+    assert all(found["rows"][name]["bytes"] > 0 for name in names)
     assert all(f">{name}<" in file.read_text() for name in ("plain", "torch 0.1", "reversible"))
 
 

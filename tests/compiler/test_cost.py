@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import revcompile
 from revcompile.compiler.cost import piece_costs, segment_costs
 from revcompile.compiler.cost.analytic import FLOPS_PER_BYTE
+from revcompile.compiler.cost.source import CostSource
 from revcompile.errors import InputError
 from revcompile.ir.types import Cost, Rewired
 
@@ -145,7 +146,7 @@ def test_measuring_needs_a_real_device() -> None:
     with torch.device("meta"):
         rewired = rewired_of(Small(), torch.randn(2, 3))
     with pytest.raises(InputError, match="meta device"):
-        piece_costs(rewired, [rewired.body.segments], rewired.body.types, "measured")
+        piece_costs(rewired, [rewired.body.segments], rewired.body.types, CostSource.MEASURED)
 
 
 def test_a_forward_that_differentiates_has_costs() -> None:

@@ -81,13 +81,13 @@ class SequenceFirst(Reused):
 
 
 class EvenBatch(Reused):
-    """One sample more than an even batch has takes another path."""
+    """An odd batch takes another path, so that a capture is for one size."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.shape[0] % 2 else 2 * x)
 
 
-@cases("kind, sizes", (SequenceFirst, [(6, 4), (6, 3)]), (EvenBatch, [(4, 6), (6, 6), (2, 6)]))
+@cases("kind, sizes", (SequenceFirst, [(6, 4), (6, 3)]), (EvenBatch, [(4, 6), (4, 6)]))
 def test_a_size_the_next_block_reads(kind: type[nn.Module], sizes: list[tuple[int, int]]) -> None:
     _train(kind().double(), *sizes)
 

@@ -213,8 +213,8 @@ def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Chain.reversible
 
-    def scaled(self: Chain, *args: Any) -> Any:
-        a, b, *extras = original(self, *args)
+    def scaled(self: Chain, *args: Any, **kwargs: Any) -> Any:
+        a, b, *extras = original(self, *args, **kwargs)
         b.register_hook(lambda gradient: gradient * 1.001)
         return a, b, *extras
 
