@@ -140,8 +140,15 @@ class Meter:
 
     def _gradients(self) -> int:
         """Bytes of the parameters' gradients."""
-        found = [p.grad for p in self._parameters if p.grad is not None]
-        return sum(getattr(grad, "_local_tensor", grad).nbytes for grad in found)
+        return sum(_bytes(p.grad) for p in self._parameters if p.grad is not None)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor on this rank; a sparse one is that of an embedding."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    if local.layout is torch.sparse_coo:
+        return local._values().nbytes + local._indices().nbytes
+    return local.nbytes
 
 
 def _storage(tensor: Tensor) -> int:
@@ -326,6 +333,8 @@ class Memory:
         """
         if self.budget == LEAST or not rewired.couplings or self.work_of is None:
             return frozenset(), None
+        if any(each.layout is not torch.strided for each in inputs):  # sizes need not be numbers
+            return frozenset(), None
         device = inputs[0].device if inputs else torch.device("cpu")
         if self.budget is None and device.type != "cuda":  # an estimate does not tell what is free
             return frozenset(), None
@@ -361,7 +370,7 @@ class Memory:
                     'give bytes, such as "8GiB"'
                 )
             reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            state = self.optimizer_copies * sum(p.nbytes for p in parameters)
+            state = self.optimizer_copies * sum(map(_bytes, parameters))
             meter.measured.free = torch.cuda.mem_get_info(device)[0] + reserved - state
         plan = self._planned(rewired, meter.measured, sizes)
         known[sizes] = meter.measured, plan

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import revcompile
 from revcompile.errors import InputError, ModifiedError
-from revcompile.runtime.reversible.keeping import Measurement, plan_for
+from revcompile.runtime.reversible.keeping import Measurement, _bytes, plan_for
 from tests.support.measuring import autocast, measure_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -241,6 +241,11 @@ def test_late_couplings_are_kept_first_unless_others_save_more() -> None:
     assert sorted(uneven.kept) == [0, 1] and uneven.peak == 60
     free = Measurement(graphs, {}, [(0, 90), *((i, 40) for i in range(1, 7))])
     assert sorted(plan_for(free, [1.0] * 7, frozenset({0}), None).kept) == [1, 2, 3, 4, 5]
+
+
+def test_bytes_of_gradients() -> None:
+    dense, sparse = torch.ones(3, 4), torch.eye(3).to_sparse()
+    assert [_bytes(dense), _bytes(sparse)] == [48, 3 * 4 + 2 * 3 * 8]
 
 
 @pytest.mark.gpu
