@@ -270,7 +270,8 @@ def test_blocks_with_other_settings_have_artifacts_of_their_own() -> None:
 def test_settings_that_change_too_often_end_in_eager_blocks() -> None:
     net, compiled = pair()
     x = torch.randn(3, 5, 4).double()
-    with pytest.warns(RevcompileWarning, match="recompile_limit is reached") as said:
+    reached = pytest.warns(RevcompileWarning, match="recompile_limit is reached")
+    with torch._dynamo.config.patch(recompile_limit=8), reached as said:
         for rate in range(10):
             for module in (net, compiled):
                 for block in module.get_submodule("blocks").children():
