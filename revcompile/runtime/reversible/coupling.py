@@ -3,9 +3,10 @@
     forward   (a, b) -> (b, y)   with y = a + F(b)        PETRA, Fig. 2b
     inverse   (b, y) -> (a, b)   with a = y - F(b)        PETRA, Fig. 2c
 
-A chain keeps nothing but its output. Its backward pass walks from the last block to the first: it
-rebuilds a block's input *keeping the graph of F*, and differentiates that very graph: F runs
-once more and not twice (4N work, not 5N):
+A chain keeps its output, and the graphs of couplings that the memory budget leaves room for
+(`keeping`); short chains may keep inputs instead (`Chain.keeps_inputs`). Otherwise the backward
+pass walks from the last block to the first: it rebuilds a block's input *keeping the graph of F*,
+and differentiates that very graph: F runs once more and not twice (4N work, not 5N):
 
     output (b, y) -> rebuild block n: run F(b) with a graph; a = y - F(b)
                      differentiate  : grad b += F'(b)^T grad y, and gradients of the parameters

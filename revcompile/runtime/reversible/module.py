@@ -72,8 +72,8 @@ class _Plan(NamedTuple):
 class Reversible(OriginalSurface):
     """Runs a `Rewired` model. Parameters and buffers keep the original's names.
 
-    In training mode with gradients on, chains of couplings keep only their output; in eval mode
-    or under `no_grad` everything is a plain forward.
+    In training mode with gradients on, chains rebuild what `memory_budget` does not keep; in eval
+    mode or under `no_grad` everything is a plain forward.
 
     Args:
         rewired: the model after rewiring; its root's parameters and buffers become this module's.
